@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime
+    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime, seeds, update
     from accel_ddp.config import TrainConfig, UserError, parse_config, run
     from accel_ddp.data import TrainBatches
     from accel_ddp.loop import fit
@@ -20,7 +20,7 @@ _HOME = {
     "TrainConfig": "config", "UserError": "config", "parse_config": "config", "run": "config",
     "TrainBatches": "data", "fit": "loop", "start": "runtime", "together": "runtime",
 }  # fmt: skip
-_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime"]
+_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime", "seeds", "update"]
 __all__ = [*_HOME, *_MODULES]
 
 

@@ -3,21 +3,24 @@
 The step says where we are in the stream, so there is nothing to save and nothing to replay.
 """
 
+import functools
 import inspect
 import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.config import TrainConfig, UserError, is_voice_of_node
 from accel_ddp.seeds import mixed, seed_everything
 
 if TYPE_CHECKING:
@@ -36,6 +39,34 @@ EMBEDDED = {
 # ---------------------------------------------------------------------------------------------- rows
 
 
+@functools.cache
+def prepare_hub() -> str:
+    """Why the hub cannot be reached, or nothing. Without a network only its cache on this machine is used.
+
+    Its client would try for a minute, once per file, before it says so.
+    """
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    if not (is_voice_of_node() and sys.stderr.isatty()):  # bars and load reports of every rank are noise in a log
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    constants = huggingface_hub.constants
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return ""
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+        return ""
+    except OSError as error:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        return f"{url.hostname}: {error.strerror or error}"
+
+
 def load_rows(
     dataset: str, train_file: str = "", eval_file: str = "", *, train_split: str = "train", eval_split: str = "", seed: int = 0
 ) -> tuple["datasets.Dataset", "datasets.Dataset"]:
@@ -44,6 +75,7 @@ def load_rows(
     Where there is nothing to evaluate on, a tenth of the training rows (at most 2,000) is set aside,
     chosen by `seed` alone.
     """
+    prepare_hub()
     if train_file:
         splits = {"train": _load_file("--train_file", train_file)}
         if eval_file:
@@ -128,12 +160,13 @@ def _load_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name} is a file. Use --train_file {name}.")
+    offline = prepare_hub()
     try:
         return dict(datasets.load_dataset(name))
     except Exception as error:
+        why = f"there is no network to the hub ({offline}) and no copy" if offline else str(error).strip().splitlines()[0]
         raise UserError(
-            f"--dataset {name}: cannot be loaded from the hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            "Without a network, use --train_file and --eval_file with local files."
+            f"--dataset {name}: cannot be loaded: {why}. Without a network, use --train_file and --eval_file with local files."
         ) from error
 
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.data import embedded_path
+from accel_ddp.data import embedded_path, prepare_hub
 
 # Real weights inside registry packages: (package, folder in it, sha256 of its model.safetensors).
 EMBEDDED = {
@@ -75,15 +75,17 @@ def load(auto_class: Any, name: str, **options: Any) -> nn.Module:
 
 
 def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> Any:
+    offline = prepare_hub()
     try:
         return auto_class.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if Path(place).is_dir():
             raise UserError(f"--model {name}: the folder cannot be loaded: {lines[0]}") from error
+        why = f"there is no network to the hub ({offline}) and no copy" if offline else lines[0].strip()
         raise UserError(
-            f"--model {name}: is no folder here and cannot be had from the hub ({lines[0].strip()}). "
-            "Check the name and the network; without a network give the path of a folder with the model."
+            f"--model {name}: is no folder here and cannot be loaded by name: {why}. "
+            "Without a network, give the path of a folder that holds the model: --model path/to/folder."
         ) from error
 
 

@@ -6,6 +6,7 @@ the hardware do not fit, drops some timeouts, and has no way to wait for a slow 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -14,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,8 @@ def start(cfg: TrainConfig) -> Accelerator:
             torch.set_num_threads(max(1, _num_cores() // LOCAL_RANKS))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     _refuse_what_the_device_cannot(cfg, precision, use_gpu)
+    # torch 2.13 renames a DDP option that Accelerate passes on.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     if use_gpu and cfg.tf32:
         torch.set_float32_matmul_precision("high")
 
@@ -141,7 +144,7 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
     """Do something slow or fragile on every rank (download, tokenise), each at its own pace.
 
@@ -157,8 +160,6 @@ def together(what: str) -> Iterator[None]:
         if _store:
             said = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
             _store.set(keys[RANK], json.dumps({"error": said, "host": HOST}))
-            if RANK == 0 and not isinstance(error, UserError):
-                time.sleep(2)  # rank 0 may host the store: let the others read it
         raise
     if _store is None:
         return
@@ -169,7 +170,7 @@ def together(what: str) -> Iterator[None]:
         here = [key for key in keys if _store.check([key])]
         for rank, key in enumerate(keys):
             if key in here and "error" in (word := json.loads(_store.get(key))):
-                raise UserError(f"rank {rank} on {word['host']}: {word['error']}" if rank != RANK else word["error"])
+                raise UserError(word["error"] if word["host"] == HOST else f"rank {rank} on {word['host']}: {word['error']}")
         if arrived.is_completed():
             arrived.wait()  # raises what went wrong, if anything did
             return
@@ -202,28 +203,47 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     end_on_interrupt()
     try:
         main(cfg)
-        code = 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
     except UserError as error:
-        _report(f"error: {error}")
-        code = 2
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            _report_crash(error)
-            return 1
-        micro, count = cfg.split(NUM_RANKS)
-        advice = f"--micro_batch_size {micro // 2} (the result stays the same)" if micro > 1 else "--gradient_checkpointing"
-        _report(
-            f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; "
-            f"or use --gradient_checkpointing, --mixed_precision bf16, shorter items.\n({str(error).splitlines()[0]})"
-        )
-        code = 2
+        return _leave(f"error: {error}", code=2)
     except Exception as error:
-        _report_crash(error)
-        return 1
-    if code and RANK == 0 and NUM_RANKS > 1:
-        time.sleep(1)  # rank 0 may host the store, from which the others are reading why
-    if dist.is_initialized() and code == 0:
-        dist.destroy_process_group()
+        if not _is_out_of_memory(error):
+            traceback.print_exception(error)
+            return _leave(f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}", code=1)
+        micro = cfg.split(NUM_RANKS)[0]
+        advice = f"--micro_batch_size {micro // 2} (the result stays the same)" if micro > 1 else "--gradient_checkpointing"
+        return _leave(
+            f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; or use "
+            f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})",
+            code=2,
+        )
+
+
+def _leave(text: str, code: int) -> int:
+    """Say why, once per node, let the launcher's report say it too, and leave together with the others.
+
+    The launcher ends all ranks as soon as it sees one end; those on their way to the same error get a moment.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
+    try:
+        first = _store.add(f"said/{HOST}/{mixed(0, text)}", 1) == 1 if _store else is_voice_of_node()
+    except Exception:  # the store's host is gone: better twice than not at all
+        first = True
+    if first:
+        print(text, file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it as the root cause, instead of nothing
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
+    with contextlib.suppress(Exception):
+        deadline = time.monotonic() + 5
+        leaving = _store.add("leaving", 1) if _store else NUM_RANKS
+        while leaving < NUM_RANKS and time.monotonic() < deadline:
+            time.sleep(0.05)
+            leaving = _store.add("leaving", 0)
+        if RANK == 0 and NUM_RANKS > 1:
+            time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
     return code
 
 
@@ -248,21 +268,6 @@ def end_on_interrupt() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, lambda *_: None if os.getpid() == owner else os._exit(130))  # and data workers
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _report(text: str) -> None:
-    """Print once per node: ranks that fail alike say it once, a rank that fails alone is heard."""
-    try:
-        first = _store.add(f"said/{HOST}/{mixed(0, text)}", 1) == 1 if _store else is_voice_of_node()
-    except Exception:  # the store's host is gone: better twice than not at all
-        first = True
-    if first:
-        print(text, file=sys.stderr, flush=True)
-
-
-def _report_crash(error: BaseException) -> None:
-    print(f"rank {RANK} on {HOST} failed:", file=sys.stderr)
-    traceback.print_exception(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

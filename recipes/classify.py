@@ -34,6 +34,49 @@ class Config(TrainConfig):
     best_metric: str = "accuracy"
 
 
+class Task:
+    """What is learned: the model, the data, the summed loss, what it is counted in, and how it is measured."""
+
+    def __init__(self, cfg: Config, accelerator):
+        self.cfg, self.accelerator = cfg, accelerator
+        with accel_ddp.together("load the model and the data"):
+            self.tokenizer = accel_ddp.models.load_tokenizer(cfg.model)
+            train_rows, self.eval_rows, self.labels = build_data(cfg, self.tokenizer)
+            self.model = build_model(cfg, accelerator, self.labels)
+        collate = accel_ddp.data.padded(self.tokenizer, accelerator)
+        self.train = accel_ddp.TrainBatches(train_rows, collate)
+        self.eval_batches = accel_ddp.metrics.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        several = self.labels.several
+        self.loss_of = accel_ddp.losses.binary_cross_entropy if several else accel_ddp.losses.cross_entropy
+        self.answer = (lambda logits: (logits > 0).long()) if several else (lambda logits: logits.argmax(-1))
+
+    def loss_sum(self, model, batch):
+        return self.loss_of(logits(model, batch), batch["labels"])
+
+    def count(self, batch):
+        return len(batch["labels"])
+
+    def evaluate(self, model):
+        return accel_ddp.metrics.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+
+    def measure(self, model, batch):
+        """One row per item; `evaluate` puts the rows of all ranks in order."""
+        scores = logits(model, batch)
+        losses = self.loss_of(scores, batch["labels"], reduction="none")
+        return {"loss": losses, "predictions": self.answer(scores), "references": batch["labels"]}
+
+    def summarize(self, rows):
+        """On the main rank, over all items."""
+        answers = {"predictions": rows["predictions"], "references": rows["references"]}
+        self.table = accel_ddp.metrics.table_of_classes(**answers, names=self.labels.names)
+        scores = {name: accel_ddp.metrics.load(name).compute(**answers)[name] for name in ("accuracy", "f1")}
+        return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
+
+
+def logits(model, batch):
+    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+
 def build_data(cfg: Config, tokenizer):
     """Rows with `input_ids`, `attention_mask` and `labels`, and the names of the labels."""
     train, test = accel_ddp.data.load_rows(
@@ -71,56 +114,26 @@ def build_model(cfg: Config, accelerator, labels):
 
 def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
-    with accel_ddp.together("load the model and the data"):
-        tokenizer = accel_ddp.models.load_tokenizer(cfg.model)
-        train_rows, eval_rows, labels = build_data(cfg, tokenizer)
-        model = build_model(cfg, accelerator, labels)
-    loss_of = accel_ddp.losses.binary_cross_entropy if labels.several else accel_ddp.losses.cross_entropy
-    answers = (lambda logits: (logits > 0).long()) if labels.several else (lambda logits: logits.argmax(-1))
-
-    def logits(model, batch):
-        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-
-    def loss_sum(model, batch):
-        return loss_of(logits(model, batch), batch["labels"])
-
-    def count(batch):
-        return len(batch["labels"])
-
-    def measure(model, batch):
-        scores = logits(model, batch)
-        losses = loss_of(scores, batch["labels"], reduction="none")
-        return {"loss": losses, "predictions": answers(scores), "references": batch["labels"]}
-
-    last = {}  # the rows of the last evaluation, on the main rank
-
-    def summarize(rows):
-        last.update(rows)
-        given = {name: rows[name] for name in ("predictions", "references")}
-        scores = {name: accel_ddp.metrics.load(name).compute(**given)[name] for name in ("accuracy", "f1")}
-        return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
-
-    collate = accel_ddp.data.padded(tokenizer, accelerator)
-    eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+    task = Task(cfg, accelerator)
     metrics = accel_ddp.fit(
         accelerator,
         cfg,
-        model=model,
-        optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(train_rows, collate),
-        loss_sum=loss_sum,
-        count=count,
-        evaluate=lambda model: accel_ddp.metrics.evaluate(accelerator, model, eval_batches, measure, summarize),
+        model=task.model,
+        optimizer=accel_ddp.optim.build(task.model, cfg),
+        train=task.train,
+        loss_sum=task.loss_sum,
+        count=task.count,
+        evaluate=task.evaluate,
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )
     if accelerator.is_main_process:
-        folder = accel_ddp.models.export(model, tokenizer, Path(cfg.output_dir) / "model", {"metrics": metrics})
-        print(accel_ddp.metrics.table_of_classes(last["predictions"], last["references"], labels.names))
+        folder = accel_ddp.models.export(task.model, task.tokenizer, Path(cfg.output_dir) / "model", {"metrics": metrics})
         print(
-            f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(eval_rows):,} items\n"
+            f"{task.table}\n"
+            f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(task.eval_rows):,} items\n"
             f"model saved in {folder}\n"
-            f"try: python -c \"from transformers import pipeline; print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
-            f"next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
+            f"try:  python -c \"from transformers import pipeline; print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
+            "next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
         )
 
 

@@ -1,0 +1,41 @@
+"""`classify.py` with the loop written out, for when you need to change it.
+
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/own_loop.py --steps 20
+
+A test requires that this file and `classify.py` learn the same weights, to the bit, on one rank and on two.
+"""
+
+from pathlib import Path
+
+from classify import Config, Task
+
+import accel_ddp
+from accel_ddp.config import run
+
+
+def main(cfg: Config) -> None:
+    accelerator = accel_ddp.start(cfg)
+    task = Task(cfg, accelerator)
+    optimizer = accel_ddp.optim.build(task.model, cfg)
+    total_steps = cfg.total_steps(len(task.train))
+
+    model, optimizer = accelerator.prepare(task.model, optimizer)
+    first = accel_ddp.checkpoint.restore(accelerator, cfg, model, optimizer)
+    updates = task.train.starting_at(first, accelerator, cfg)
+    model.train()
+    for step in range(first, total_steps):
+        accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
+        seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
+        stats = accel_ddp.update.update(
+            accelerator, model, optimizer, next(updates), task.loss_sum, task.count, cfg.max_grad_norm, seed
+        )
+        if (step + 1) % cfg.log_every == 0:
+            accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
+    accelerator.print(task.evaluate(model))
+    accel_ddp.checkpoint.save(accelerator, cfg, model, optimizer, total_steps)
+    if accelerator.is_main_process:
+        accel_ddp.models.export(task.model, task.tokenizer, Path(cfg.output_dir) / "model", {})
+
+
+if __name__ == "__main__":
+    run(Config, main)
