@@ -45,8 +45,8 @@ def restore(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimi
     path = found[-1]
     if not (path / "run.json").is_file():
         raise UserError(f"--resume {path}: is not a checkpoint (it has no run.json) on this node.")
-    load_model(accelerator.unwrap_model(model), str(path / "model.safetensors"), device=str(accelerator.device))
-    state = torch.load(path / "optimizer.pt", map_location=accelerator.device, weights_only=True)
+    load_model(accelerator.unwrap_model(model), str(path / "model.safetensors"))
+    state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     if accelerator.scaler and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,27 @@
+"""Tokenising that takes longer than the process-group timeout."""
+
+import time
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+
+
+def main(cfg: TrainConfig) -> None:
+    import datasets
+
+    accelerator = accel_ddp.start(cfg)
+
+    def slow(rows):
+        time.sleep(12)
+        print(f"tokenised {len(rows['text'])} rows")
+        return {"n": [len(text) for text in rows["text"]]}
+
+    with accel_ddp.together("tokenise"):
+        rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
+        done = accel_ddp.data.map_once(rows, slow, depends_on=None, cfg=cfg)
+    accelerator.wait_for_everyone()
+    print(f"rank {accelerator.process_index} sees {list(done['n'])}")
+
+
+if __name__ == "__main__":
+    run(TrainConfig, main)

@@ -1,0 +1,193 @@
+"""The recipe as users start it: one process, two ranks, two nodes, torchrun, the loop written out; and what it leaves."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
+
+CLASSIFY = ROOT / "recipes" / "classify.py"
+SENTENCES = {"good": ["a fine film", "a warm and funny story", "great acting"], "bad": ["a dull film", "a cold mess", "poor acting"]}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """A training file of 90 rows with names as labels, and an evaluation file of 31, which no number of ranks divides."""
+    folder = tmp_path_factory.mktemp("data")
+    made = {}
+    for name, number in (("train", 90), ("eval", 31)):
+        lines = [f"{SENTENCES[label][i % 3]} number {i},{label}" for i in range(number) for label in [("good", "bad")[i % 2]]]
+        made[name] = folder / f"{name}.csv"
+        made[name].write_text("\n".join(["review,verdict", *lines]) + "\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def arguments(files, tiny_model, cache) -> list[str]:
+    return [
+        "--model", tiny_model, "--train_file", str(files["train"]), "--eval_file", str(files["eval"]),
+        "--text_column", "review", "--label_column", "verdict", "--epochs", "2", "--global_batch_size", "16",
+        "--micro_batch_size", "4", "--lr", "3e-3", "--log_every", "1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(arguments, tmp_path_factory) -> Path:
+    """Plain `python recipes/classify.py`, with all trackers."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ended = run_ranks(
+        1, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio",
+        TRACKIO_DIR=str(folder.parent / "trackio"),
+    ).well()  # fmt: skip
+    (folder.parent / "output.txt").write_text(ended.text)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for name, value in weights(a).items():
+        np.testing.assert_allclose(weights(b)[name], value, atol=1e-5, err_msg=name)
+    for of_a, of_b in zip(events(a, "evaluate"), events(b, "evaluate"), strict=True):
+        assert of_a["accuracy"] == of_b["accuracy"]
+        assert of_a["macro_f1"] == of_b["macro_f1"]
+        assert of_a["loss"] == pytest.approx(of_b["loss"], abs=1e-5)
+
+
+def test_it_says_what_it_reached_and_where_the_model_is(one):
+    text = (one.parent / "output.txt").read_text()
+    assert "16 items per step = 1 node x 1 rank x 4 per micro-batch x 4 micro-batches" in text
+    assert f"model saved in {one}/model" in text
+    assert "macro F1" in text
+    assert "precision    recall  f1-score" in text
+    assert "next:" in text
+    assert "Traceback" not in text
+    assert len(events(one, "update")) == 12  # 2 epochs of 90 items in steps of 16: 11.25, rounded up
+    assert [event["step"] for event in events(one, "evaluate")] == [6, 12]
+
+
+def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):
+    from transformers import pipeline
+
+    scores = pipeline("text-classification", str(one / "model"), top_k=None)("a warm and funny story number 4")
+    assert {score["label"] for score in scores} == {"good", "bad"}
+    assert json.loads((one / "model" / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
+
+
+def test_two_ranks_learn_the_same_and_make_one_run(one, arguments, tmp_path):
+    folder = tmp_path / "run"
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    run_ranks(2, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio", **env).well()
+    assert_same_run(one, folder)
+    for run in (one, folder):
+        read_back(run)
+
+
+def read_back(folder: Path) -> None:
+    """Each tracker's own reader finds one run with every loss and the evaluations."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = [event["loss"] for event in events(folder, "update")]
+    logs = [path for path in folder.rglob("events.out.tfevents*") if EventAccumulator(str(path)).Reload().Tags()["scalars"]]
+    assert len(logs) == 1
+    board = EventAccumulator(str(logs[0])).Reload()
+    assert [s.value for s in board.Scalars("train/loss")] == pytest.approx(losses, rel=1e-5)
+    assert [s.step for s in board.Scalars("eval/accuracy")] == [6, 12]
+    assert {"train/lr", "train/grad_norm", "train/items_per_second"} <= set(board.Tags()["scalars"])
+
+    runs = list((folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1
+    records = subprocess.run([BIN / "wandb", "leet", "inspect", "--json", runs[0]], capture_output=True, text=True, check=True)
+    history = [json.loads(line) for line in records.stdout.splitlines() if '"type":"history"' in line.replace(" ", "")]
+    assert sum("train/loss" in json.dumps(record) for record in history) == len(losses)
+    assert '"global_batch_size"' in records.stdout, "with the resolved config"
+
+    command = [BIN / "trackio", "get", "metric", "--project", "accel_ddp", "--run", "run", "--metric", "train/loss", "--json"]
+    env = clean_environment(TRACKIO_DIR=str(folder.parent / "trackio"))
+    seen = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    found = [point["value"] for point in json.loads(seen)["values"]]
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_two_nodes_with_our_config_learn_the_same(one, arguments, tmp_path):
+    """Two `accelerate launch`, as typed on two machines, on 127.0.0.1."""
+    port = str(free_port())
+    common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    commands = [
+        [BIN / "accelerate", "launch", *common, "--machine_rank", str(node), "--mixed_precision", "no", CLASSIFY, *arguments,
+         "--output_dir", tmp_path / "run"]
+        for node in (0, 1)
+    ]  # fmt: skip
+    ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
+    assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
+    assert "No rank of 2 has a GPU: training on CPUs, over gloo." in ended.texts[0]
+    assert_same_run(one, tmp_path / "run")
+
+
+def test_torchrun_and_the_written_out_loop_learn_the_same_to_the_bit(one, arguments, tmp_path):
+    """`fit` through torchrun beside recipes/own_loop.py, two ranks each."""
+    for name in ("classify", "own_loop"):
+        command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), ROOT / "recipes" / f"{name}.py"]
+        run_all([[*command, *arguments, "--output_dir", tmp_path / name]], [clean_environment()]).well()
+    a, b = weights(tmp_path / "classify"), weights(tmp_path / "own_loop")
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert_same_run(one, tmp_path / "classify")
+
+
+def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
+    """Several labels per text, from JSON lines; pairs of texts with numbers as labels; both with more options on."""
+    several = tmp_path / "several.jsonl"
+    several.write_text("".join(
+        json.dumps({"text": f"{'good' * (i % 2)} {'long' * (i % 3 == 0)} film {i}", "label": ["good"] * (i % 2) + ["long"] * (i % 3 == 0)}) + "\n"
+        for i in range(60)
+    ))  # fmt: skip
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("a\tb\tlabel\n" + "".join(f"text {i}\t{('text', 'other')[i % 2]} {i}\t{i % 2 + 3}\n" for i in range(60)))
+    common = ["--model", tiny_model, "--steps", 6, "--lr", "1e-3"]
+    commands = [
+        ["--train_file", several, "--output_dir", tmp_path / "several", "--optimizer", "sgd", "--lr_schedule", "cosine",
+         "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1"],
+        ["--train_file", pairs, "--text_column", "a", "--text_pair_column", "b", "--output_dir", tmp_path / "pairs",
+         "--freeze", "embeddings", "layer.0", "--eval_every", "1", "--early_stopping_patience", "1", "--best_metric", "loss",
+         "--warmup_steps", "2"],
+    ]  # fmt: skip
+    ended = run_all([[sys.executable, CLASSIFY, *common, *command] for command in commands], [clean_environment()] * 2).well()
+    assert "good" in ended.texts[0]
+    assert "long" in ended.texts[0]
+    config = json.loads((tmp_path / "several" / "model" / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    assert json.loads((tmp_path / "pairs" / "model" / "config.json").read_text())["id2label"] == {"0": "3", "1": "4"}
+    before, after = load_file(f"{tiny_model}/model.safetensors"), weights(tmp_path / "pairs")
+    frozen = [name for name in after if "embeddings" in name or "layer.0" in name]
+    assert frozen
+    assert all(np.array_equal(before[name], after[name]) for name in frozen)
+    assert not np.array_equal(before["bert.encoder.layer.1.output.dense.weight"], after["bert.encoder.layer.1.output.dense.weight"])
+
+
+def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tmp_path):
+    folder = tmp_path / "run"
+    run_ranks(1, CLASSIFY, *arguments, "--steps", 12, "--save_every", 5, "--output_dir", folder, "--keep_last", 3).well()
+    for newest in ("step_00000012", "step_00000010"):  # as if it had been killed after step 5
+        shutil.rmtree(folder / newest)
+    refused = run_ranks(1, CLASSIFY, *arguments, "--output_dir", folder)
+    assert refused.codes == [2]
+    assert "holds another run" in refused.text
+    assert "--resume" in refused.text
+    again = run_ranks(1, CLASSIFY, *arguments, "--steps", 12, "--resume", "--output_dir", folder).well()
+    assert "step  6/12" in again.text
+    assert "step  5/12" not in again.text
+    a, b = weights(one), weights(folder)
+    assert all(np.array_equal(a[name], b[name]) for name in a)

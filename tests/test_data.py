@@ -1,0 +1,128 @@
+"""Order, fingerprints, tokenising once, labels."""
+
+import time
+
+import numpy as np
+import pytest
+
+from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.data import Labels, Shuffle, fingerprint, load_rows, map_once
+from accel_ddp.seeds import mixed
+from tests.conftest import PROGRAMS, run_ranks
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 3, 7, 64, 101, 1000, 70_000])
+def test_each_epoch_has_each_item_once_in_another_order(num_items):
+    shuffle = Shuffle(num_items, seed=0)
+    epochs = [[shuffle.at(epoch * num_items + place) for place in range(num_items)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(num_items))
+    if num_items > 10:
+        assert epochs[0] != epochs[1] != epochs[2] != list(range(num_items))
+
+
+def test_the_order_is_as_good_as_random():
+    """Where item i stands is uniform, and neighbours are unrelated, over many seeds."""
+    places = np.zeros((10, 10))
+    following = 0
+    for seed in range(3000):
+        order = [Shuffle(10, seed).at(place) for place in range(10)]
+        places[range(10), order] += 1
+        following += sum(b == (a + 1) % 10 for a, b in zip(order, order[1:]))
+    chi_squared = ((places - 300) ** 2 / 300).sum()
+    assert 45 < chi_squared < 130, chi_squared  # 81 degrees of freedom: 81 +- 4 sigma
+    assert abs(following / (3000 * 9) - 1 / 9) < 0.01
+
+
+def test_seeds_are_mixed_not_added():
+    def order(seed, epoch):
+        return [Shuffle(100, seed).at(epoch * 100 + i) for i in range(100)]
+
+    assert order(42, 1) != order(43, 0)
+    assert len({mixed(s, p, a, b) for s in range(5) for p in ("x", "y") for a in range(5) for b in range(5)}) == 250
+
+
+def test_a_position_in_a_billion_items_is_found_at_once():
+    began = time.perf_counter()
+    shuffle = Shuffle(10**9, seed=0)
+    found = [shuffle.at(3 * 10**9 + 900_000_000 + i) for i in range(1000)]
+    assert time.perf_counter() - began < 1
+    assert len(set(found)) == 1000
+    assert max(found) > 9 * 10**8
+
+
+def table(**columns):
+    import datasets
+
+    return datasets.Dataset.from_dict(columns)
+
+
+def test_a_fingerprint_is_of_the_content():
+    rows = table(text=["a", "b", "c"], label=[0, 1, 0])
+    assert fingerprint(rows) == fingerprint(table(text=["a", "b", "c"], label=[0, 1, 0]))
+    assert fingerprint(rows) == fingerprint(table(text=["x", "a", "b", "c"], label=[9, 0, 1, 0]).select([1, 2, 3]))
+    assert fingerprint(rows) != fingerprint(rows.select([0, 2, 1]))
+    assert fingerprint(rows) != fingerprint(table(text=["a", "b", "d"], label=[0, 1, 0]))
+
+
+def test_content_is_mapped_once(tmp_path):
+    cfg = TrainConfig(cache_dir=str(tmp_path))
+    calls = []
+
+    def length(rows):
+        calls.append(len(rows["text"]))
+        return {"n": [len(text) for text in rows["text"]]}
+
+    for rows in (table(text=["a", "bb"]), table(text=["zz", "a", "bb"]).select([1, 2])):  # other rows, same content
+        assert map_once(rows, length, depends_on={"v": 1}, cfg=cfg)["n"] == [1, 2]
+    assert calls == [2]
+    map_once(table(text=["a", "bb"]), length, depends_on={"v": 2}, cfg=cfg)
+    assert calls == [2, 2]
+
+
+def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_timeout(tmp_path):
+    """Two ranks, 12 s of tokenising, a timeout of 5 s: one of them works, the other waits and says for what."""
+    ended = run_ranks(
+        2, PROGRAMS / "slow_tokenising.py", "--cache_dir", tmp_path / "cache", "--ddp_timeout_seconds", 5,
+        "--global_batch_size", 2, "--output_dir", tmp_path / "run",
+    ).well()  # fmt: skip
+    assert ended.text.count("tokenised 3 rows") == 1
+    assert ended.text.count("sees [1, 2, 3]") == 2
+    assert "waiting for another process to tokenise" in ended.text
+
+
+def test_labels_are_named_and_checked():
+    train, test = table(label=["b", "a", "b"]), table(label=["a", "b"])
+    labels = Labels.of(train, test, "label")
+    assert (labels.names, labels.encode({"label": ["a", "b"]})) == (["a", "b"], [0, 1])
+    assert Labels.of(table(label=[3, 7]), table(label=[7]), "label").encode({"label": [7]}) == [1]
+    several = Labels.of(table(label=[["x", "y"], []]), table(label=[["y"]]), "label")
+    assert several.encode({"label": [["y"], ["x", "y"], []]}) == [[0, 1], [1, 1], [0, 0]]
+    for bad, words in [
+        ((train, table(label=["c"])), "lack: c. The training data have: a, b"),
+        ((table(label=["a", None]), test), "has no label"),
+        ((table(label=["a", "a"]), table(label=["a"])), "nothing to learn"),
+        ((table(label=[0.5, 1.5]), table(label=[0.5])), "names or whole numbers"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            Labels.of(*bad, "label")
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_files_of_every_kind_are_read(tmp_path, ending):
+    rows = table(text=[f'text "{i}", with, commas' for i in range(20)], label=[i % 2 for i in range(20)])
+    path = str(tmp_path / f"data.{ending}")
+    if ending == "parquet":
+        rows.to_parquet(path)
+    elif ending in ("json", "jsonl"):
+        rows.to_json(path, lines=ending == "jsonl")
+    elif ending == "csv":
+        rows.to_csv(path)
+    else:
+        with open(path, "w") as file:
+            file.write("text\tlabel\n" + "".join(f"{row['text']}\t{row['label']}\n" for row in rows))
+    train, test = load_rows("", path)
+    assert (len(train), len(test)) == (18, 2), "a tenth is set aside"
+    assert sorted([*train["text"], *test["text"]]) == sorted(rows["text"])
+    assert list(load_rows("", path)[1]["text"]) == list(test["text"]), "always the same tenth"
+    assert list(load_rows("", path, path)[1]["text"]) == list(rows["text"])
