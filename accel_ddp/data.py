@@ -122,7 +122,9 @@ def _load_file(option: str, path: str) -> "datasets.Dataset":
     try:
         rows = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file.resolve()), split="train", **options)
     except Exception as error:
-        cause = error.__cause__ or error
+        if "corresponds to no data" in str(error):
+            raise UserError(f"{option} {path}: has no rows.") from error
+        cause = str(error.__cause__ or error).splitlines()[0]
         raise UserError(f"{option} {path}: cannot be read as {FILE_FORMATS[file.suffix]}: {cause}") from error
     if len(rows) == 0:
         raise UserError(f"{option} {path}: has no rows.")

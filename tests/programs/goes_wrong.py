@@ -1,0 +1,52 @@
+"""Trainings that go wrong on one rank: a loss that is no number, no memory, an exception, or no end at all."""
+
+import time
+from dataclasses import dataclass
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    how: str = ""
+    steps: int = 20
+    global_batch_size: int = 4
+
+
+def main(cfg: Config) -> None:
+    import torch
+
+    accelerator = accel_ddp.start(cfg)
+    model = torch.nn.Linear(4, 1)
+
+    def loss_sum(model, batch):
+        loss = model(batch).square().sum()
+        loss_sum.calls += 1
+        if loss_sum.calls == 5 and accelerator.process_index == accelerator.num_processes - 1:
+            if cfg.how == "nan":
+                return loss * float("nan")
+            if cfg.how == "memory":
+                torch.empty(1 << 50, dtype=torch.uint8)
+            if cfg.how == "exception":
+                raise ValueError("a bug in the user's loss")
+            if cfg.how == "endless":
+                print("now it hangs", flush=True)
+                time.sleep(600)
+        return loss
+
+    loss_sum.calls = 0
+    accel_ddp.fit(
+        accelerator,
+        cfg,
+        model=model,
+        optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(list(torch.randn(64, 4)), torch.stack),
+        loss_sum=loss_sum,
+        count=len,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )
+
+
+if __name__ == "__main__":
+    run(Config, main)

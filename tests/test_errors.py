@@ -1,0 +1,190 @@
+"""Bad input is named on every rank, with exit code 2, before a model trains; a run that goes wrong says where."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, rank_environments, run_all, run_ranks
+
+CLASSIFY = ROOT / "recipes" / "classify.py"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
+    """What each of two ranks is told about each bad input; one launch for all."""
+    folder = tmp_path_factory.mktemp("bad")
+
+    def file(name: str, text: str) -> str:
+        (folder / name).write_text(text)
+        return str(folder / name)
+
+    good = file("good.csv", "text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))
+    no_tokenizer = folder / "no_tokenizer"
+    no_tokenizer.mkdir()
+    (no_tokenizer / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "empty_folder").mkdir()
+    cases = {
+        "missing file": {"train_file": str(folder / "nowhere.csv")},
+        "unknown ending": {"train_file": file("data.xlsx", "x")},
+        "empty file": {"train_file": file("empty.csv", "")},
+        "header only": {"train_file": file("header.csv", "text,label\n")},
+        "not json": {"train_file": file("broken.json", "{oh no")},
+        "eval without train": {"eval_file": good},
+        "missing column": {"train_file": good, "text_column": "review"},
+        "missing label column": {"train_file": good, "label_column": "stars"},
+        "label not in train": {"train_file": good, "eval_file": file("c.csv", "text,label\nx,a\ny,c\n")},
+        "text is not text": {"train_file": file("numbers.csv", "text,label\n" + "".join(f"{i},{i % 2}\n" for i in range(20)))},
+        "text is missing": {"train_file": file("gap.jsonl", '{"text": "x", "label": 0}\n{"text": null, "label": 1}\n' * 9)},
+        "no tokenizer": {"train_file": good, "model": str(no_tokenizer)},
+        "empty model folder": {"train_file": good, "model": str(folder / "empty_folder")},
+        "no model folder": {"train_file": good, "model": "./nowhere"},
+        "hub model, no network": {"train_file": good, "model": "someone/some-model"},
+        "hub data, no network": {"dataset": "someone/some-data"},
+        "embedded model": {"train_file": good, "model": "embedded:gpt-7"},
+        "embedded data": {"dataset": "embedded:everything"},
+        "split": {"dataset": "embedded:rotten_tomatoes_small", "eval_split": "testing"},
+        "file as dataset": {"dataset": good},
+        "freeze": {"train_file": good, "freeze": ["encodr"]},
+        "freeze all": {"train_file": good, "freeze": ["."]},
+    }
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    # The network of a machine without one: a hub address at which nothing listens.
+    run_ranks(
+        2, PROGRAMS / "bad_data.py", "--cases", path, "--model", tiny_model, "--output_dir", folder / "run",
+        HF_ENDPOINT="http://127.0.0.1:9",
+    ).well()  # fmt: skip
+    return [json.loads((folder / f"cases.json.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    {
+        "missing file": ["nowhere.csv", "no such file"],
+        "unknown ending": [".csv", ".parquet"],
+        "empty file": ["empty.csv", "is empty"],
+        "header only": ["header.csv", "has no rows"],
+        "not json": ["broken.json", "cannot be read as json"],
+        "eval without train": ["without --train_file"],
+        "missing column": ["--text_column review", "text, label"],
+        "missing label column": ["--label_column stars", "text, label"],
+        "label not in train": ["lack: c", "a, b"],
+        "text is not text": ["'text'", "not text"],
+        "text is missing": ["None", "not text"],
+        "no tokenizer": ["no tokenizer"],
+        "empty model folder": ["no config.json"],
+        "no model folder": ["no such folder"],
+        "hub model, no network": ["someone/some-model", "no network", "path of a folder"],
+        "hub data, no network": ["someone/some-data", "no network", "--train_file"],
+        "embedded model": ["embedded:all-MiniLM-L6-v2"],
+        "embedded data": ["embedded:rotten_tomatoes"],
+        "split": ["testing", "train, validation"],
+        "file as dataset": ["--train_file"],
+        "freeze": ["encodr", "bert.encoder"],
+        "freeze all": ["nothing to train"],
+    }.items(),
+)
+def test_bad_input_is_named_on_every_rank(told, case, words):
+    assert told[0][case] == told[1][case]
+    for word in words:
+        assert word in told[0][case], told[0][case]
+    assert len(told[0][case].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stpes", "3"], "--steps"),
+        (["--global_batch_size", "15"], "14 or 16"),
+        (["--report_to", "wandbb"], "wandb, tensorboard, trackio"),
+        (["--mixed_precision", "fp16"], "needs a GPU"),
+        (["--comm_hook", "bf16"], "needs NCCL"),
+        (["--static_graph", "--micro_batch_size", "2"], "--static_graph"),
+        (["--output_dir", "/proc/none"], "cannot be written"),
+        (["--train_file", "nowhere.csv"], "no such file"),
+    ],
+)
+def test_every_rank_ends_with_code_2_and_one_message_without_a_traceback(arguments, words, tmp_path):
+    ended = run_ranks(2, CLASSIFY, "--output_dir", tmp_path / "run", *arguments)
+    assert ended.codes == [2, 2], ended.text
+    assert words in ended.text
+    assert "Traceback" not in ended.text
+    assert ended.text.count("error:") <= 1, "one voice per node"
+
+
+def goes_wrong(tmp_path, how: str):
+    return run_ranks(2, PROGRAMS / "goes_wrong.py", "--how", how, "--output_dir", tmp_path / "run", timeout=60)
+
+
+def test_a_loss_that_is_no_number_names_step_and_rank(tmp_path):
+    ended = goes_wrong(tmp_path, "nan")
+    assert ended.codes == [2, 2]
+    assert "step 5: the loss is nan on rank 1 on" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_out_of_memory_says_which_option_to_lower(tmp_path):
+    ended = goes_wrong(tmp_path, "memory")
+    assert ended.codes[1] == 2
+    assert ended.codes[0] != 0, "the other rank does not wait for ever"
+    assert "rank 1 on" in ended.text
+    assert "Lower it: --micro_batch_size 1" in ended.text
+
+
+def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
+    ended = goes_wrong(tmp_path, "exception")
+    assert 0 not in ended.codes
+    assert "rank 1 on" in ended.texts[1]
+    assert "a bug in the user's loss" in ended.texts[1]
+    assert ended.seconds < 40
+
+
+def test_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
+    """Also the rank that waits inside a collective for one that is stuck."""
+    command = [sys.executable, PROGRAMS / "goes_wrong.py", "--how", "endless", "--output_dir", tmp_path / "run"]
+    ranks = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        for env in rank_environments(2)
+    ]
+    for line in ranks[1].stdout:
+        if "now it hangs" in line:
+            break
+    time.sleep(1)  # rank 0 is in the all-reduce by now
+    began = time.monotonic()
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGINT)  # what the terminal does
+    texts = [rank.communicate(timeout=20)[0] for rank in ranks]
+    assert time.monotonic() - began < 5
+    assert [rank.returncode for rank in ranks] == [130, 130]
+    assert "".join(texts).count("interrupted") == 1
+    assert "Traceback" not in "".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1"),
+        (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1"),
+        (["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"], "cannot be divided by num_machines 2"),
+    ],
+)
+def test_a_world_that_was_not_asked_for_is_refused(launch, words, tmp_path):
+    """How `accelerate launch` starts separate trainings with exit code 0."""
+    lines = ("compute_environment: LOCAL_MACHINE", "distributed_type: MULTI_CPU", "num_processes: 2", "use_cpu: true")
+    (tmp_path / "multi_cpu.yaml").write_text("\n".join(lines))
+    places = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())] if "--num_machines" in launch else []
+    nodes = [0, 1] if places else [0]
+    commands = [
+        [BIN / "accelerate-launch", *[str(node) if word == "0" else word for word in launch], *places, CLASSIFY, "--steps", "1",
+         "--output_dir", str(tmp_path / "run")]
+        for node in nodes
+    ]  # fmt: skip
+    ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * len(nodes), cwd=tmp_path)
+    assert 0 not in ended.codes
+    for text in ended.texts:
+        assert words in text, text[-3000:]
