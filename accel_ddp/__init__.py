@@ -8,19 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime, seeds, update
+    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime, seeds, update, world
     from accel_ddp.config import TrainConfig, UserError, parse_config, run
-    from accel_ddp.data import TrainBatches
     from accel_ddp.loop import fit
-    from accel_ddp.runtime import start, together
+    from accel_ddp.runtime import start
+    from accel_ddp.stream import TrainBatches
+    from accel_ddp.world import together
 
 __version__ = "0.1.0"
 
 _HOME = {
     "TrainConfig": "config", "UserError": "config", "parse_config": "config", "run": "config",
-    "TrainBatches": "data", "fit": "loop", "start": "runtime", "together": "runtime",
+    "TrainBatches": "stream", "fit": "loop", "start": "runtime", "together": "world",
 }  # fmt: skip
-_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime", "seeds", "update"]
+_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime", "seeds", "update", "world"]
 __all__ = [*_HOME, *_MODULES]
 
 

@@ -15,6 +15,10 @@ from typing import Any, Literal, NoReturn, TypeVar
 C = TypeVar("C", bound="TrainConfig")
 
 
+_TIMEOUT_WORD = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
+_DDP_TIMEOUT = int(_TIMEOUT_WORD) if _TIMEOUT_WORD.isdigit() else 0  # 0 is refused by `validate`
+
+
 class UserError(Exception):
     """A mistake that the user can mend: printed as it is, without a traceback, exit code 2."""
 
@@ -53,7 +57,7 @@ class TrainConfig:
     broadcast_buffers: bool | None = None  # DDP: rank 0's buffers for all; default: where there is batch norm
     sync_batchnorm: bool = False  # batch norm over the micro-batches of all ranks (GPU only)
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # DDP: gradients travel compressed
-    ddp_timeout_seconds: int = int(os.environ.get("DDP_TIMEOUT_SECONDS") or 600)  # a rank waits this long for another
+    ddp_timeout_seconds: int = _DDP_TIMEOUT  # a rank waits this long for another; also DDP_TIMEOUT_SECONDS in the environment
 
     num_workers: int = -1  # processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU
     prefetch_factor: int = 4  # batches that each of them prepares ahead
@@ -78,6 +82,8 @@ class TrainConfig:
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
             "max_grad_norm": 0, "lr": 0, "momentum": 0,
         }  # fmt: skip
+        if self.ddp_timeout_seconds == 0:
+            raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
@@ -138,7 +144,8 @@ def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
     arguments += _plain_flags(argv, kinds)
 
     # Every rank parses the same words; one voice per node is enough.
-    cfg = tyro.cli(cls, args=arguments, use_underscores=True, console_outputs=is_voice_of_node())
+    about = sys.modules[cls.__module__].__doc__
+    cfg = tyro.cli(cls, args=arguments, description=about, use_underscores=True, console_outputs=is_voice_of_node())
     cfg.validate()
     return cfg
 
@@ -220,5 +227,3 @@ def as_plain_dict(cfg: TrainConfig) -> dict[str, Any]:
     """The resolved options, as JSON and the trackers can take them."""
     values = dataclasses.asdict(cfg)
     return {name: " ".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-

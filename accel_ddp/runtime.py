@@ -1,62 +1,41 @@
-"""What happens once per process: find the other ranks, refuse a wrong world, report how it ended.
+"""What happens once per process: an Accelerator for this world, a folder for the run, and words for how it ended."""
 
-Accelerate sets up devices, precision and DDP. The process group is opened here, before it, because
-Accelerate (1.15) starts N separate trainings with exit code 0 when the launcher, the environment and
-the hardware do not fit, drops some timeouts, and has no way to wait for a slow rank without a timeout.
-"""
-
-import argparse
 import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
+from accel_ddp import world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
 from accel_ddp.seeds import mixed, seed_everything
-
-HOST = socket.gethostname()
-RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", NUM_RANKS))
-
-_store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
-_patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
-_meetings = 0
-
-
-def say(text: str) -> None:
-    """Print on the main rank."""
-    if RANK == 0:
-        print(text, flush=True)
+from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
 
 def start(cfg: TrainConfig) -> Accelerator:
     """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
     _refuse_what_we_do_not_train()
-    _refuse_a_world_that_was_not_asked_for()
+    world.refuse_what_was_not_asked_for()
     trackers = _known_trackers(cfg.report_to)
     cfg.split(NUM_RANKS)
-    use_gpu = _meet_the_other_ranks(cfg) if NUM_RANKS > 1 else torch.cuda.is_available() and not _cpu_is_wanted()
+    use_gpu = world.meet(cfg) if NUM_RANKS > 1 else torch.cuda.is_available() and not world.cpu_is_wanted()
     if not use_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what Accelerate reads; with it N ranks without GPUs are one world
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process
-            torch.set_num_threads(max(1, _num_cores() // LOCAL_RANKS))
+            torch.set_num_threads(max(1, world.num_cores() // LOCAL_RANKS))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     _refuse_what_the_device_cannot(cfg, precision, use_gpu)
     # torch 2.13 renames a DDP option that Accelerate passes on.
@@ -65,7 +44,7 @@ def start(cfg: TrainConfig) -> Accelerator:
         torch.set_float32_matmul_precision("high")
 
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
-    with together("open the output folder"):
+    with world.together("open the output folder"):
         _claim_output_dir(cfg)
     accelerator = Accelerator(
         log_with=trackers or None,
@@ -91,7 +70,7 @@ def start(cfg: TrainConfig) -> Accelerator:
             f"The launcher started {NUM_RANKS} ranks but Accelerate sees {accelerator.num_processes}: each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
-    say(describe(cfg, accelerator, precision))
+    world.say(describe(cfg, accelerator, precision))
     seed_everything(mixed(cfg.seed, "start"))
     return accelerator
 
@@ -105,7 +84,7 @@ def _claim_output_dir(cfg: TrainConfig) -> None:
     if cfg.resume and not cfg.output_dir:
         raise UserError("--resume needs the folder of the run: --resume --output_dir runs/...")
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
-    cfg.output_dir = cfg.output_dir or agreed(default)
+    cfg.output_dir = world.agreed(cfg.output_dir or default)
     if RANK != 0:
         return  # only the main rank writes there; on the other nodes the folder need not exist
     folder = Path(cfg.output_dir)
@@ -144,60 +123,6 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     )
 
 
-@contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Do something slow or fragile on every rank (download, tokenise), each at its own pace.
-
-    No collective waits meanwhile, so that no process-group timeout runs. While others work, the ranks
-    that wait are told whom they wait for. If one rank fails, every rank raises what it said.
-    """
-    global _meetings
-    _meetings += 1
-    keys = [f"together/{_meetings}/{rank}" for rank in range(NUM_RANKS)]
-    try:
-        yield
-    except Exception as error:
-        if _store:
-            said = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
-            _store.set(keys[RANK], json.dumps({"error": said, "host": HOST}))
-        raise
-    if _store is None:
-        return
-    _store.set(keys[RANK], json.dumps({"host": HOST}))
-    arrived = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
-    began = told = time.monotonic()
-    while True:
-        here = [key for key in keys if _store.check([key])]
-        for rank, key in enumerate(keys):
-            if key in here and "error" in (word := json.loads(_store.get(key))):
-                raise UserError(word["error"] if word["host"] == HOST else f"rank {rank} on {word['host']}: {word['error']}")
-        if arrived.is_completed():
-            arrived.wait()  # raises what went wrong, if anything did
-            return
-        if time.monotonic() - told > 10 and is_voice_of_node():
-            told = time.monotonic()
-            missing = [rank for rank, key in enumerate(keys) if key not in here]
-            print(f"{HOST}: waiting for rank {missing} to {what} ({told - began:.0f} s)", file=sys.stderr, flush=True)
-        time.sleep(0.05)
-
-
-def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if NUM_RANKS > 1:
-        dist.broadcast_object_list(box, src=0, group=_patient)
-    return box[0]
-
-
-def gathered(value: Any) -> list[Any] | None:
-    """The values of all ranks in their order, on rank 0; None elsewhere. Travels through host memory."""
-    if NUM_RANKS == 1:
-        return [value]
-    values = [None] * NUM_RANKS if RANK == 0 else None
-    dist.gather_object(value, values, dst=0, group=_patient)
-    return values
-
-
 def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     """Run `main(cfg)`; return the exit code, after saying in words what went wrong."""
     end_on_interrupt()
@@ -228,7 +153,7 @@ def _leave(text: str, code: int) -> int:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
     try:
-        first = _store.add(f"said/{HOST}/{mixed(0, text)}", 1) == 1 if _store else is_voice_of_node()
+        first = world.store.add(f"said/{HOST}/{mixed(0, text)}", 1) == 1 if world.store else is_voice_of_node()
     except Exception:  # the store's host is gone: better twice than not at all
         first = True
     if first:
@@ -238,10 +163,10 @@ def _leave(text: str, code: int) -> int:
         Path(file).write_text(json.dumps({"message": message}))
     with contextlib.suppress(Exception):
         deadline = time.monotonic() + 5
-        leaving = _store.add("leaving", 1) if _store else NUM_RANKS
+        leaving = world.store.add("leaving", 1) if world.store else NUM_RANKS
         while leaving < NUM_RANKS and time.monotonic() < deadline:
             time.sleep(0.05)
-            leaving = _store.add("leaving", 0)
+            leaving = world.store.add("leaving", 0)
         if RANK == 0 and NUM_RANKS > 1:
             time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
     return code
@@ -275,68 +200,17 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cpu_is_wanted() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-
-
 def _refuse_what_we_do_not_train() -> None:
     for variable, what in {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
-            raise UserError(f"The accelerate config asks for {what}; these recipes train with DDP. Use distributed_type: MULTI_GPU.")
+            raise UserError(
+                f"The accelerate config asks for {what}; these recipes train with DDP. Use distributed_type: MULTI_GPU."
+            )
     if int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
         raise UserError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set. Here accumulation follows from --global_batch_size and "
             "--micro_batch_size: unset it."
         )
-
-
-def _refuse_a_world_that_was_not_asked_for() -> None:
-    """`accelerate launch` rounds num_processes down, and starts one process for MULTI_CPU or --cpu, without a word."""
-    asked = _asked_of_accelerate()
-    processes, machines = asked.get("num_processes"), asked.get("num_machines") or 1
-    if not isinstance(processes, int) or processes < 1:
-        return
-    if processes % machines:
-        raise UserError(
-            f"num_processes {processes} (the total over all nodes) cannot be divided by num_machines {machines}: accelerate "
-            f"has started {NUM_RANKS}. Use num_processes {processes // machines * machines or machines} or {(processes // machines + 1) * machines}."
-        )
-    if processes != NUM_RANKS:
-        raise UserError(
-            f"accelerate was asked for {processes} processes but started {NUM_RANKS}: `--cpu`, use_cpu and "
-            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
-            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
-        )
-
-
-def _asked_of_accelerate() -> dict[str, Any]:
-    """num_processes and num_machines as given to the `accelerate launch` that started this process, if one did."""
-    import yaml
-    from accelerate.commands.config.config_args import default_config_file
-
-    for parent in psutil.Process().parents()[:2]:
-        try:
-            words = parent.cmdline()
-        except psutil.Error:
-            continue
-        at = [i for i, word in enumerate(words) if Path(word).name in ("launch", "accelerate-launch", "accelerate.commands.launch")]
-        if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
-            continue
-        words = words[at[0] + 1 :]
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-        parser.add_argument("--config_file", "--config-file")
-        parser.add_argument("--num_processes", "--num-processes", type=int)
-        parser.add_argument("--num_machines", "--num-machines", type=int)
-        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
-        file = Path(given.pop("config_file", default_config_file))
-        base = yaml.safe_load(file.read_text()) if file.is_file() else {}
-        return {**(base if isinstance(base, dict) else {}), **given}
-    return {}
 
 
 def _refuse_what_the_device_cannot(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
@@ -351,58 +225,3 @@ def _refuse_what_the_device_cannot(cfg: TrainConfig, precision: str, use_gpu: bo
             "--static_graph cannot be combined with several micro-batches per update: DDP learns the graph from a first "
             f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // NUM_RANKS} or leave it out."
         )
-
-
-def _meet_the_other_ranks(cfg: TrainConfig) -> bool:
-    """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
-    global _store, _patient
-    timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    store.set_timeout(timeout)
-    _store = dist.PrefixStore("accel_ddp", store)
-    gpus = 0 if _cpu_is_wanted() else torch.cuda.device_count()
-    _store.set(f"rank/{RANK}", json.dumps({"host": HOST, "gpus": gpus, "local": LOCAL_RANKS, "rank": RANK}))
-    ranks = [json.loads(_wait_for(f"rank/{rank}", rank, cfg)) for rank in range(NUM_RANKS)]
-
-    without = [r for r in ranks if r["gpus"] == 0]
-    if 0 < len(without) < NUM_RANKS:
-        names = ", ".join(f"rank {r['rank']} on {r['host']}" for r in without)
-        raise UserError(
-            f"Some ranks have no GPU: {names}; the others have. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
-            "there, or set ACCELERATE_USE_CPU=true on every node to train on CPUs."
-        )
-    crowded = [r for r in ranks if 0 < r["gpus"] < r["local"]]
-    if crowded:
-        r = crowded[0]
-        raise UserError(
-            f"{r['host']} has {r['gpus']} GPU{'s' * (r['gpus'] > 1)} for {r['local']} ranks. num_processes is the total over "
-            "all nodes: use the number of nodes times the GPUs of one node."
-        )
-    use_gpu = not without
-    if not use_gpu and not _cpu_is_wanted():
-        say(f"No rank of {NUM_RANKS} has a GPU: training on CPUs, over gloo.")
-    if use_gpu:
-        torch.cuda.set_device(LOCAL_RANK)
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
-        rank=RANK,
-        world_size=NUM_RANKS,
-        timeout=timeout,
-        device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
-    )
-    _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    return use_gpu
-
-
-def _wait_for(key: str, rank: int, cfg: TrainConfig) -> bytes:
-    began = told = time.monotonic()
-    while not _store.check([key]):
-        now = time.monotonic()
-        if now - began > cfg.ddp_timeout_seconds:
-            raise UserError(f"{HOST}: rank {rank} of {NUM_RANKS} did not come within {cfg.ddp_timeout_seconds} s.")
-        if now - told > 10 and is_voice_of_node():
-            told = now
-            print(f"{HOST}: waiting for rank {rank} of {NUM_RANKS} to start ({now - began:.0f} s)", file=sys.stderr, flush=True)
-        time.sleep(0.05)
-    return _store.get(key)

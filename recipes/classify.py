@@ -28,10 +28,10 @@ class Config(TrainConfig):
     label_column: str = "label"  # names or numbers; a list where several are right at once
     max_length: int = 128  # tokens; longer texts are cut
     eval_batch_size: int = 64  # items per rank
-    global_batch_size: int = 16
-    micro_batch_size: int = 16
-    lr: float = 1e-4
-    best_metric: str = "accuracy"
+    global_batch_size: int = 16  # items per update, over all ranks: the result depends on it
+    micro_batch_size: int = 16  # items a rank holds in memory at once: the result does not depend on it
+    lr: float = 1e-4  # the highest learning rate of the run
+    best_metric: str = "accuracy"  # what early stopping looks at: accuracy, macro_f1 or loss
 
 
 class Task:
@@ -132,7 +132,8 @@ def main(cfg: Config) -> None:
             f"{task.table}\n"
             f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(task.eval_rows):,} items\n"
             f"model saved in {folder}\n"
-            f"try:  python -c \"from transformers import pipeline; print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
+            'try:  python -c "from transformers import pipeline; '
+            f"print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
             "next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
         )
 

@@ -96,7 +96,13 @@ def tiny_model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = models.load_tokenizer("embedded:all-MiniLM-L6-v2")
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.2}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.2,
+    }
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -13,7 +13,10 @@ from safetensors.numpy import load_file
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
-SENTENCES = {"good": ["a fine film", "a warm and funny story", "great acting"], "bad": ["a dull film", "a cold mess", "poor acting"]}
+SENTENCES = {
+    "good": ["a fine film", "a warm and funny story", "great acting"],
+    "bad": ["a dull film", "a cold mess", "poor acting"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +153,9 @@ def test_torchrun_and_the_written_out_loop_learn_the_same_to_the_bit(one, argume
 def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     """Several labels per text, from JSON lines; pairs of texts with numbers as labels; both with more options on."""
     several = tmp_path / "several.jsonl"
-    several.write_text("".join(
-        json.dumps({"text": f"{'good' * (i % 2)} {'long' * (i % 3 == 0)} film {i}", "label": ["good"] * (i % 2) + ["long"] * (i % 3 == 0)}) + "\n"
-        for i in range(60)
-    ))  # fmt: skip
+    found = [[name for name, every in (("good", 2), ("long", 3)) if i % every == 0] for i in range(60)]
+    rows = [{"text": f"film {i} is {' and '.join(names)}", "label": names} for i, names in enumerate(found)]
+    several.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("a\tb\tlabel\n" + "".join(f"text {i}\t{('text', 'other')[i % 2]} {i}\t{i % 2 + 3}\n" for i in range(60)))
     common = ["--model", tiny_model, "--steps", 6, "--lr", "1e-3"]
@@ -174,7 +176,9 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     frozen = [name for name in after if "embeddings" in name or "layer.0" in name]
     assert frozen
     assert all(np.array_equal(before[name], after[name]) for name in frozen)
-    assert not np.array_equal(before["bert.encoder.layer.1.output.dense.weight"], after["bert.encoder.layer.1.output.dense.weight"])
+    assert not np.array_equal(
+        before["bert.encoder.layer.1.output.dense.weight"], after["bert.encoder.layer.1.output.dense.weight"]
+    )
 
 
 def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tmp_path):

@@ -27,7 +27,11 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
 
 def test_switches_can_be_written_as_people_write_them():
     assert parsed("--tf32", "false").tf32 is parsed("--no_tf32").tf32 is False
-    assert parsed("--gradient_checkpointing").gradient_checkpointing is parsed("--gradient-checkpointing", "True").gradient_checkpointing is True
+    assert (
+        parsed("--gradient_checkpointing").gradient_checkpointing
+        is parsed("--gradient-checkpointing", "True").gradient_checkpointing
+        is True
+    )
     assert parsed("--broadcast_buffers", "true").broadcast_buffers is True
     assert parsed("--resume").resume == parsed("--resume", "--steps", "3").resume == "auto"
     assert parsed("--resume", "runs/a/step_00000003").resume == "runs/a/step_00000003"

@@ -1,13 +1,15 @@
 """Order, fingerprints, tokenising once, labels."""
 
+import itertools
 import time
 
 import numpy as np
 import pytest
 
 from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.data import Labels, Shuffle, fingerprint, load_rows, map_once
+from accel_ddp.data import Labels, fingerprint, load_rows, map_once
 from accel_ddp.seeds import mixed
+from accel_ddp.stream import Shuffle
 from tests.conftest import PROGRAMS, run_ranks
 
 
@@ -28,7 +30,7 @@ def test_the_order_is_as_good_as_random():
     for seed in range(3000):
         order = [Shuffle(10, seed).at(place) for place in range(10)]
         places[range(10), order] += 1
-        following += sum(b == (a + 1) % 10 for a, b in zip(order, order[1:]))
+        following += sum(b == (a + 1) % 10 for a, b in itertools.pairwise(order))
     chi_squared = ((places - 300) ** 2 / 300).sum()
     assert 45 < chi_squared < 130, chi_squared  # 81 degrees of freedom: 81 +- 4 sigma
     assert abs(following / (3000 * 9) - 1 / 9) < 0.01

@@ -170,7 +170,10 @@ def test_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
     [
         (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1"),
         (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1"),
-        (["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"], "cannot be divided by num_machines 2"),
+        (
+            ["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"],
+            "cannot be divided by num_machines 2",
+        ),
     ],
 )
 def test_a_world_that_was_not_asked_for_is_refused(launch, words, tmp_path):

@@ -48,7 +48,19 @@ def test_classify_in_bf16_on_one_gpu(tmp_path):
 
 def test_two_nccl_nodes_learn_what_one_learns(tmp_path):
     """Without TF32, with SGD: AdamW blows up rounding where a gradient is zero but for rounding (biases of keys)."""
-    exact = ["--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.01", "--steps", "20", "--micro_batch_size", "4"]
+    exact = [
+        "--no_tf32",
+        "--mixed_precision",
+        "no",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.01",
+        "--steps",
+        "20",
+        "--micro_batch_size",
+        "4",
+    ]
     one_node(*exact, "--output_dir", tmp_path / "one")
     ended = two_nodes(CLASSIFY, *exact, "--output_dir", tmp_path / "two").well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
@@ -62,7 +74,9 @@ def test_compressed_gradients_over_nccl(tmp_path, hook):
 
 
 def test_steps_skipped_by_the_fp16_scaler_are_counted(tmp_path):
-    ended = two_nodes(PROGRAMS / "overflow.py", "--mixed_precision", "fp16", "--steps", 30, "--output_dir", tmp_path / "run").well()
+    ended = two_nodes(
+        PROGRAMS / "overflow.py", "--mixed_precision", "fp16", "--steps", 30, "--output_dir", tmp_path / "run"
+    ).well()
     assert "of 30 steps were skipped by the fp16 scaler" in ended.texts[0]
     assert "weights are finite" in ended.texts[0]
 

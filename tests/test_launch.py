@@ -17,7 +17,8 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     for question, answer in [
         ("In which compute environment", ""), ("Which type of machine", "4"), ("How many different machines", "2"),
         ("rank of this machine", "0"), ("IP address", "127.0.0.1"), ("port", str(port)), ("same local network", "yes"),
-        ("running for errors", "no"), ("optimize your script", "no"), ("use DeepSpeed", "no"), ("use FullyShardedDataParallel", "no"),
+        ("running for errors", "no"), ("optimize your script", "no"), ("use DeepSpeed", "no"),
+        ("use FullyShardedDataParallel", "no"),
         ("use Megatron", "no"), ("How many GPU", "2"), ("What GPU", "all"), ("NUMA|numa", "no"), ("mixed precision", "0"),
     ]:  # fmt: skip
         wizard.expect(question)
@@ -25,7 +26,16 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     wizard.expect(pexpect.EOF)
     assert yaml.safe_load(file.read_text())["distributed_type"] == "MULTI_GPU"
     commands = [
-        [BIN / "accelerate-launch", "--config_file", file, "--machine_rank", str(node), SAYS_WHO, "--output_dir", tmp_path / "run"]
+        [
+            BIN / "accelerate-launch",
+            "--config_file",
+            file,
+            "--machine_rank",
+            str(node),
+            SAYS_WHO,
+            "--output_dir",
+            tmp_path / "run",
+        ]
         for node in (0, 1)
     ]
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
@@ -35,7 +45,12 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
 def test_the_variables_of_a_node_start_it(tmp_path):
     """accelerate_configs/node.env and the command in its comment, with this machine as both nodes."""
     text = (ROOT / "accelerate_configs" / "node.env").read_text()
-    command = text[text.index("accelerate launch") :].split("\n\n")[0].replace("\n#", "\n").replace("recipes/classify.py", str(SAYS_WHO))
+    command = (
+        text[text.index("accelerate launch") :]
+        .split("\n\n")[0]
+        .replace("\n#", "\n")
+        .replace("recipes/classify.py", str(SAYS_WHO))
+    )
     values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NUMBER_OF_GPUS": "1", "DDP_TIMEOUT_SECONDS": "61"}
     environments = []
     for node in ("0", "1"):

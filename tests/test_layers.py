@@ -11,16 +11,18 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 ALLOWED = {
     "seeds": set(),
     "config": {"runtime"},  # inside `run`, after the options have been parsed
-    "runtime": {"config", "seeds"},
+    "world": {"config"},
+    "runtime": {"config", "seeds", "world"},
     "data": {"config", "seeds"},
+    "stream": {"config", "seeds"},
     "optim": {"config"},
     "losses": set(),
     "models": {"config", "data"},
     "update": {"seeds"},
-    "metrics": {"config", "data", "runtime"},
+    "metrics": {"config", "stream", "world"},
     "checkpoint": {"config"},
     "hooks": {"config", "update"},
-    "loop": {"config", "runtime", "data", "optim", "update", "checkpoint", "hooks", "seeds"},
+    "loop": {"config", "world", "stream", "optim", "update", "checkpoint", "hooks", "seeds"},
 }
 
 

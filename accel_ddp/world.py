@@ -1,0 +1,215 @@
+"""The other ranks: who they are, whether they are the ones that were asked for, and words between them.
+
+The process group is opened here and not by Accelerate (1.15), which starts N separate trainings with
+exit code 0 when the launcher, the environment and the hardware do not fit, drops some timeouts, and has
+no way to wait for a slow rank without a timeout.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
+
+HOST = socket.gethostname()
+RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", NUM_RANKS))
+
+# Options of which each node may have its own; any other that differs would train something else on each.
+MAY_DIFFER = ("output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project")
+
+store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
+_patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
+_meetings = 0
+
+
+def say(text: str) -> None:
+    """Print on the main rank."""
+    if RANK == 0:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Do something slow or fragile on every rank (download, tokenise), each at its own pace.
+
+    No collective waits meanwhile, so that no process-group timeout runs. While others work, the ranks
+    that wait are told whom they wait for. If one rank fails, every rank raises what it said.
+    """
+    global _meetings
+    _meetings += 1
+    keys = [f"together/{_meetings}/{rank}" for rank in range(NUM_RANKS)]
+    try:
+        yield
+    except Exception as error:
+        if store:
+            said = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
+            store.set(keys[RANK], json.dumps({"error": said, "host": HOST}))
+        raise
+    if store is None:
+        return
+    store.set(keys[RANK], json.dumps({"host": HOST}))
+    arrived = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
+    began = told = time.monotonic()
+    while True:
+        here = [key for key in keys if store.check([key])]
+        for rank, key in enumerate(keys):
+            if key in here and "error" in (word := json.loads(store.get(key))):
+                raise UserError(word["error"] if word["host"] == HOST else f"rank {rank} on {word['host']}: {word['error']}")
+        if arrived.is_completed():
+            arrived.wait()  # raises what went wrong, if anything did
+            return
+        if time.monotonic() - told > 10 and is_voice_of_node():
+            told = time.monotonic()
+            missing = [rank for rank, key in enumerate(keys) if key not in here]
+            print(f"{HOST}: waiting for rank {missing} to {what} ({told - began:.0f} s)", file=sys.stderr, flush=True)
+        time.sleep(0.05)
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if NUM_RANKS > 1:
+        dist.broadcast_object_list(box, src=0, group=_patient)
+    return box[0]
+
+
+def gathered(value: Any) -> list[Any] | None:
+    """The values of all ranks in their order, on rank 0; None elsewhere. Travels through host memory."""
+    if NUM_RANKS == 1:
+        return [value]
+    values = [None] * NUM_RANKS if RANK == 0 else None
+    dist.gather_object(value, values, dst=0, group=_patient)
+    return values
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_is_wanted() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def refuse_what_was_not_asked_for() -> None:
+    """`accelerate launch` rounds num_processes down, and starts one process for MULTI_CPU or --cpu, without a word."""
+    asked = _asked_of_accelerate()
+    processes, machines = asked.get("num_processes"), asked.get("num_machines") or 1
+    if not isinstance(processes, int) or processes < 1:
+        return
+    below = processes // machines * machines
+    if processes != below:
+        raise UserError(
+            f"num_processes {processes} (the total over all nodes) cannot be divided by num_machines {machines}: accelerate "
+            f"has started {NUM_RANKS}. Use num_processes {below or machines} or {below + machines}."
+        )
+    if processes != NUM_RANKS:
+        raise UserError(
+            f"accelerate was asked for {processes} processes but started {NUM_RANKS}: `--cpu`, use_cpu and "
+            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
+            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
+        )
+
+
+def _asked_of_accelerate() -> dict[str, Any]:
+    """num_processes and num_machines as given to the `accelerate launch` that started this process, if one did."""
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
+    for parent in psutil.Process().parents()[:2]:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            continue
+        at = [
+            i for i, word in enumerate(words) if Path(word).name in ("launch", "accelerate-launch", "accelerate.commands.launch")
+        ]
+        if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
+            continue
+        words = words[at[0] + 1 :]
+        script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--config_file", "--config-file")
+        parser.add_argument("--num_processes", "--num-processes", type=int)
+        parser.add_argument("--num_machines", "--num-machines", type=int)
+        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
+        file = Path(given.pop("config_file", default_config_file))
+        base = yaml.safe_load(file.read_text()) if file.is_file() else {}
+        return {**(base if isinstance(base, dict) else {}), **given}
+    return {}
+
+
+def meet(cfg: TrainConfig) -> bool:
+    """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
+    global store, _patient
+    timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
+    root, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    root.set_timeout(timeout)
+    store = dist.PrefixStore("accel_ddp", root)
+    gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
+    options = {name: value for name, value in as_plain_dict(cfg).items() if name not in MAY_DIFFER}
+    mine = {"host": HOST, "gpus": gpus, "local": LOCAL_RANKS, "rank": RANK, "options": options}
+    store.set(f"rank/{RANK}", json.dumps(mine))
+    ranks = [json.loads(_wait_for(f"rank/{rank}", rank, cfg)) for rank in range(NUM_RANKS)]
+
+    for r in ranks:
+        for name, value in ranks[0]["options"].items():
+            if r["options"].get(name) != value:
+                raise UserError(
+                    f"--{name} differs: {value!r} on rank 0 ({ranks[0]['host']}), {r['options'].get(name)!r} on rank "
+                    f"{r['rank']} ({r['host']}). Start every node with the same options."
+                )
+    without = [r for r in ranks if r["gpus"] == 0]
+    if 0 < len(without) < NUM_RANKS:
+        names = ", ".join(f"rank {r['rank']} on {r['host']}" for r in without)
+        raise UserError(
+            f"Some ranks have no GPU: {names}; the others have. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
+            "there, or set ACCELERATE_USE_CPU=true on every node to train on CPUs."
+        )
+    crowded = [r for r in ranks if 0 < r["gpus"] < r["local"]]
+    if crowded:
+        r = crowded[0]
+        raise UserError(
+            f"{r['host']} has {r['gpus']} GPU{'s' * (r['gpus'] > 1)} for {r['local']} ranks. num_processes is the total over "
+            "all nodes: use the number of nodes times the GPUs of one node."
+        )
+    use_gpu = not without
+    if not use_gpu and not cpu_is_wanted():
+        say(f"No rank of {NUM_RANKS} has a GPU: training on CPUs, over gloo.")
+    if use_gpu:
+        torch.cuda.set_device(LOCAL_RANK)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+        store=dist.PrefixStore("group", root),
+        rank=RANK,
+        world_size=NUM_RANKS,
+        timeout=timeout,
+        device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
+    )
+    _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return use_gpu
+
+
+def _wait_for(key: str, rank: int, cfg: TrainConfig) -> bytes:
+    began = told = time.monotonic()
+    while not store.check([key]):
+        now = time.monotonic()
+        if now - began > cfg.ddp_timeout_seconds:
+            raise UserError(f"{HOST}: rank {rank} of {NUM_RANKS} did not come within {cfg.ddp_timeout_seconds} s.")
+        if now - told > 10 and is_voice_of_node():
+            told = now
+            print(f"{HOST}: waiting for rank {rank} of {NUM_RANKS} to start ({now - began:.0f} s)", file=sys.stderr, flush=True)
+        time.sleep(0.05)
+    return store.get(key)
