@@ -135,15 +135,18 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
         return _leave(f"error: {error}", code=2)
     except Exception as error:
         if not _is_out_of_memory(error):
-            traceback.print_exception(error)
-            return _leave(f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}", code=1)
+            text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
+            first = world.first_failure(text)
+            if first == text:
+                traceback.print_exception(error)
+            return _leave(first, code=1)
         micro = cfg.split(NUM_RANKS)[0]
         advice = f"--micro_batch_size {micro // 2} (the result stays the same)" if micro > 1 else "--gradient_checkpointing"
-        return _leave(
+        text = (
             f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; or use "
-            f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})",
-            code=2,
+            f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})"
         )
+        return _leave(world.first_failure(text), code=2)
 
 
 def _leave(text: str, code: int) -> int:

@@ -25,7 +25,7 @@ from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_
 
 HOST = socket.gethostname()
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", NUM_RANKS))
+LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 # Options of which each node may have its own; any other that differs would train something else on each.
 MAY_DIFFER = ("output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project")
@@ -50,32 +50,37 @@ def together(what: str) -> Iterator[None]:
     """
     global _meetings
     _meetings += 1
-    keys = [f"together/{_meetings}/{rank}" for rank in range(NUM_RANKS)]
+    failed, arrived = f"together/{_meetings}/failed", f"together/{_meetings}/arrived"
     try:
         yield
     except Exception as error:
         if store:
             said = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
-            store.set(keys[RANK], json.dumps({"error": said, "host": HOST}))
+            store.compare_set(failed, "", json.dumps({"said": said, "host": HOST, "rank": RANK}))
         raise
     if store is None:
         return
-    store.set(keys[RANK], json.dumps({"host": HOST}))
-    arrived = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
+    store.set(f"{arrived}/{RANK}", "")
+    meeting = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
     began = told = time.monotonic()
-    while True:
-        here = [key for key in keys if store.check([key])]
-        for rank, key in enumerate(keys):
-            if key in here and "error" in (word := json.loads(store.get(key))):
-                raise UserError(word["error"] if word["host"] == HOST else f"rank {rank} on {word['host']}: {word['error']}")
-        if arrived.is_completed():
-            arrived.wait()  # raises what went wrong, if anything did
-            return
+    while not meeting.is_completed():
+        if store.check([failed]):
+            word = json.loads(store.get(failed))
+            raise UserError(word["said"] if word["host"] == HOST else f"rank {word['rank']} on {word['host']}: {word['said']}")
         if time.monotonic() - told > 10 and is_voice_of_node():
             told = time.monotonic()
-            missing = [rank for rank, key in enumerate(keys) if key not in here]
+            missing = [rank for rank in range(NUM_RANKS) if not store.check([f"{arrived}/{rank}"])]
             print(f"{HOST}: waiting for rank {missing} to {what} ({told - began:.0f} s)", file=sys.stderr, flush=True)
         time.sleep(0.05)
+    meeting.wait()  # raises what went wrong, if anything did
+
+
+def first_failure(text: str) -> str:
+    """What the first rank that failed said. A rank that fails because another is gone has nothing of its own to say."""
+    with contextlib.suppress(Exception):  # the store may be gone with its host
+        if store:
+            return store.compare_set("failed", "", text).decode()
+    return text
 
 
 def agreed(value: Any) -> Any:
@@ -154,6 +159,11 @@ def _asked_of_accelerate() -> dict[str, Any]:
 def meet(cfg: TrainConfig) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
     global store, _patient
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(
+                f"WORLD_SIZE is {NUM_RANKS} but {name} is not set. Start with accelerate launch or torchrun, which set both."
+            )
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     root, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     root.set_timeout(timeout)

@@ -141,6 +141,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert 0 not in ended.codes
     assert "rank 1 on" in ended.texts[1]
     assert "a bug in the user's loss" in ended.texts[1]
+    assert ended.text.count("Traceback") == 1, "of the rank that failed, not of the one that lost it"
     assert ended.seconds < 40
 
 
@@ -163,6 +164,16 @@ def test_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
     assert [rank.returncode for rank in ranks] == [130, 130]
     assert "".join(texts).count("interrupted") == 1
     assert "Traceback" not in "".join(texts)
+
+
+def test_nodes_with_different_options_are_refused(tmp_path):
+    commands = [
+        [sys.executable, PROGRAMS / "goes_wrong.py", "--lr", lr, "--output_dir", tmp_path / "run"] for lr in ("0.1", "0.2")
+    ]
+    ended = run_all(commands, rank_environments(2))
+    assert ended.codes == [2, 2]
+    assert "--lr differs: 0.1 on rank 0" in ended.text
+    assert "0.2 on rank 1" in ended.text
 
 
 @pytest.mark.parametrize(
