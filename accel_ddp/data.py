@@ -132,7 +132,7 @@ def _load_embedded(name: str) -> dict[str, "datasets.Dataset"]:
 
     package, inside, source, num_train = EMBEDDED[name]
     rows = _load_file("--dataset", str(embedded_path("--dataset", name, package, inside)))
-    rows = rows.select(np.flatnonzero(np.array(rows["source"]) == source)).remove_columns("source")
+    rows = rows.select(np.flatnonzero(np.array(rows["source"][:]) == source)).remove_columns("source")
     rows = rows.cast_column("label", datasets.ClassLabel(names=["negative", "positive"]))
     rows = rows.shuffle(seed=0)  # the file is sorted by label; fixed, so that everyone's rows are the same
     last = len(rows)
@@ -231,8 +231,9 @@ def _is_list(feature: Any) -> bool:
 
 
 def _distinct(rows: "datasets.Dataset", column: str, several: bool) -> set:
-    values = rows.unique(column) if not several else rows[column]
-    return set(values) if not several else {value for row in values for value in (row if row is not None else [None])}
+    if not several:
+        return set(rows.unique(column))
+    return {value for row in rows[column][:] for value in (row if row is not None else [None])}
 
 
 def padded(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:

@@ -86,10 +86,11 @@ class JsonlLog(Hook):
         self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **values}) + "\n")
 
     def on_start(self, step, total_steps):
+        self.total_steps = total_steps
         self._write("start", step, total_steps=total_steps)
 
     def on_update(self, numbers, rate):
-        if numbers.step % self.every == 0:
+        if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
                         items=numbers.items, items_per_second=rate)  # fmt: skip
 

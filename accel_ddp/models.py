@@ -1,5 +1,6 @@
 """Models: from a hub name, a folder or an installed package; made ready for DDP; exported as an ordinary folder."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -23,6 +24,7 @@ EMBEDDED = {
 }
 
 
+@functools.cache  # tokenizer and model ask, and the digest takes a moment
 def locate(name: str) -> str:
     """What `from_pretrained` takes: a hub name and a folder stay as they are, an embedded model is its folder."""
     if name in EMBEDDED:

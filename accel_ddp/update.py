@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_ddp.seeds import mixed
+from accel_ddp.seeds import mixed, seed_torch
 
 Batch = Any
 LossSum = Callable[[nn.Module, Batch], Tensor]
@@ -18,12 +18,12 @@ Count = Callable[[Batch], Tensor | int]
 
 
 class UpdateStats(NamedTuple):
-    """Of one update, on the device: reading a value on the host waits for the GPU."""
+    """Of one update. Tensors are on the device: reading one on the host waits for the GPU."""
 
     loss: Tensor  # mean over all items of all ranks
     grad_norm: Tensor  # before clipping; not finite in a step that the fp16 scaler skipped
-    items: Tensor  # over all ranks
-    votes: Tensor  # how many ranks ask for a stop
+    items: Tensor | float  # over all ranks
+    votes: Tensor | float  # how many ranks ask for a stop
     local_loss: Tensor  # this rank's sum, to name the rank that went wrong
 
 
@@ -44,20 +44,23 @@ def update(
     from (`seed`, place of the micro-batch among those of all ranks), so that not even it changes when
     the same micro-batches are spread over another number of ranks.
     """
-    num_ranks, rank = accelerator.num_processes, accelerator.process_index
-    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    items = sum(count(batch) for batch in batches)
-    on_host = 0.0 if isinstance(items, Tensor) else float(items)
-    agreed = torch.tensor([on_host, float(vote)], dtype=exact).to(accelerator.device, non_blocking=True)
-    if isinstance(items, Tensor):
-        agreed[0] += items
-    # Travels while the first forward runs; its answer is needed by the first backward only.
-    counting = dist.all_reduce(agreed, async_op=True) if num_ranks > 1 else None
+    num_ranks, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    items: Tensor | float = sum(count(batch) for batch in batches)
+    votes: Tensor | float = float(vote)
+    counting = None
+    if num_ranks > 1:
+        agreed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes], dtype=exact)
+        agreed = agreed.to(device, non_blocking=True)
+        if isinstance(items, Tensor):
+            agreed[0] += items
+        # Travels while the first forward runs; its answer is needed by the first backward only.
+        counting = dist.all_reduce(agreed, async_op=True)
+        items, votes = agreed[0], agreed[1]
 
-    weight = None
-    total = torch.zeros((), dtype=exact, device=accelerator.device)
+    total = weight = None
     for i, batch in enumerate(batches):
-        torch.manual_seed(mixed(seed, "dropout", i * num_ranks + rank))
+        seed_torch(mixed(seed, "dropout", i * num_ranks + rank), device)
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(model):
             loss = loss_sum(model, batch)
@@ -65,20 +68,26 @@ def update(
                 if counting:
                     counting.wait()  # on a GPU its stream waits, not the host
                 # DDP averages gradients over ranks and we want their sum, hence num_ranks.
-                weight = num_ranks / agreed[0].clamp(min=1)
-            accelerator.backward(loss * weight)
-        total += loss.detach()
+                weight = num_ranks / items.clamp(min=1).to(exact) if isinstance(items, Tensor) else num_ranks / max(items, 1)
+            weighted = loss * weight
+            # What `accelerator.backward` does, without its division by a number of micro-batches, which is not ours.
+            (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
+        loss = loss.detach().to(exact)
+        total = loss if total is None else total + loss
 
     # Read for the report, so computed also where nothing is clipped.
     grad_norm = accelerator.clip_grad_norm_(
         [p for group in optimizer.param_groups for p in group["params"]], max_grad_norm or float("inf")
     )
-    optimizer.step()
-    optimizer.zero_grad()
-    loss_of_all = total.clone()
+    # Accelerate's wrapper of the optimizer is for its scaler; it searches the disk for an optional package in every step.
+    stepper = optimizer if accelerator.scaler else getattr(optimizer, "optimizer", optimizer)
+    stepper.step()
+    stepper.zero_grad()
+    loss_of_all = total
     if num_ranks > 1:
+        loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
-    return UpdateStats(loss_of_all / agreed[0].clamp(min=1), grad_norm, agreed[0], agreed[1], total)
+    return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, total)
 
 
 class Numbers(NamedTuple):
@@ -101,26 +110,29 @@ class LateReader:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.waiting: deque[tuple[int, float, Tensor, Any]] = deque()
-        self.free = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(3)] if device.type == "cuda" else []
+        self.on_gpu = device.type == "cuda"
+        self.waiting: deque[tuple[int, float, UpdateStats, Tensor, Any]] = deque()
+        self.free = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(3)] if self.on_gpu else []
 
     def push(self, step: int, lr: float, stats: UpdateStats) -> None:
-        values = torch.stack([value.to(stats.loss.dtype) for value in stats])
-        copied = None
-        if self.device.type == "cuda":
-            values = self.free.pop().copy_(values, non_blocking=True)
+        on_device = [value.to(stats.loss.dtype) for value in stats if isinstance(value, Tensor)]
+        values, copied = torch.stack(on_device), None
+        if self.on_gpu:
+            pinned = self.free.pop()
+            pinned[: len(on_device)].copy_(values, non_blocking=True)
+            values = pinned
             copied = torch.cuda.Event()
             copied.record()
-        self.waiting.append((step, lr, values, copied))
+        self.waiting.append((step, lr, stats, values, copied))
 
     def pop(self, all_of_them: bool) -> Iterator[Numbers]:
         """The updates that are done; with `all_of_them`, also the one that the GPU may still be at."""
-        while len(self.waiting) > (0 if all_of_them or self.device.type != "cuda" else 1):
-            step, lr, values, copied = self.waiting.popleft()
+        while len(self.waiting) > (1 if self.on_gpu and not all_of_them else 0):
+            step, lr, stats, values, copied = self.waiting.popleft()
             if copied:
                 copied.synchronize()
-            loss, grad_norm, items, votes, local_loss = values.tolist()
+            read = iter(values[: sum(isinstance(v, Tensor) for v in stats)].tolist())
+            loss, grad_norm, items, votes, local_loss = (next(read) if isinstance(v, Tensor) else v for v in stats)
             if copied:
                 self.free.append(values)
             yield Numbers(step, lr, loss, grad_norm, int(items), int(votes), local_loss)
