@@ -29,12 +29,17 @@ class Shuffle:
 
     def at(self, position: int) -> int:
         """The item at `position` of the endless stream: all items in epoch 0's order, then in epoch 1's, ..."""
+        return self.items(position, 1)[0]
+
+    def items(self, position: int, number: int) -> list[int]:
+        """The `number` items from `position` on."""
         epoch, place = divmod(position, self.num_items)
-        chunk = (epoch, place // self.CHUNK)
-        if self._cached is None or self._cached[0] != chunk:
-            first = chunk[1] * self.CHUNK
-            self._cached = chunk, self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
-        return int(self._cached[1][place % self.CHUNK])
+        chunk, inside = divmod(place, self.CHUNK)
+        if self._cached is None or self._cached[0] != (epoch, chunk):
+            first = chunk * self.CHUNK
+            self._cached = (epoch, chunk), self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
+        found = self._cached[1][inside : inside + number].tolist()
+        return found if len(found) == number else found + self.items(position + len(found), number - len(found))
 
     def _permute(self, places: np.ndarray, epoch: int) -> np.ndarray:
         keys = [np.uint64(mixed(self.seed, "order", epoch, i)) for i in range(self.ROUNDS)]
@@ -108,7 +113,7 @@ class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         position = self.first
         while True:
-            yield [(p, self.order.at(p)) for p in range(position, position + self.batch_size)]
+            yield list(enumerate(self.order.items(position, self.batch_size), start=position))
             position += self.batch_size
 
 

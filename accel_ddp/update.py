@@ -76,9 +76,10 @@ def update(
         total = loss if total is None else total + loss
 
     # Read for the report, so computed also where nothing is clipped.
-    grad_norm = accelerator.clip_grad_norm_(
-        [p for group in optimizer.param_groups for p in group["params"]], max_grad_norm or float("inf")
-    )
+    if accelerator.scaler:
+        accelerator.unscale_gradients()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
     # Accelerate's wrapper of the optimizer is for its scaler; it searches the disk for an optional package in every step.
     stepper = optimizer if accelerator.scaler else getattr(optimizer, "optimizer", optimizer)
     stepper.step()
