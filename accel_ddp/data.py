@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from accelerate import Accelerator
 
+from accel_ddp import __version__
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node
 from accel_ddp.seeds import mixed
 
@@ -168,10 +169,12 @@ def _load_hub(name: str) -> dict[str, "datasets.Dataset"]:
         ) from error
 
 
-def require_columns(rows: "datasets.Dataset", **columns: str) -> None:
-    for option, column in columns.items():
-        if column and column not in rows.column_names:
-            raise UserError(f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.")
+def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
+    """`columns`: the option that names each column, and its value; an empty one is not needed."""
+    for rows in tables:
+        for option, column in columns.items():
+            if column and column not in rows.column_names:
+                raise UserError(f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.")
 
 
 def texts(rows: dict[str, list], column: str) -> list[str]:
@@ -204,15 +207,15 @@ class Labels:
         for name, values in found.items():
             if None in values:
                 raise UserError(f"--label_column {column}: a row of the {name} data has no label.")
-        unknown = sorted(found["evaluation"] - found["training"], key=str)
         names = getattr(inner, "names", None)  # a dataset that knows its classes, also those nobody has
-        if names is None and unknown:
-            raise UserError(
-                f"--label_column {column}: the evaluation data have labels that the training data lack: "
-                f"{', '.join(map(str, unknown[:10]))}. The training data have: "
-                f"{', '.join(map(str, sorted(found['training'])[:20]))}."
-            )
         values = list(range(len(names))) if names else sorted(found["training"])
+        for name, those in found.items():
+            unknown = sorted(those - set(values), key=str)
+            if unknown:
+                raise UserError(
+                    f"--label_column {column}: the {name} data have labels that the training data lack: "
+                    f"{', '.join(map(str, unknown[:10]))}. The training data have: {', '.join(map(str, (names or values)[:20]))}."
+                )
         if len(values) < 2 and not several:
             raise UserError(f"--label_column {column}: all rows have the label {values}; there is nothing to learn.")
         return cls(column, names or [str(value) for value in values], {value: i for i, value in enumerate(values)}, several)
@@ -274,7 +277,7 @@ def map_once(
     import datasets
     from filelock import FileLock, Timeout
 
-    words = json.dumps([fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
+    words = json.dumps([__version__, fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
     final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

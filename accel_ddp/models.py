@@ -56,7 +56,8 @@ def _digest(file: Any) -> str:
     return digest.hexdigest()
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, max_length: int = 0) -> Any:
+    """One that can pad. A UserError where the model cannot take `max_length` tokens."""
     from transformers import AutoTokenizer
 
     place = locate(name)
@@ -66,7 +67,12 @@ def load_tokenizer(name: str) -> Any:
             f"--model {name}: the folder has no tokenizer ({', '.join(files[:2])}). "
             "Save one there: tokenizer.save_pretrained(folder)."
         )
-    return _from_pretrained(AutoTokenizer, name, place)
+    tokenizer = _from_pretrained(AutoTokenizer, name, place)
+    if tokenizer.pad_token is None:  # GPT-2 and its kind; what is padded is masked, so any token will do
+        tokenizer.pad_token = tokenizer.eos_token
+    if max_length > tokenizer.model_max_length:
+        raise UserError(f"--max_length {max_length}: {name} takes at most {tokenizer.model_max_length} tokens.")
+    return tokenizer
 
 
 def identity(tokenizer: Any) -> str:

@@ -1,6 +1,7 @@
 """What happens once per process: an Accelerator for this world, a folder for the run, and words for how it ended."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
     _refuse_what_we_do_not_train()
     world.refuse_what_was_not_asked_for()
+    _end_with_the_launcher()
     trackers = _known_trackers(cfg.report_to)
     cfg.split(NUM_RANKS)
     use_gpu = world.meet(cfg) if NUM_RANKS > 1 else torch.cuda.is_available() and not world.cpu_is_wanted()
@@ -198,6 +200,13 @@ def end_on_interrupt() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _end_with_the_launcher() -> None:
+    """`accelerate launch` of one process dies of a SIGTERM without passing it on: its child would train on, unseen."""
+    if NUM_RANKS == 1 and sys.platform == "linux" and world.asked_of_accelerate():
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     words = ("can't allocate memory", "CUDA out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
@@ -217,6 +226,10 @@ def _refuse_what_we_do_not_train() -> None:
 
 
 def _refuse_what_the_device_cannot(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"The accelerate config asks for mixed_precision {precision}; these recipes have no, bf16 and fp16.")
+    if precision == "bf16" and use_gpu and torch.cuda.get_device_capability()[0] < 8:
+        raise UserError(f"bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16.")
     if precision == "fp16" and not use_gpu:
         raise UserError("--mixed_precision fp16 needs a GPU; on CPU Accelerate would train in float32. Use bf16 or no.")
     if cfg.comm_hook == "bf16" and not use_gpu:

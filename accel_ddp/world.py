@@ -110,7 +110,7 @@ def cpu_is_wanted() -> bool:
 
 def refuse_what_was_not_asked_for() -> None:
     """`accelerate launch` rounds num_processes down, and starts one process for MULTI_CPU or --cpu, without a word."""
-    asked = _asked_of_accelerate()
+    asked = asked_of_accelerate()
     processes, machines = asked.get("num_processes"), asked.get("num_machines") or 1
     if not isinstance(processes, int) or processes < 1:
         return
@@ -128,7 +128,7 @@ def refuse_what_was_not_asked_for() -> None:
         )
 
 
-def _asked_of_accelerate() -> dict[str, Any]:
+def asked_of_accelerate() -> dict[str, Any]:
     """num_processes and num_machines as given to the `accelerate launch` that started this process, if one did."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file

@@ -4,8 +4,7 @@
     accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py \
         --model FacebookAI/roberta-base --train_file train.csv --eval_file dev.csv --text_column review --lr 2e-5
 
-Your own data: change `build_data`. Your own model: change `build_model`.
-Your own loop: recipes/own_loop.py is this file with the loop written out.
+Your own data or model: change `build_data`, `build_model`. Your own loop: recipes/own_loop.py has it written out.
 """
 
 from dataclasses import dataclass
@@ -40,15 +39,14 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data"):
-            self.tokenizer = accel_ddp.models.load_tokenizer(cfg.model)
+            self.tokenizer = accel_ddp.models.load_tokenizer(cfg.model, cfg.max_length)
             train_rows, self.eval_rows, self.labels = build_data(cfg, self.tokenizer)
-            self.model = build_model(cfg, accelerator, self.labels)
+            self.model = build_model(cfg, accelerator, self.tokenizer, self.labels)
         collate = accel_ddp.data.padded(self.tokenizer, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate)
         self.eval_batches = accel_ddp.metrics.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-        several = self.labels.several
-        self.loss_of = accel_ddp.losses.binary_cross_entropy if several else accel_ddp.losses.cross_entropy
-        self.answer = (lambda logits: (logits > 0).long()) if several else (lambda logits: logits.argmax(-1))
+        losses = accel_ddp.losses
+        self.loss_of = losses.binary_cross_entropy if self.labels.several else losses.cross_entropy
 
     def loss_sum(self, model, batch):
         return self.loss_of(logits(model, batch), batch["labels"])
@@ -63,7 +61,8 @@ class Task:
         """One row per item; `evaluate` puts the rows of all ranks in order."""
         scores = logits(model, batch)
         losses = self.loss_of(scores, batch["labels"], reduction="none")
-        return {"loss": losses, "predictions": self.answer(scores), "references": batch["labels"]}
+        answers = (scores > 0).long() if self.labels.several else scores.argmax(-1)
+        return {"loss": losses, "predictions": answers, "references": batch["labels"]}
 
     def summarize(self, rows):
         """On the main rank, over all items."""
@@ -82,10 +81,8 @@ def build_data(cfg: Config, tokenizer):
     train, test = accel_ddp.data.load_rows(
         cfg.dataset, cfg.train_file, cfg.eval_file, train_split=cfg.train_split, eval_split=cfg.eval_split, seed=cfg.seed
     )
-    for rows in (train, test):
-        accel_ddp.data.require_columns(
-            rows, text_column=cfg.text_column, text_pair_column=cfg.text_pair_column, label_column=cfg.label_column
-        )
+    needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
+    accel_ddp.data.require_columns(needed, train, test)
     labels = accel_ddp.data.Labels.of(train, test, cfg.label_column)
     columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
 
@@ -97,7 +94,7 @@ def build_data(cfg: Config, tokenizer):
     return (*(accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)), labels)
 
 
-def build_model(cfg: Config, accelerator, labels):
+def build_model(cfg: Config, accelerator, tokenizer, labels):
     from transformers import AutoModelForSequenceClassification
 
     model = accel_ddp.models.load(
@@ -107,6 +104,7 @@ def build_model(cfg: Config, accelerator, labels):
         id2label=dict(enumerate(labels.names)),
         label2id={name: i for i, name in enumerate(labels.names)},
         problem_type="multi_label_classification" if labels.several else "single_label_classification",
+        pad_token_id=tokenizer.pad_token_id,
         ignore_mismatched_sizes=True,  # a head for other labels is replaced
     )
     return accel_ddp.models.ready(model, cfg, accelerator)

@@ -33,10 +33,12 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def arguments(files, tiny_model, cache) -> list[str]:
+    """With SGD: where a gradient is zero but for rounding (biases of attention keys, which change no output), AdamW
+    divides the rounding by its own size."""
     return [
         "--model", tiny_model, "--train_file", str(files["train"]), "--eval_file", str(files["eval"]),
         "--text_column", "review", "--label_column", "verdict", "--epochs", "2", "--global_batch_size", "16",
-        "--micro_batch_size", "4", "--lr", "3e-3", "--log_every", "1",
+        "--micro_batch_size", "4", "--optimizer", "sgd", "--lr", "0.05", "--log_every", "1",
     ]  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def test_it_says_what_it_reached_and_where_the_model_is(one):
 def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):
     from transformers import pipeline
 
-    scores = pipeline("text-classification", str(one / "model"), top_k=None)("a warm and funny story number 4")
+    scores = pipeline("text-classification", str(one / "model"), top_k=None)(["a warm and funny story number 4"])[0]
     assert {score["label"] for score in scores} == {"good", "bad"}
     assert json.loads((one / "model" / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
 

@@ -49,6 +49,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "embedded data": {"dataset": "embedded:everything"},
         "split": {"dataset": "embedded:rotten_tomatoes_small", "eval_split": "testing"},
         "file as dataset": {"dataset": good},
+        "too long": {"train_file": good, "max_length": 1000},
         "freeze": {"train_file": good, "freeze": ["encodr"]},
         "freeze all": {"train_file": good, "freeze": ["."]},
     }
@@ -85,6 +86,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "embedded data": ["embedded:rotten_tomatoes"],
         "split": ["testing", "train, validation"],
         "file as dataset": ["--train_file"],
+        "too long": ["--max_length 1000", "at most 512"],
         "freeze": ["encodr", "bert.encoder"],
         "freeze all": ["nothing to train"],
     }.items(),

@@ -1,6 +1,10 @@
 """Ways to start: the wizard's config, 1node.yaml, the variables of a node."""
 
+import os
+import subprocess
+
 import pexpect
+import psutil
 import yaml
 
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
@@ -66,9 +70,18 @@ def test_the_variables_of_a_node_start_it(tmp_path):
 
 
 def test_one_node_uses_all_there_is(tmp_path):
-    import os
-
     command = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/1node.yaml", SAYS_WHO, "--global_batch_size"]
     cores = os.cpu_count()
     ended = run_all([[*command, str(cores), "--output_dir", tmp_path / "run"]], [clean_environment()]).well()
     assert f"1 node x {cores} ranks" in ended.text
+
+
+def test_a_launcher_that_is_ended_takes_its_process_along(tmp_path):
+    """Accelerate's launcher of a single process does not pass SIGTERM on."""
+    config = ROOT / "accelerate_configs" / "local.yaml"
+    command = [BIN / "accelerate-launch", "--config_file", config, SAYS_WHO, "--how", "endless", "--output_dir", tmp_path / "run"]
+    launcher = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert any("now it hangs" in line for line in launcher.stdout)
+    (child,) = psutil.Process(launcher.pid).children()
+    launcher.terminate()
+    assert psutil.wait_procs([child], timeout=10)[1] == []

@@ -30,7 +30,7 @@ def imported(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "accel_ddp":
-            names |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names} - {"__version__"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_ddp."):
             names.add(node.module.split(".")[1])
     return names
