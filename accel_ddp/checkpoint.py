@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from accel_ddp import world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 
 
@@ -39,12 +40,17 @@ def restore(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimi
     """Load what `--resume` names, on every rank; return the step to go on from: 0 where there is nothing."""
     if not cfg.resume:
         return 0
+    # Rank 0 decides and the others follow, or two nodes with disks of their own would go on from different steps.
     found = [Path(cfg.resume)] if cfg.resume != "auto" else all_of(cfg.output_dir)
-    if not found:
+    path = world.agreed(found[-1] if found else None)
+    if path is None:
         return 0
-    path = found[-1]
-    if not (path / "run.json").is_file():
-        raise UserError(f"--resume {path}: is not a checkpoint (it has no run.json) on this node.")
+    with world.together("find the checkpoint") as facts:
+        if not (path / "run.json").is_file():
+            raise UserError(
+                f"--resume: {world.HOST} has no checkpoint {path}. Copy it there, or use a folder that all nodes share."
+            )
+        facts["the checkpoints"] = (path / "run.json").read_text()
     load_model(accelerator.unwrap_model(model), str(path / "model.safetensors"))
     state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])

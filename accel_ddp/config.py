@@ -34,7 +34,7 @@ class TrainConfig:
     epochs: float = 1.0  # passes over the training items; --steps overrides it
     steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
     global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int = 8  # items a rank holds in memory at once: the result does not depend on it
+    micro_batch_size: int = 8  # items a rank holds in memory at once: only dropout's masks depend on it
 
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
     lr: float = 2e-5  # the highest learning rate of the run
@@ -80,15 +80,15 @@ class TrainConfig:
             "global_batch_size": 1, "micro_batch_size": 1, "steps": 0, "warmup_steps": 0, "log_every": 1,
             "eval_every": 0, "save_every": 0, "keep_last": 1, "num_workers": -1, "prefetch_factor": 1,
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
-            "max_grad_norm": 0, "lr": 0, "momentum": 0,
+            "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1,
         }  # fmt: skip
         if self.ddp_timeout_seconds == 0:
             raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
         for name, least in at_least.items():
-            if not getattr(self, name) >= least:
+            if not getattr(self, name, least) >= least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
-        if self.steps == 0 and not self.epochs > 0:
-            raise UserError(f"--epochs {self.epochs}: must be more than 0, or give --steps.")
+        if self.steps == 0 and not 0 < self.epochs < float("inf"):
+            raise UserError(f"--epochs {self.epochs}: must be a number more than 0, or give --steps.")
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: is a share of all steps, from 0 to 1.")
 
@@ -128,6 +128,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
     kinds = typing.get_type_hints(cls)
 
     arguments: list[str] = []
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     while "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):

@@ -116,6 +116,8 @@ def _load_file(option: str, path: str) -> "datasets.Dataset":
     if file.stat().st_size == 0:
         raise UserError(f"{option} {path}: the file is empty.")
     options = {"sep": "\t", "quoting": 3} if file.suffix == ".tsv" else {}  # 3: quotes in a .tsv are just characters
+    if FILE_FORMATS[file.suffix] == "csv":  # "None" and "NA" are texts and labels like any other
+        options |= {"keep_default_na": False, "na_values": [""]}
     try:
         rows = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file.resolve()), split="train", **options)
     except Exception as error:
@@ -161,7 +163,7 @@ def _load_hub(name: str) -> dict[str, "datasets.Dataset"]:
         raise UserError(f"--dataset {name} is a file. Use --train_file {name}.")
     offline = prepare_hub()
     try:
-        return dict(datasets.load_dataset(name))
+        return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
     except Exception as error:
         why = f"there is no network to the hub ({offline}) and no copy" if offline else str(error).strip().splitlines()[0]
         raise UserError(
@@ -194,8 +196,8 @@ class Labels:
         self.column, self.names, self.values, self.several = column, names, values, several
 
     @classmethod
-    def of(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str) -> "Labels":
-        """Of the training rows. A label of `test` that is not among them is a UserError."""
+    def of(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, of_both: bool = False) -> "Labels":
+        """Of the training rows. A label of `test` that is not among them is a UserError, unless they are `of_both`."""
         feature = train.features[column]
         several = _is_list(feature)
         inner = feature.feature if several else feature
@@ -208,13 +210,18 @@ class Labels:
             if None in values:
                 raise UserError(f"--label_column {column}: a row of the {name} data has no label.")
         names = getattr(inner, "names", None)  # a dataset that knows its classes, also those nobody has
-        values = list(range(len(names))) if names else sorted(found["training"])
+        values = list(range(len(names))) if names else sorted(found["training"] | (found["evaluation"] if of_both else set()))
+        if several and set(values) == {0, 1} and len({len(row) for row in train[column][:]}) == 1:
+            raise UserError(
+                f"--label_column {column}: holds lists of 0 and 1 for each class. Give lists of the names of the right ones."
+            )
         for name, those in found.items():
             unknown = sorted(those - set(values), key=str)
             if unknown:
+                known = "the dataset does not declare" if names else "the training data lack"
                 raise UserError(
-                    f"--label_column {column}: the {name} data have labels that the training data lack: "
-                    f"{', '.join(map(str, unknown[:10]))}. The training data have: {', '.join(map(str, (names or values)[:20]))}."
+                    f"--label_column {column}: the {name} data have labels that {known}: {', '.join(map(str, unknown[:10]))}. "
+                    f"Known are: {', '.join(map(str, (names or values)[:20]))}."
                 )
         if len(values) < 2 and not several:
             raise UserError(f"--label_column {column}: all rows have the label {values}; there is nothing to learn.")
@@ -279,25 +286,29 @@ def map_once(
 
     words = json.dumps([__version__, fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
     final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
+    lock, began = FileLock(f"{final}.lock"), time.monotonic()
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        while not final.exists():
+            try:
+                with lock.acquire(timeout=10):
+                    if not final.exists():
+                        _map_into(final, rows, function)
+            except Timeout:
+                waited = time.monotonic() - began
+                print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
     except OSError as error:
-        raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be created: {error.strerror}.") from error
-    lock, began = FileLock(f"{final}.lock"), time.monotonic()
-    while not final.exists():
-        try:
-            with lock.acquire(timeout=10):
-                if not final.exists():
-                    partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
-                    done = rows.map(
-                        function, batched=True, remove_columns=rows.column_names, keep_in_memory=True, desc="tokenising"
-                    )
-                    done.save_to_disk(str(partial))
-                    try:
-                        partial.rename(final)  # from here on it is in the cache
-                    except OSError:  # a file system without working locks: someone else was first with the same
-                        shutil.rmtree(partial, ignore_errors=True)
-        except Timeout:
-            waited = time.monotonic() - began
-            print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
+        raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
     return datasets.load_from_disk(str(final))
+
+
+def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:
+    partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
+    done = rows.map(function, batched=True, remove_columns=rows.column_names, keep_in_memory=True, desc="tokenising")
+    done.save_to_disk(str(partial))
+    try:
+        partial.rename(final)  # from here on it is in the cache
+    except OSError:  # a file system without working locks: someone else was first with the same
+        shutil.rmtree(partial, ignore_errors=True)
+        if not final.exists():
+            raise

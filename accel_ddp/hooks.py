@@ -135,7 +135,8 @@ class Trackers(Hook):
         self._try(self.accelerator.log, {f"eval/{name}": value for name, value in metrics.items()}, step=step)
 
     def on_end(self, step, summary):
-        self._try(self.accelerator.end_training)
+        for tracker in self.accelerator.trackers:  # `end_training` would also close the process group, on this rank alone
+            self._try(tracker.finish)
 
 
 class EarlyStopping(Hook):

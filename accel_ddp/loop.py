@@ -50,6 +50,11 @@ def fit(
             return step % every == 0
         return step * cfg.global_batch_size // len(train) > (step - 1) * cfg.global_batch_size // len(train)
 
+    def save() -> None:
+        path = checkpoint.save(accelerator, cfg, model, optimizer, step)
+        for hook in hooks:
+            hook.on_save(step, path)
+
     model.train()
     while step < total_steps and not stop:
         lr = lr_at(step, cfg, total_steps)
@@ -66,13 +71,13 @@ def fit(
             per_second = rate.after(numbers.items)
             for hook in hooks:
                 hook.on_update(numbers, per_second)
+        if saves:  # before the evaluation, which may fail
+            save()
         if evaluates:
             metrics = evaluate(model)
             stop = any([hook.on_evaluate(step, metrics) for hook in hooks])
-        if saves or stop:
-            path = checkpoint.save(accelerator, cfg, model, optimizer, step)
-            for hook in hooks:
-                hook.on_save(step, path)
+            if stop and not saves:
+                save()
         if evaluates or saves:
             rate.restart()
 

@@ -78,8 +78,9 @@ def load_tokenizer(name: str, max_length: int = 0) -> Any:
 def identity(tokenizer: Any) -> str:
     """A digest of what the tokenizer does to a text: part of the key of tokenised data."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    whole = backend.to_str() if backend else json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
-    return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+    whole = backend.to_str() if backend else json.dumps(sorted(tokenizer.get_vocab().items()))
+    around = [type(tokenizer).__name__, tokenizer.model_input_names, str(tokenizer.special_tokens_map), tokenizer.truncation_side]
+    return hashlib.blake2b(f"{around}{whole}".encode(), digest_size=16).hexdigest()
 
 
 def load(auto_class: Any, name: str, **options: Any) -> nn.Module:
@@ -91,7 +92,7 @@ def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> 
     offline = prepare_hub()
     try:
         return auto_class.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # of many kinds: broken weights, a broken tokenizer, no such model, no network
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if Path(place).is_dir():
             raise UserError(f"--model {name}: the folder cannot be loaded: {lines[0]}") from error
@@ -128,8 +129,9 @@ def ready(model: nn.Module, cfg: TrainConfig, accelerator: Accelerator) -> nn.Mo
     return model
 
 
-def export(model: nn.Module, tokenizer: Any, folder: Path, facts: dict[str, Any]) -> Path:
+def export(model: nn.Module, tokenizer: Any, path: str, facts: dict[str, Any]) -> Path:
     """An ordinary transformers folder, whole or not there. Call on the main rank."""
+    folder = Path(path)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

@@ -22,7 +22,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 
 from accel_ddp import world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
-from accel_ddp.seeds import mixed, seed_everything
+from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
 
@@ -33,12 +33,12 @@ def start(cfg: TrainConfig) -> Accelerator:
     _end_with_the_launcher()
     trackers = _known_trackers(cfg.report_to)
     cfg.split(NUM_RANKS)
-    use_gpu = world.meet(cfg) if NUM_RANKS > 1 else torch.cuda.is_available() and not world.cpu_is_wanted()
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
+    use_gpu = world.meet(cfg, precision) if NUM_RANKS > 1 else torch.cuda.is_available() and not world.cpu_is_wanted()
     if not use_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what Accelerate reads; with it N ranks without GPUs are one world
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process
             torch.set_num_threads(max(1, world.num_cores() // LOCAL_RANKS))
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     _refuse_what_the_device_cannot(cfg, precision, use_gpu)
     # torch 2.13 renames a DDP option that Accelerate passes on.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
@@ -46,8 +46,15 @@ def start(cfg: TrainConfig) -> Accelerator:
         torch.set_float32_matmul_precision("high")
 
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
+    default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
+    given = cfg.output_dir or (str(Path(cfg.resume).parent) if cfg.resume not in ("", "auto") else "")
+    cfg.output_dir = world.agreed(given or default)
     with world.together("open the output folder"):
-        _claim_output_dir(cfg)
+        if cfg.resume and not given:
+            raise UserError("--resume needs the folder of the run: --resume --output_dir runs/...")
+        if RANK == 0:  # only the main rank writes there; on the other nodes the folder need not exist
+            _require_trackers(trackers)
+            _claim_output_dir(cfg)
     accelerator = Accelerator(
         log_with=trackers or None,
         project_dir=cfg.output_dir,
@@ -64,6 +71,8 @@ def start(cfg: TrainConfig) -> Accelerator:
                 bucket_cap_mb=cfg.bucket_cap_mb,
                 broadcast_buffers=bool(cfg.broadcast_buffers),  # None is settled by the model, in models.ready
                 comm_hook=DDPCommunicationHookType(hook),
+                # torch's default is to compress from step 1,000 on, which is after the end of many runs.
+                comm_state_option={"start_powerSGD_iter": 10} if cfg.comm_hook == "powersgd" else {},
             )
         ],
     )
@@ -73,22 +82,12 @@ def start(cfg: TrainConfig) -> Accelerator:
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
     world.say(describe(cfg, accelerator, precision))
-    seed_everything(mixed(cfg.seed, "start"))
+    torch.manual_seed(mixed(cfg.seed, "start"))  # of weights that are not pretrained
     return accelerator
 
 
 def _claim_output_dir(cfg: TrainConfig) -> None:
-    """Every rank gets the same folder; a run that is there already is never written over."""
-    if cfg.resume not in ("", "auto"):
-        if not Path(cfg.resume).is_dir():
-            raise UserError(f"--resume {cfg.resume}: there is no such checkpoint on {HOST}.")
-        cfg.output_dir = cfg.output_dir or str(Path(cfg.resume).parent)
-    if cfg.resume and not cfg.output_dir:
-        raise UserError("--resume needs the folder of the run: --resume --output_dir runs/...")
-    default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
-    cfg.output_dir = world.agreed(cfg.output_dir or default)
-    if RANK != 0:
-        return  # only the main rank writes there; on the other nodes the folder need not exist
+    """A run that is there already is never written over."""
     folder = Path(cfg.output_dir)
     ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
     if ours and not cfg.resume:
@@ -103,14 +102,18 @@ def _claim_output_dir(cfg: TrainConfig) -> None:
 
 
 def _known_trackers(report_to: str) -> list[str]:
-    """The names in `--report_to`, or a UserError: Accelerate would leave out a missing one without a word."""
+    """The names in `--report_to`, or a UserError: Accelerate would leave out an unknown one without a word."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     for name in names:
         if name not in ("wandb", "tensorboard", "trackio"):
             raise UserError(f"--report_to {name}: is none of wandb, tensorboard, trackio.")
-        if find_spec(name) is None:
-            raise UserError(f"--report_to {name}: the package is not installed. pip install {name}")
     return names
+
+
+def _require_trackers(names: list[str]) -> None:
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"--report_to {name}: the package is not installed on {HOST}. pip install {name}")
 
 
 def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
@@ -134,6 +137,7 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             dist.destroy_process_group()
         return 0
     except UserError as error:
+        world.first_failure(f"error: {error}")
         return _leave(f"error: {error}", code=2)
     except Exception as error:
         if not _is_out_of_memory(error):
@@ -141,9 +145,11 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             first = world.first_failure(text)
             if first == text:
                 traceback.print_exception(error)
-            return _leave(first, code=1)
+            return _leave(first, code=2 if first.startswith("error:") else 1)
         micro = cfg.split(NUM_RANKS)[0]
-        advice = f"--micro_batch_size {micro // 2} (the result stays the same)" if micro > 1 else "--gradient_checkpointing"
+        advice = (
+            f"--micro_batch_size {micro // 2} (--global_batch_size stays the same)" if micro > 1 else "--gradient_checkpointing"
+        )
         text = (
             f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; or use "
             f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})"

@@ -18,14 +18,14 @@ def mixed(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_everything(seed: int) -> None:
-    """Python, numpy and torch go on from here, whatever was drawn before."""
+def seed_host(seed: int) -> None:
+    """What Python, numpy and torch draw on the CPU goes on from here, whatever was drawn before."""
     import numpy
     import torch
 
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def seed_torch(seed: int, device: "torch.device") -> None:

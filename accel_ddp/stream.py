@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_ddp.config import TrainConfig
-from accel_ddp.seeds import mixed, seed_everything
+from accel_ddp.seeds import mixed, seed_host
 
 
 class Shuffle:
@@ -33,13 +33,15 @@ class Shuffle:
 
     def items(self, position: int, number: int) -> list[int]:
         """The `number` items from `position` on."""
-        epoch, place = divmod(position, self.num_items)
-        chunk, inside = divmod(place, self.CHUNK)
-        if self._cached is None or self._cached[0] != (epoch, chunk):
-            first = chunk * self.CHUNK
-            self._cached = (epoch, chunk), self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
-        found = self._cached[1][inside : inside + number].tolist()
-        return found if len(found) == number else found + self.items(position + len(found), number - len(found))
+        found: list[int] = []
+        while len(found) < number:
+            epoch, place = divmod(position + len(found), self.num_items)
+            chunk, inside = divmod(place, self.CHUNK)
+            if self._cached is None or self._cached[0] != (epoch, chunk):
+                first = chunk * self.CHUNK
+                self._cached = (epoch, chunk), self._permute(np.arange(first, min(first + self.CHUNK, self.num_items)), epoch)
+            found += self._cached[1][inside : inside + number - len(found)].tolist()
+        return found
 
     def _permute(self, places: np.ndarray, epoch: int) -> np.ndarray:
         keys = [np.uint64(mixed(self.seed, "order", epoch, i)) for i in range(self.ROUNDS)]
@@ -118,20 +120,26 @@ class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
 
 
 class _SeededItems(Dataset):
-    """Random crops and masks depend on the position in the stream, not on the rank or worker that draws them."""
+    """Random crops and masks depend on the position in the stream, not on the rank or worker that draws them.
+
+    What the collate function draws depends on the position of the micro-batch's first item.
+    """
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         position, index = key
-        seed_everything(mixed(self.seed, "item", position))
+        seed_host(mixed(self.seed, "item", position))
         return self.dataset[index]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         if _draws_nothing(self.dataset):  # then rows are read together, which is ten times faster
-            return self.dataset.__getitems__([index for _, index in keys])
-        return [self[key] for key in keys]
+            items = self.dataset.__getitems__([index for _, index in keys])
+        else:
+            items = [self[key] for key in keys]
+        seed_host(mixed(self.seed, "collate", keys[0][0]))  # called next, in the same process
+        return items
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -42,37 +43,57 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Do something slow or fragile on every rank (download, tokenise), each at its own pace.
+def together(what: str) -> Iterator[dict[str, str]]:
+    """Do something slow or fragile on every rank (download, tokenise), each at its own pace. No collectives inside.
 
     No collective waits meanwhile, so that no process-group timeout runs. While others work, the ranks
-    that wait are told whom they wait for. If one rank fails, every rank raises what it said.
+    that wait are told whom they wait for. If one rank fails, every rank raises what it said. What a rank
+    puts into the dictionary must be the same on all: fingerprints of the data, for example.
     """
-    global _meetings
-    _meetings += 1
-    failed, arrived = f"together/{_meetings}/failed", f"together/{_meetings}/arrived"
+    facts: dict[str, str] = {}
+    meeting = _new_meeting()
     try:
-        yield
+        yield facts
     except Exception as error:
         if store:
             said = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
-            store.compare_set(failed, "", json.dumps({"said": said, "host": HOST, "rank": RANK}))
+            store.compare_set(f"{meeting}/failed", "", json.dumps({"said": said, "host": HOST, "rank": RANK}))
         raise
+    _wait_for_all(meeting, what, facts)
+    if store and facts:
+        others = [json.loads(store.get(f"{meeting}/{rank}")) for rank in range(NUM_RANKS)]
+        for other in others:
+            for name, value in others[0]["facts"].items():
+                if other["facts"].get(name) != value:
+                    raise UserError(
+                        f"{name} differ: rank {other['rank']} on {other['host']} has others than rank 0 on {others[0]['host']}. "
+                        "Copy the same files to every node."
+                    )
+
+
+def _new_meeting() -> str:
+    global _meetings
+    _meetings += 1
+    return f"meeting/{_meetings}"
+
+
+def _wait_for_all(meeting: str, what: str, facts: dict[str, str] | None = None) -> None:
+    """Until every rank is here, without a timeout but not in silence; raises what a rank that failed said."""
     if store is None:
         return
-    store.set(f"{arrived}/{RANK}", "")
-    meeting = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
+    store.set(f"{meeting}/{RANK}", json.dumps({"host": HOST, "rank": RANK, "facts": facts or {}}))
+    arrival = dist.barrier(group=_patient, async_op=True)  # notices a rank that died without a word
     began = told = time.monotonic()
-    while not meeting.is_completed():
-        if store.check([failed]):
-            word = json.loads(store.get(failed))
+    while not arrival.is_completed():
+        if store.check([f"{meeting}/failed"]):
+            word = json.loads(store.get(f"{meeting}/failed"))
             raise UserError(word["said"] if word["host"] == HOST else f"rank {word['rank']} on {word['host']}: {word['said']}")
         if time.monotonic() - told > 10 and is_voice_of_node():
             told = time.monotonic()
-            missing = [rank for rank in range(NUM_RANKS) if not store.check([f"{arrived}/{rank}"])]
+            missing = [rank for rank in range(NUM_RANKS) if not store.check([f"{meeting}/{rank}"])]
             print(f"{HOST}: waiting for rank {missing} to {what} ({told - began:.0f} s)", file=sys.stderr, flush=True)
-        time.sleep(0.05)
-    meeting.wait()  # raises what went wrong, if anything did
+        time.sleep(0.01)
+    arrival.wait()  # raises what went wrong, if anything did
 
 
 def first_failure(text: str) -> str:
@@ -87,6 +108,7 @@ def agreed(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]
     if NUM_RANKS > 1:
+        _wait_for_all(_new_meeting(), "agree")
         dist.broadcast_object_list(box, src=0, group=_patient)
     return box[0]
 
@@ -95,6 +117,7 @@ def gathered(value: Any) -> list[Any] | None:
     """The values of all ranks in their order, on rank 0; None elsewhere. Travels through host memory."""
     if NUM_RANKS == 1:
         return [value]
+    _wait_for_all(_new_meeting(), "hand over its results")
     values = [None] * NUM_RANKS if RANK == 0 else None
     dist.gather_object(value, values, dst=0, group=_patient)
     return values
@@ -156,7 +179,7 @@ def asked_of_accelerate() -> dict[str, Any]:
     return {}
 
 
-def meet(cfg: TrainConfig) -> bool:
+def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
     global store, _patient
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -165,11 +188,11 @@ def meet(cfg: TrainConfig) -> bool:
                 f"WORLD_SIZE is {NUM_RANKS} but {name} is not set. Start with accelerate launch or torchrun, which set both."
             )
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
-    root, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    root.set_timeout(timeout)
+    root = _store_of_the_launcher(cfg, timeout)
     store = dist.PrefixStore("accel_ddp", root)
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
-    options = {name: value for name, value in as_plain_dict(cfg).items() if name not in MAY_DIFFER}
+    options = {**as_plain_dict(cfg), "mixed_precision": precision}
+    options = {name: value for name, value in options.items() if name not in MAY_DIFFER}
     mine = {"host": HOST, "gpus": gpus, "local": LOCAL_RANKS, "rank": RANK, "options": options}
     store.set(f"rank/{RANK}", json.dumps(mine))
     ranks = [json.loads(_wait_for(f"rank/{rank}", rank, cfg)) for rank in range(NUM_RANKS)]
@@ -209,7 +232,53 @@ def meet(cfg: TrainConfig) -> bool:
         device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    threading.Thread(target=_listen_for_failures, daemon=True).start()
     return use_gpu
+
+
+def _listen_for_failures() -> None:
+    """End this rank when another has failed and said so.
+
+    A rank inside a NCCL collective does not notice that another is gone before the timeout, and then it is
+    aborted without a word of ours. Those that can end by themselves have done so within these seconds.
+    """
+    while True:
+        time.sleep(1)
+        try:
+            if not store.check(["failed"]):
+                continue
+            text = store.get("failed").decode()
+        except Exception:
+            return  # the store is gone with its host, and so is what it knew
+        time.sleep(8)
+        if is_voice_of_node():
+            print(text, file=sys.stderr, flush=True)
+        os._exit(2 if text.startswith("error:") else 1)
+
+
+def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
+    """torchrun's and accelerate's store; without them (RANK and the rest set by hand) rank 0 opens one."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts_it = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    began = told = time.monotonic()
+    while not hosts_it:
+        try:
+            socket.create_connection((address, port), timeout=2).close()
+            break
+        except OSError as error:
+            now = time.monotonic()
+            if now - began > cfg.ddp_timeout_seconds:
+                raise UserError(f"{HOST}: the main node {address}:{port} cannot be reached: {error}.") from error
+            if now - told > 10 and is_voice_of_node():
+                told = now
+                print(
+                    f"{HOST}: waiting for the main node {address}:{port} ({now - began:.0f} s): {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(0.1)
+    root = dist.TCPStore(address, port, NUM_RANKS, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", root)
 
 
 def _wait_for(key: str, rank: int, cfg: TrainConfig) -> bytes:

@@ -8,7 +8,7 @@ Your own data or model: change `build_data`, `build_model`. Your own loop: recip
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config import TrainConfig, run
@@ -28,9 +28,9 @@ class Config(TrainConfig):
     max_length: int = 128  # tokens; longer texts are cut
     eval_batch_size: int = 64  # items per rank
     global_batch_size: int = 16  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int = 16  # items a rank holds in memory at once: the result does not depend on it
+    micro_batch_size: int = 8  # items a rank holds in memory at once: only dropout's masks depend on it
     lr: float = 1e-4  # the highest learning rate of the run
-    best_metric: str = "accuracy"  # what early stopping looks at: accuracy, macro_f1 or loss
+    best_metric: Literal["accuracy", "macro_f1", "loss"] = "accuracy"  # what early stopping looks at
 
 
 class Task:
@@ -38,15 +38,15 @@ class Task:
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
-        with accel_ddp.together("load the model and the data"):
+        with accel_ddp.together("load the model and the data") as facts:
             self.tokenizer = accel_ddp.models.load_tokenizer(cfg.model, cfg.max_length)
             train_rows, self.eval_rows, self.labels = build_data(cfg, self.tokenizer)
             self.model = build_model(cfg, accelerator, self.tokenizer, self.labels)
+            facts["the data"] = accel_ddp.data.fingerprint(train_rows) + accel_ddp.data.fingerprint(self.eval_rows)
         collate = accel_ddp.data.padded(self.tokenizer, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate)
         self.eval_batches = accel_ddp.metrics.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-        losses = accel_ddp.losses
-        self.loss_of = losses.binary_cross_entropy if self.labels.several else losses.cross_entropy
+        self.loss_of = accel_ddp.losses.of_classes(several=self.labels.several)
 
     def loss_sum(self, model, batch):
         return self.loss_of(logits(model, batch), batch["labels"])
@@ -83,7 +83,7 @@ def build_data(cfg: Config, tokenizer):
     )
     needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
     accel_ddp.data.require_columns(needed, train, test)
-    labels = accel_ddp.data.Labels.of(train, test, cfg.label_column)
+    labels = accel_ddp.data.Labels.of(train, test, cfg.label_column, of_both=bool(cfg.train_file and not cfg.eval_file))
     columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
 
     def encode(rows):
@@ -125,7 +125,7 @@ def main(cfg: Config) -> None:
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )
     if accelerator.is_main_process:
-        folder = accel_ddp.models.export(task.model, task.tokenizer, Path(cfg.output_dir) / "model", {"metrics": metrics})
+        folder = accel_ddp.models.export(task.model, task.tokenizer, f"{cfg.output_dir}/model", {"metrics": metrics})
         print(
             f"{task.table}\n"
             f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(task.eval_rows):,} items\n"

@@ -5,8 +5,6 @@
 A test requires that this file and `classify.py` learn the same weights, to the bit, on one rank and on two.
 """
 
-from pathlib import Path
-
 from classify import Config, Task
 
 import accel_ddp
@@ -34,7 +32,7 @@ def main(cfg: Config) -> None:
     accelerator.print(task.evaluate(model))
     accel_ddp.checkpoint.save(accelerator, cfg, model, optimizer, total_steps)
     if accelerator.is_main_process:
-        accel_ddp.models.export(task.model, task.tokenizer, Path(cfg.output_dir) / "model", {})
+        accel_ddp.models.export(task.model, task.tokenizer, f"{cfg.output_dir}/model", {})
 
 
 if __name__ == "__main__":

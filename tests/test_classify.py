@@ -163,10 +163,10 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     common = ["--model", tiny_model, "--steps", 6, "--lr", "1e-3"]
     commands = [
         ["--train_file", several, "--output_dir", tmp_path / "several", "--optimizer", "sgd", "--lr_schedule", "cosine",
-         "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1"],
+         "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1", "--freeze", "embeddings", "layer.0"],
         ["--train_file", pairs, "--text_column", "a", "--text_pair_column", "b", "--output_dir", tmp_path / "pairs",
-         "--freeze", "embeddings", "layer.0", "--eval_every", "1", "--early_stopping_patience", "1", "--best_metric", "loss",
-         "--warmup_steps", "2"],
+         "--eval_every", "1", "--early_stopping_patience", "1", "--best_metric", "loss",
+         "--lr", "0"],
     ]  # fmt: skip
     ended = run_all([[sys.executable, CLASSIFY, *common, *command] for command in commands], [clean_environment()] * 2).well()
     assert "good" in ended.texts[0]
@@ -174,7 +174,8 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     config = json.loads((tmp_path / "several" / "model" / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert json.loads((tmp_path / "pairs" / "model" / "config.json").read_text())["id2label"] == {"0": "3", "1": "4"}
-    before, after = load_file(f"{tiny_model}/model.safetensors"), weights(tmp_path / "pairs")
+    assert [event["step"] for event in events(tmp_path / "pairs", "evaluate")] == [1, 2], "nothing better, so it stopped"
+    before, after = load_file(f"{tiny_model}/model.safetensors"), weights(tmp_path / "several")
     frozen = [name for name in after if "embeddings" in name or "layer.0" in name]
     assert frozen
     assert all(np.array_equal(before[name], after[name]) for name in frozen)

@@ -67,6 +67,13 @@ def test_a_fingerprint_is_of_the_content():
     assert fingerprint(rows) != fingerprint(table(text=["a", "b", "d"], label=[0, 1, 0]))
 
 
+def test_words_that_mean_missing_elsewhere_are_words(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\n" + "None,NA\nnull,x\n" * 10)
+    train, test = load_rows("", str(tmp_path / "a.csv"))
+    assert {*train["text"], *test["text"]} == {"None", "null"}
+    assert {*train["label"], *test["label"]} == {"NA", "x"}
+
+
 def test_content_is_mapped_once(tmp_path):
     cfg = TrainConfig(cache_dir=str(tmp_path))
     calls = []
@@ -98,13 +105,15 @@ def test_labels_are_named_and_checked():
     labels = Labels.of(train, test, "label")
     assert (labels.names, labels.encode({"label": ["a", "b"]})) == (["a", "b"], [0, 1])
     assert Labels.of(table(label=[3, 7]), table(label=[7]), "label").encode({"label": [7]}) == [1]
+    assert Labels.of(train, table(label=["c"]), "label", of_both=True).names == ["a", "b", "c"]
     several = Labels.of(table(label=[["x", "y"], []]), table(label=[["y"]]), "label")
     assert several.encode({"label": [["y"], ["x", "y"], []]}) == [[0, 1], [1, 1], [0, 0]]
     for bad, words in [
-        ((train, table(label=["c"])), "lack: c. The training data have: a, b"),
+        ((train, table(label=["c"])), "lack: c. Known are: a, b"),
         ((table(label=["a", None]), test), "has no label"),
         ((table(label=["a", "a"]), table(label=["a"])), "nothing to learn"),
         ((table(label=[0.5, 1.5]), table(label=[0.5])), "names or whole numbers"),
+        ((table(label=[[0, 1, 1], [1, 0, 0]]), table(label=[[0, 0, 1]])), "lists of 0 and 1"),
     ]:
         with pytest.raises(UserError, match=words):
             Labels.of(*bad, "label")

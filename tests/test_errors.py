@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,40 @@ def test_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
     assert [rank.returncode for rank in ranks] == [130, 130]
     assert "".join(texts).count("interrupted") == 1
     assert "Traceback" not in "".join(texts)
+
+
+def test_nodes_with_different_data_precision_or_checkpoints_are_refused(tmp_path, tiny_model, cache):
+    """Two ranks as two nodes with disks of their own, in folders of their own."""
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+        rows = [f"text {i},{i % 2}" for i in range(20)] + [f"only on {node},0"]
+        (tmp_path / node / "train.csv").write_text("\n".join(["text,label", *rows]))
+
+    def both(*arguments, **of_second):
+        environments = rank_environments(2)
+        environments[1].update(of_second)
+        started = [
+            ["bash", "-c", f'cd {tmp_path / node} && exec "$@"', "-", sys.executable, CLASSIFY, "--model", tiny_model, "--steps",
+             "4", "--save_every", "2", "--output_dir", "run", *arguments]
+            for node in ("a", "b")
+        ]  # fmt: skip
+        return run_all(started, environments)
+
+    ended = both("--train_file", "train.csv")
+    assert ended.codes == [2, 2]
+    assert "the data differ: rank 1" in ended.text
+    ended = both(ACCELERATE_MIXED_PRECISION="bf16")
+    assert ended.codes == [2, 2]
+    assert "--mixed_precision differs" in ended.text
+
+    (tmp_path / "a" / "train.csv").write_text((tmp_path / "b" / "train.csv").read_text())
+    shutil.rmtree(tmp_path / "a" / "run")
+    both("--train_file", "train.csv").well()
+    assert (tmp_path / "a" / "run" / "step_00000004").exists()
+    assert not (tmp_path / "b" / "run").exists()
+    ended = both("--train_file", "train.csv", "--resume")
+    assert ended.codes == [2, 2], "never from two different steps"
+    assert "has no checkpoint run/step_00000004" in ended.text
 
 
 def test_nodes_with_different_options_are_refused(tmp_path):

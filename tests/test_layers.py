@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"config", "data"},
     "update": {"seeds"},
     "metrics": {"config", "stream", "world"},
-    "checkpoint": {"config"},
+    "checkpoint": {"config", "world"},
     "hooks": {"config", "update"},
     "loop": {"config", "world", "stream", "optim", "update", "checkpoint", "hooks", "seeds"},
 }

@@ -16,7 +16,7 @@ def blocks(kind: str) -> list[str]:
 def test_the_first_command_sets_up_trains_and_says_what_next():
     """As pasted. In a clone that has its .venv, as CI's has, the set-up finds everything there."""
     command = blocks("bash")[0]
-    assert "pip install -c constraints.txt" in command
+    assert "pip install -q -c constraints.txt -e" in command
     ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
     accuracy = float(ended.text.split("\naccuracy ")[1].split()[0])
     assert accuracy > 0.7, "far above chance, which is 0.5"
