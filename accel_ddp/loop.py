@@ -41,7 +41,7 @@ def fit(
     updates = train.starting_at(step, accelerator, cfg)
     reader, rate = LateReader(accelerator.device), _Rate()
     metrics: dict[str, float] = {}
-    skipped, stop, saved = 0, False, step
+    skipped, stop, first = 0, False, step
     for hook in hooks:
         hook.on_start(step, total_steps)
 
@@ -84,7 +84,7 @@ def fit(
     if evaluate and not metrics:  # resumed after the last step: nothing was left to train
         metrics = evaluate(model)
     if skipped:
-        world.say(f"{skipped} of {step - saved} steps were skipped by the fp16 scaler (gradients overflowed).")
+        world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
     for hook in hooks:
         hook.on_end(step, {**metrics, "skipped_steps": skipped})
     return metrics
