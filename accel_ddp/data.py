@@ -304,7 +304,9 @@ def map_once(
 
 def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:
     partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
-    done = rows.map(function, batched=True, remove_columns=rows.column_names, keep_in_memory=True, desc="tokenising")
+    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
+    # With a fingerprint of ours `datasets` does not try to hash the function, which it often cannot.
+    done = rows.map(function, batched=True, new_fingerprint=final.name, **options)
     done.save_to_disk(str(partial))
     try:
         partial.rename(final)  # from here on it is in the cache
