@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_ddp import checkpoint, data, hooks, losses, metrics, models, optim, runtime, seeds, update, world
+    from accel_ddp import checkpoint, data, hooks, labels, losses, metrics, models, optim, runtime, seeds, update, world
     from accel_ddp.config import TrainConfig, UserError, parse_config, run
     from accel_ddp.loop import fit
     from accel_ddp.runtime import start
@@ -21,7 +21,20 @@ _HOME = {
     "TrainConfig": "config", "UserError": "config", "parse_config": "config", "run": "config",
     "TrainBatches": "stream", "fit": "loop", "start": "runtime", "together": "world",
 }  # fmt: skip
-_MODULES = ["checkpoint", "data", "hooks", "losses", "metrics", "models", "optim", "runtime", "seeds", "update", "world"]
+_MODULES = [
+    "checkpoint",
+    "data",
+    "hooks",
+    "labels",
+    "losses",
+    "metrics",
+    "models",
+    "optim",
+    "runtime",
+    "seeds",
+    "update",
+    "world",
+]
 __all__ = [*_HOME, *_MODULES]
 
 

@@ -83,7 +83,7 @@ def build_data(cfg: Config, tokenizer):
     )
     needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
     accel_ddp.data.require_columns(needed, train, test)
-    labels = accel_ddp.data.Labels.of(train, test, cfg.label_column, of_both=bool(cfg.train_file and not cfg.eval_file))
+    labels = accel_ddp.labels.Labels.of(train, test, cfg.label_column, of_both=bool(cfg.train_file and not cfg.eval_file))
     columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
 
     def encode(rows):

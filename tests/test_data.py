@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.data import Labels, fingerprint, load_rows, map_once
+from accel_ddp.data import fingerprint, load_rows, map_once
+from accel_ddp.labels import Labels
 from accel_ddp.seeds import mixed
 from accel_ddp.stream import Shuffle
 from tests.conftest import PROGRAMS, run_ranks

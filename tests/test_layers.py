@@ -16,6 +16,7 @@ ALLOWED = {
     "data": {"config", "seeds"},
     "stream": {"config", "seeds"},
     "optim": {"config"},
+    "labels": {"config"},
     "losses": set(),
     "models": {"config", "data"},
     "update": {"seeds"},
