@@ -30,13 +30,8 @@ LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.g
 
 # Options of which each node may have its own; any other that differs would train something else on each.
 MAY_DIFFER = ("output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project")
-MAY_DIFFER += (
-    "model",
-    "dataset",
-    "train_file",
-    "eval_file",
-    "resume",
-)  # places; what lies there is compared, or rank 0's is sent
+# Places: what lies there is compared, or rank 0's is sent to all.
+MAY_DIFFER += ("model", "dataset", "train_file", "eval_file")
 
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
