@@ -8,7 +8,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_ddp import checkpoint, data, hooks, labels, losses, metrics, models, optim, runtime, seeds, update, world
+    from accel_ddp import (
+        checkpoint,
+        data,
+        export,
+        hooks,
+        labels,
+        losses,
+        metrics,
+        models,
+        optim,
+        runtime,
+        seeds,
+        stop,
+        update,
+        world,
+    )
     from accel_ddp.config import TrainConfig, UserError, parse_config, run
     from accel_ddp.loop import fit
     from accel_ddp.runtime import start
@@ -24,6 +39,7 @@ _HOME = {
 _MODULES = [
     "checkpoint",
     "data",
+    "export",
     "hooks",
     "labels",
     "losses",
@@ -32,6 +48,7 @@ _MODULES = [
     "optim",
     "runtime",
     "seeds",
+    "stop",
     "update",
     "world",
 ]

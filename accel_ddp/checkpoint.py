@@ -1,59 +1,320 @@
-"""A checkpoint is a folder that either is whole or is not there: weights, optimizer, scaler and the step."""
+"""What of a run is saved, when, and how it comes back: weights, optimizer, scaler and the step, nothing else.
 
-import json
-import shutil
+Everything else (order of the data, learning rate, dropout) is a function of the step and the seed.
+"""
+
+import contextlib
+import sys
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from accel_ddp import world
+from accel_ddp import snapshot, world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+from accel_ddp.snapshot import MODEL, OPTIMIZER
+from accel_ddp.state import described, put_back, refuse_another_model, taken, unique, versions
+
+Metrics = dict[str, float]
 
 
-def all_of(output_dir: str) -> list[Path]:
-    """Oldest first."""
-    return sorted(Path(output_dir).glob("step_????????"))
+class Checkpoints:
+    """The checkpoints of a run. Every rank has one; only the main rank writes, behind the back of training.
 
+    A save copies the state into host memory, which is all that training waits for, and a thread writes it
+    from there. That memory is as large as the state; it is kept from save to save, on a GPU pinned.
+    """
 
-def save(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
-    """Written by the main rank. The others need not wait here: the next reduction waits for all."""
-    final = Path(cfg.output_dir) / f"step_{step:08d}"
-    if not accelerator.is_main_process or final.exists():
-        return final
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_model(accelerator.unwrap_model(model), str(partial / "model.safetensors"))
-    scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
-    torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler}, partial / "optimizer.pt")
-    (partial / "run.json").write_text(json.dumps({"step": step, "config": as_plain_dict(cfg)}, indent=2))
-    partial.rename(final)  # from here on the checkpoint exists
-    for old in all_of(cfg.output_dir)[: -cfg.keep_last]:
-        shutil.rmtree(old)
-    return final
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        cfg: TrainConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        data: str = "",
+        total_steps: int = 0,
+        files: dict[str, bytes] | None = None,
+    ):
+        self.accelerator, self.cfg, self.data, self.total_steps, self.files = accelerator, cfg, data, total_steps, files or {}
+        self.model = accelerator.unwrap_model(model)
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper adds nothing that is saved
+        self.folder = Path(cfg.output_dir)
+        self.run_id = uuid.uuid4().hex
+        self.evaluations: dict[int, Metrics] = {}  # of the whole run, also of its earlier lives
+        self.best: int | None = None  # the step that `--keep_best` keeps
+        self.newest: int | None = None  # the last step that was handed to the writer, or restored
+        self.failed = ""  # why the newest state is not on the disk
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future] = []
+        self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
+        self._committed: list[Path] = []
+        self._last: tuple[Path, dict[str, Any]] | None = None
 
+    # ---- saving: on the main rank, no collectives, so that it may be called wherever one rank is alone
 
-def restore(accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what `--resume` names, on every rank; return the step to go on from: 0 where there is nothing."""
-    if not cfg.resume:
-        return 0
-    # Rank 0 decides and the others follow, or two nodes with disks of their own would go on from different steps.
-    found = [Path(cfg.resume)] if cfg.resume != "auto" else all_of(cfg.output_dir)
-    path = world.agreed(found[-1] if found else None)
-    if path is None:
-        return 0
-    with world.together("find the checkpoint") as facts:
-        if not (path / "run.json").is_file():
+    def save(self, step: int) -> None:
+        """Hand the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
+        if self.newest == step and not self.failed:
+            return
+        self.newest = step
+        if not self.accelerator.is_main_process:
+            return
+        self.wait()  # at most one in flight: its host memory is used again
+        weights, optimizer, values = taken(self.model, self.optimizer)
+        copied = self._to_host({MODEL: weights, OPTIMIZER: optimizer})
+        scaler = self.accelerator.scaler
+        run = {
+            "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
+            "data": self.data,
+            "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
+            "config": as_plain_dict(self.cfg), "versions": versions(), "host": world.HOST,
+            "optimizer": type(self.optimizer).__name__, "values": values,
+            "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
+            "scaler": scaler.state_dict() if scaler else None,
+            "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
+        }  # fmt: skip
+        self._last = self.folder / f"step_{step:08d}", run
+        self._pending.append(self._writer.submit(self._write, copied))
+
+    def _to_host(self, groups: dict[str, dict[str, Tensor]]) -> Any:
+        on_gpu = self.accelerator.device.type == "cuda"
+        for group, tensors in groups.items():
+            host = {}
+            for name, tensor in tensors.items():
+                there = self._host[group].get(name)
+                if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
+                    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu and tensor.is_cuda)
+                # On a GPU the copies stand in its queue between this update and the next; the host does not wait for them.
+                host[name] = there.copy_(tensor.detach(), non_blocking=True)
+            self._host[group] = host
+        if not on_gpu:
+            return None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied
+
+    def _write(self, copied: Any) -> None:
+        """In the writer's thread."""
+        path, run = self._last
+        try:
+            if copied is not None:
+                copied.synchronize()
+            snapshot.write(path, self._host, run, self.files)
+        except OSError as error:
+            self.failed = f"the checkpoint of step {run['step']} could not be written on {world.HOST}: {error.strerror or error}"
+            there = ", ".join(p.name for p in snapshot.all_of(self.folder)) or "none"
+            print(f"{self.failed}. Training goes on; checkpoints that are there: {there}.", file=sys.stderr, flush=True)
+            return
+        self.failed = ""
+        self._committed.append(path)
+        snapshot.prune(self.folder, self.cfg.keep_last, self.best)
+
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
+        self.evaluations[step] = metrics
+        self.mark_best()
+        if self.best == step:
+            self.save(step)
+        if self.accelerator.is_main_process:
+            self._pending.append(self._writer.submit(self._write_evaluations, self.best, dict(self.evaluations)))
+
+    def mark_best(self) -> None:
+        if self.cfg.keep_best:
+            for step, metrics in self.evaluations.items():
+                if self.cfg.keep_best not in metrics:
+                    raise UserError(f"--keep_best {self.cfg.keep_best}: step {step} measured {', '.join(metrics)}.")
+            values = {step: metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items()}
+            first_best = max if higher_is_better(self.cfg.keep_best) else min
+            self.best = first_best(values, key=values.get) if values else None
+
+    def _write_evaluations(self, best: int | None, evaluations: dict[int, Metrics]) -> None:
+        try:
+            snapshot.write_json(self.folder / "evaluations.json", evaluations)
+            if best is not None and (self.folder / f"step_{best:08d}").is_dir():
+                what = {"step": best, "metric": self.cfg.keep_best, "value": evaluations[best][self.cfg.keep_best]}
+                snapshot.write_json(self.folder / "best.json", {**what, "checkpoint": f"step_{best:08d}"})
+        except OSError as error:
+            print(f"evaluations.json could not be written on {world.HOST}: {error.strerror}.", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Until the writer has nothing left to do."""
+        while self._pending:
+            self._pending.pop(0).result()
+
+    def committed(self) -> list[Path]:
+        """The checkpoints that have come to exist since this was asked last; on the main rank only."""
+        found, self._committed = self._committed, []
+        return found
+
+    def close(self) -> str:
+        """Wait for the last save on every rank; what went wrong with it, or nothing. A collective."""
+        self.wait()
+        if self.failed and self._last:  # the state is still in host memory, and someone may have made room
+            self._write(None)
+        self._writer.shutdown()
+        return world.agreed(self.failed)
+
+    # ---- restoring: every rank together
+
+    def restore(self) -> int:
+        """Load what `--resume` names; the step to go on from, 0 where there is nothing.
+
+        Rank 0 decides and every rank follows. One rank that holds the files reads them and sends the state to all: disks
+        of nodes need not be shared, and no two ranks can go on from different states.
+        """
+        if not self.cfg.resume:
+            return 0
+        chosen = self._choose()
+        if chosen is None:
+            world.say(f"--resume: there is no checkpoint in {self.folder} yet; the run starts at step 0.")
+            return 0
+        source, path = chosen
+        with world.together("read the checkpoint"):
+            run = snapshot.run_of(path) if source == world.RANK else None
+        run = world.agreed(run, source)
+        evaluations = snapshot.read_json(path.parent / "evaluations.json") if source == world.RANK else None
+        evaluations = world.agreed(evaluations, source) or {}
+        refuse_changed_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
+        self._load(path, run, source)
+        self.newest, self.run_id = run["step"], run["run"]
+        known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
+        self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
+        self.mark_best()
+        if world.RANK == 0 and path.parent.resolve() == self.folder.resolve():
+            for later in snapshot.all_of(self.folder):
+                if snapshot.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
+                    world.say(f"--resume: set aside as {snapshot.set_aside(later, 'later').name}.")
+        self._say_what_is_new(path, run, source)
+        return run["step"]
+
+    def _choose(self) -> tuple[int, Path] | None:
+        """(rank that reads it, its path): the newest whole checkpoint on any disk. Ranks agree on each word of it."""
+        mine = []
+        if world.LOCAL_RANK == 0:  # one look per node
+            for path in snapshot.candidates(self.cfg):
+                run = snapshot.run_of(path)
+                mine.append((snapshot.step_of(path) if snapshot.is_step(path) else run.get("step", 0), str(path), run.get("run")))
+        shares = [(host, share) for host, share in world.gathered((world.HOST, mine)) or []]
+        holders = [(host, {run for *_, run in share}) for host, share in shares if share]
+        strangers = [host for host, runs in holders if not runs & holders[0][1]]
+        if world.agreed(strangers):
+            strangers = world.agreed([holders[0][0], *strangers] if holders else None)
             raise UserError(
-                f"--resume: {world.HOST} has no checkpoint {path}. Copy it there, or use a folder that all nodes share."
+                f"--resume: the nodes {' and '.join(strangers)} have checkpoints of different runs in {self.folder}. Give the "
+                "path of the right one, --resume PATH, or remove those of the other run."
             )
-        facts["the checkpoints"] = (path / "run.json").read_text()
-    load_model(accelerator.unwrap_model(model), str(path / "model.safetensors"))
-    state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    if accelerator.scaler and state["scaler"]:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    return json.loads((path / "run.json").read_text())["step"]
+        options = [(step, rank, place) for rank, (_, share) in enumerate(shares) for step, place, _ in share]
+        options = world.agreed(sorted(options, key=lambda o: (-o[0], o[1])))
+        if not options and self.cfg.resume != "auto":
+            raise UserError(f"--resume {self.cfg.resume}: no node has a checkpoint there.")
+        damage = []
+        for _step, rank, place in options:
+            with world.together("check the checkpoint"):
+                problem = snapshot.problem(Path(place)) if rank == world.RANK else ""
+            problem = world.agreed(problem, rank)
+            if not problem:
+                self._set_aside(damage)
+                return rank, Path(place)
+            damage.append((rank, place, problem))
+            host = world.agreed(world.HOST, rank)
+            world.say(f"--resume: {place} on {host} cannot be used: {problem}.")
+        if damage:
+            raise UserError(
+                f"--resume: no whole checkpoint is left; {damage[0][1]}: {damage[0][2]}. Copy a whole one there, or start anew "
+                "in another --output_dir."
+            )
+        return None
+
+    def _set_aside(self, damage: list[tuple[int, str, str]]) -> None:
+        for rank, place, _ in damage:
+            if rank == world.RANK:
+                with contextlib.suppress(FileNotFoundError):  # another node shares the disk and was faster
+                    aside = snapshot.set_aside(Path(place), "damaged")
+                    print(f"{world.HOST}: set aside as {aside.name}; a whole one before it is taken.", flush=True)
+
+    def _load(self, path: Path, run: dict[str, Any], source: int) -> None:
+        reads = source == world.RANK
+        weights, _ = unique(self.model.state_dict())
+        files = {name: safe_open(path / name, framework="pt") if reads else None for name in (MODEL, OPTIMIZER)}
+        there = {
+            file: {name: described(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+            for file, opened in files.items() if opened
+        }  # fmt: skip
+        there = world.agreed(there, source)
+        refuse_another_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
+
+        device = self.accelerator.device
+
+        def received(file: str, name: str) -> Tensor:
+            shape, dtype = there[file][name]
+            tensor = files[file].get_tensor(name).to(device) if reads else torch.empty(shape, dtype=dtype, device=device)
+            if world.NUM_RANKS > 1:
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)  # as bytes: gloo does not know every type
+            return tensor
+
+        with torch.no_grad():
+            for name in sorted(weights):
+                weights[name].copy_(received(MODEL, name))
+        state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
+        on_host = set(run["on_host"])
+        for full in sorted(there[OPTIMIZER]):
+            name, _, key = full.rpartition("/")
+            tensor = received(OPTIMIZER, full)
+            state.setdefault(name, {})[key] = tensor.cpu() if full in on_host else tensor
+        put_back(self.optimizer, self.model, state)
+        if self.accelerator.scaler and run["scaler"]:
+            self.accelerator.scaler.load_state_dict(run["scaler"])
+
+    def _say_what_is_new(self, path: Path, run: dict[str, Any], source: int) -> None:
+        world.say(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
+        then, now = run["num_ranks"], self.accelerator.num_processes
+        if then != now:
+            world.say(
+                f"  saved on {then} ranks, now {now}: the same batches in the same order; weights as before within rounding"
+            )
+        if run["config"]["micro_batch_size"] != self.cfg.micro_batch_size:
+            world.say("  another --micro_batch_size: the same result within rounding, but for what dropout draws")
+        if self.cfg.comm_hook == "powersgd":
+            world.say("  --comm_hook powersgd: its memory of errors starts anew, so this is not bit-identical to going on")
+        newer = [f"{n} {run['versions'].get(n)} then, {v} now" for n, v in versions().items() if run["versions"].get(n) != v]
+        if newer:
+            world.say(f"  not bit-identical where it matters: {'; '.join(newer)}")
+
+
+def refuse_changed_options(cfg: TrainConfig, run: dict[str, Any], data: str = "", precision: str = "") -> None:
+    """A UserError that names what differs from the run that was saved and would change the result."""
+    then, now = run.get("config", {}), as_plain_dict(cfg)
+    free = {*cfg.harmless, "mixed_precision"}
+    if cfg.lr_schedule == "constant" and not cfg.warmup_ratio:
+        free |= {"steps", "epochs"}  # the learning rate does not depend on the end
+    if not data or data == run.get("data"):
+        free |= {"dataset", "train_file", "train_split"}  # places: what lies there is compared
+    changed = [
+        f"--{name}: {then[name]!r} then, {value!r} now"
+        for name, value in now.items()
+        if name in then and name not in free and then[name] != value
+    ]
+    if precision and precision != run.get("precision"):
+        changed.append(f"--mixed_precision: {run.get('precision')!r} then, {precision!r} now")
+    if data and run.get("data") and data != run["data"]:
+        changed.append("the content of the training data")
+    if not changed:
+        return
+    if cfg.allow_config_change:
+        world.say(f"--allow_config_change: going on with {'; '.join(changed)}")
+        return
+    raise UserError(
+        f"--resume: the run was saved with other options, and these change its result: {'; '.join(changed)}. Use the old ones "
+        "again, or add --allow_config_change to go on with the new ones."
+    )
+
+
+def higher_is_better(metric: str) -> bool:
+    return not any(word in metric for word in ("loss", "perplexity", "error"))

@@ -27,8 +27,19 @@ class UserError(Exception):
 class TrainConfig:
     """What every recipe needs. A recipe subclasses it and adds its own fields."""
 
+    # Options that a resumed run may change freely: they do not change what is learned (but for rounding, and for what
+    # dropout draws with another micro-batch). A recipe may add its own.
+    harmless: typing.ClassVar[tuple[str, ...]] = (
+        "output_dir", "resume", "allow_config_change", "micro_batch_size", "gradient_checkpointing", "find_unused_parameters",
+        "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_timeout_seconds", "num_workers", "prefetch_factor",
+        "pin_memory", "cache_dir", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "best_metric",
+        "early_stopping_patience", "report_to", "project", "run_name", "stop_signal", "stop_after", "push_to_hub",
+        "eval_batch_size", "eval_file", "eval_split",
+    )  # fmt: skip
+
     output_dir: str = ""  # folder of this run; default: runs/RECIPE/DATE-TIME
-    resume: str = ""  # go on with the run in --output_dir: alone, or with the path of a checkpoint
+    resume: str = ""  # go on with the run in --output_dir: alone, or with the path of a checkpoint or of another run
+    allow_config_change: bool = False  # resume although options or data that change the result are others
     seed: int = 0  # of the weights' start, the data order, dropout
 
     epochs: float = 1.0  # passes over the training items; --steps overrides it
@@ -48,6 +59,7 @@ class TrainConfig:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: what the accelerate config says
     tf32: bool = True  # tensor cores for float32 products, on GPUs that have them
     gradient_checkpointing: bool = False  # less memory for about a third more time
+    dropout: bool = True  # --no_dropout: layers compute as in an evaluation; for comparisons
     freeze: tuple[str, ...] = ()  # parameters whose names contain one of these stay as they are
 
     find_unused_parameters: bool = False  # DDP: for models whose forward skips parameters; slower
@@ -67,7 +79,11 @@ class TrainConfig:
     log_every: int = 10  # updates
     eval_every: int = 0  # updates; 0: at the end of every epoch
     save_every: int = 0  # updates; 0: at the end of every epoch
-    keep_last: int = 2  # checkpoints that are kept
+    keep_last: int = 2  # checkpoints that are kept, at least 2
+    keep_best: str = ""  # a metric: the checkpoint that has the best value of it is kept too, and named in best.json
+    stop_signal: Literal["USR1", "USR2"] = "USR2"  # asks for a checkpoint and the end, as SIGTERM and Ctrl-C do (Slurm: --signal)
+    stop_after: int = 0  # end after this step as if asked to: with a checkpoint and exit code 75; 0: never
+    push_to_hub: str = ""  # upload the exported model to this name, for example me/my-model
     best_metric: str = "loss"  # what early stopping looks at; lower is better for loss and perplexity
     early_stopping_patience: int = 0  # evaluations without a better --best_metric before the end; 0: never
     report_to: str = ""  # trackers, for example wandb,tensorboard,trackio
@@ -78,7 +94,7 @@ class TrainConfig:
         """Raise UserError for values that no run can have. Recipes extend it."""
         at_least = {
             "global_batch_size": 1, "micro_batch_size": 1, "steps": 0, "warmup_steps": 0, "log_every": 1,
-            "eval_every": 0, "save_every": 0, "keep_last": 1, "num_workers": -1, "prefetch_factor": 1,
+            "eval_every": 0, "save_every": 0, "keep_last": 2, "stop_after": 0, "num_workers": -1, "prefetch_factor": 1,
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
             "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1,
         }  # fmt: skip
@@ -89,6 +105,8 @@ class TrainConfig:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number more than 0, or give --steps.")
+        if self.push_to_hub and self.push_to_hub.count("/") > 1:
+            raise UserError(f"--push_to_hub {self.push_to_hub}: is a name on the hub, for example me/my-model.")
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: is a share of all steps, from 0 to 1.")
 
@@ -104,9 +122,11 @@ class TrainConfig:
         per_rank, left_over = divmod(self.global_batch_size, num_ranks)
         if left_over:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
+            fitting = [str(n) for n in range(1, self.global_batch_size + 1) if self.global_batch_size % n == 0]
             raise UserError(
                 f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. "
-                f"Use a multiple of {num_ranks}, for example {' or '.join(map(str, near))}."
+                f"Use a multiple of {num_ranks}, for example {' or '.join(map(str, near))}; or one of these numbers of ranks, "
+                f"which leaves the result as it is: {', '.join(fitting)}."
             )
         micro = min(self.micro_batch_size, per_rank)  # the batch may be smaller than what fits
         if per_rank % micro:

@@ -1,5 +1,6 @@
 """Hooks watch a run; they never change what is learned. They may ask for its end."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,21 +11,25 @@ from typing import IO, Any
 
 from accelerate import Accelerator
 
+from accel_ddp import stop
+from accel_ddp.checkpoint import Metrics, higher_is_better
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 from accel_ddp.update import Numbers
-
-Metrics = dict[str, float]
 
 
 class Hook:
     """Called on every rank with numbers that are the same on every rank."""
 
-    def on_start(self, step: int, total_steps: int) -> None: ...
+    def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
+        """`evaluations` are those of the run's earlier lives, where it was resumed. Return True if that was its end."""
+
     def on_update(self, numbers: Numbers, rate: float) -> None: ...
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Return True to end the run after this step."""
 
-    def on_save(self, step: int, path: Path) -> None: ...
+    def on_save(self, step: int, path: Path) -> None:
+        """A checkpoint has come to exist; called on the main rank only, some steps after the one it is of."""
+
     def on_end(self, step: int, summary: dict[str, Any]) -> None: ...
 
 
@@ -44,7 +49,7 @@ class Progress(Hook):
     def __init__(self, cfg: TrainConfig):
         self.every, self.bar = cfg.log_every, None
 
-    def on_start(self, step, total_steps):
+    def on_start(self, step, total_steps, evaluations):
         from tqdm import tqdm
 
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
@@ -80,12 +85,19 @@ class JsonlLog(Hook):
     def __init__(self, cfg: TrainConfig):
         self.every, self.path = cfg.log_every, Path(cfg.output_dir) / "log.jsonl"
         self.file: IO[str] = self.path.open("a", buffering=1)
+        self.works = True
 
     def _write(self, event: str, step: int, **values: Any) -> None:
         values = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-        self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+        try:
+            self.file.write(json.dumps({"event": event, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+            self.works = True
+        except OSError as error:
+            if self.works:
+                print(f"{self.path} cannot be written, training goes on: {error.strerror}.", file=sys.stderr, flush=True)
+            self.works = False
 
-    def on_start(self, step, total_steps):
+    def on_start(self, step, total_steps, evaluations):
         self.total_steps = total_steps
         self._write("start", step, total_steps=total_steps)
 
@@ -102,7 +114,8 @@ class JsonlLog(Hook):
 
     def on_end(self, step, summary):
         self._write("end", step, **summary)
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 class Trackers(Hook):
@@ -115,7 +128,8 @@ class Trackers(Hook):
         if "wandb" in cfg.report_to and not _wandb_can_log_in():
             os.environ.setdefault("WANDB_MODE", "offline")
             print(f"wandb has no key here: the run is written to {cfg.output_dir}/wandb; send it later with `wandb sync`.")
-        self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
+        with stop.kept_from_children():
+            self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
 
     def _try(self, call: Any, *args: Any, **kwargs: Any) -> None:
         if self.works:
@@ -123,7 +137,9 @@ class Trackers(Hook):
                 call(*args, **kwargs)
             except Exception as error:
                 self.works = False
-                print(f"tracking stopped, training goes on: {type(error).__name__}: {error}", file=sys.stderr)
+                print(
+                    f"tracking stopped, training goes on, log.jsonl has it all: {type(error).__name__}: {error}", file=sys.stderr
+                )
 
     def on_update(self, numbers, rate):
         if numbers.step % self.every == 0:
@@ -144,8 +160,11 @@ class EarlyStopping(Hook):
 
     def __init__(self, cfg: TrainConfig):
         self.metric, self.patience = cfg.best_metric, cfg.early_stopping_patience
-        self.sign = -1 if any(word in cfg.best_metric for word in ("loss", "perplexity")) else 1
+        self.sign = 1 if higher_is_better(cfg.best_metric) else -1
         self.best, self.since = -math.inf, 0
+
+    def on_start(self, step, total_steps, evaluations):
+        return any([self.on_evaluate(at, metrics) for at, metrics in evaluations.items()])
 
     def on_evaluate(self, step, metrics):
         if self.metric not in metrics:

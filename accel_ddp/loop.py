@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import checkpoint, world
+from accel_ddp import checkpoint, stop, world
 from accel_ddp.config import TrainConfig, UserError
 from accel_ddp.hooks import Hook
 from accel_ddp.optim import lr_at, set_lr
@@ -28,65 +28,109 @@ def fit(
     count: Count,
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
     hooks: Sequence[Hook] = (),
+    files: dict[str, bytes] | None = None,
 ) -> dict[str, float]:
     """Train for `cfg.steps` or `cfg.epochs`, from the checkpoint that `cfg.resume` names if there is one.
 
     Returns the last evaluation. What is learned in step `s` depends on `s`, the seed and the weights, so
-    that neither a restart nor the number of ranks changes it.
+    that neither a restart nor the number of ranks changes it. `files` go into every checkpoint, for its export.
+    Where the run is asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is whole.
     """
     total_steps = cfg.total_steps(len(train))
     model, optimizer = accelerator.prepare(model, optimizer)
-    step = checkpoint.restore(accelerator, cfg, model, optimizer)
+    saved = checkpoint.Checkpoints(
+        accelerator, cfg, model, optimizer, data=train.fingerprint, total_steps=total_steps, files=files
+    )
+    first = step = saved.restore()
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
     reader, rate = LateReader(accelerator.device), _Rate()
     metrics: dict[str, float] = {}
-    skipped, stop, first = 0, False, step
-    for hook in hooks:
-        hook.on_start(step, total_steps)
+    skipped, is_stopping = 0, False
+    is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     def is_due(every: int) -> bool:
         if every:
             return step % every == 0
         return step * cfg.global_batch_size // len(train) > (step - 1) * cfg.global_batch_size // len(train)
 
-    def save() -> None:
-        path = checkpoint.save(accelerator, cfg, model, optimizer, step)
+    def evaluates() -> bool:
+        return bool(evaluate) and step > 0 and (step == total_steps or is_due(cfg.eval_every))
+
+    def take_in(numbers: Numbers) -> None:
+        nonlocal skipped, is_stopping
+        skipped += _check(accelerator, numbers)
+        is_stopping = is_stopping or numbers.votes > 0  # the same sum on every rank, so the same step
+        per_second = rate.after(numbers.items)
         for hook in hooks:
-            hook.on_save(step, path)
+            hook.on_update(numbers, per_second)
 
-    model.train()
-    while step < total_steps and not stop:
-        lr = lr_at(step, cfg, total_steps)
-        set_lr(optimizer, lr)
-        seed = mixed(cfg.seed, "step", step)
-        stats = update(accelerator, model, optimizer, next(updates), loss_sum, count, cfg.max_grad_norm, seed)
-        step += 1
-        reader.push(step, lr, stats)
-
-        is_last = step == total_steps
-        evaluates, saves = evaluate and (is_last or is_due(cfg.eval_every)), is_last or is_due(cfg.save_every)
-        for numbers in reader.pop(all_of_them=evaluates or saves):
-            skipped += _check(accelerator, numbers)
-            per_second = rate.after(numbers.items)
-            for hook in hooks:
-                hook.on_update(numbers, per_second)
-        if saves:  # before the evaluation, which may fail
-            save()
-        if evaluates:
+    def measure() -> None:
+        nonlocal metrics, is_done, is_stopping
+        try:
             metrics = evaluate(model)
-            stop = any([hook.on_evaluate(step, metrics) for hook in hooks])
-            if stop and not saves:
-                save()
-        if evaluates or saves:
-            rate.restart()
+        except stop.EvaluationStopped:
+            is_stopping = True
+            return
+        saved.evaluated(step, metrics)
+        is_done = any([hook.on_evaluate(step, metrics) for hook in hooks])
 
-    if evaluate and not metrics:  # resumed after the last step: nothing was left to train
-        metrics = evaluate(model)
+    model.train(cfg.dropout)
+    with stop.armed(cfg):
+        if evaluates() and step not in saved.evaluations:  # killed in the evaluation after this save
+            measure()
+        while step < total_steps and not is_done and not is_stopping:
+            lr = lr_at(step, cfg, total_steps)
+            set_lr(optimizer, lr)
+            seed = mixed(cfg.seed, "step", step)
+            batches, asked = next(updates), stop.is_asked()
+            stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, vote=asked)
+            step += 1
+            reader.push(step, lr, stats)
+
+            saves = step in (total_steps, cfg.stop_after) or is_due(cfg.save_every)
+            for numbers in reader.pop(all_of_them=saves or evaluates()):
+                take_in(numbers)
+            is_stopping = is_stopping or step == cfg.stop_after
+            if is_stopping:
+                for numbers in reader.pop(all_of_them=True):
+                    take_in(numbers)
+            if saves or is_stopping:  # before the evaluation, which may fail
+                saved.save(step)
+            if evaluates() and not is_stopping:
+                measure()
+                if is_done or is_stopping:
+                    saved.save(step)
+            for path in saved.committed():
+                for hook in hooks:
+                    hook.on_save(step, path)
+            if saves or evaluates():
+                rate.restart()
+        unsaved = saved.close()
+        for path in saved.committed():
+            for hook in hooks:
+                hook.on_save(step, path)
+        if not is_stopping and evaluate and not metrics:  # resumed after the last step: nothing was left to train
+            metrics = evaluate(model)
+
     if skipped:
         world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
+    reason = stop.reason() if is_stopping else ""
     for hook in hooks:
-        hook.on_end(step, {**metrics, "skipped_steps": skipped})
+        hook.on_end(step, {**metrics, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
+    if is_stopping:
+        stop.remove_file(cfg.output_dir)
+        if unsaved:
+            raise stop.Stopped(f"unsaved: asked to stop by {reason}, but {unsaved}. --resume goes on from an older one.")
+        raise stop.Stopped(
+            f"stopped: asked by {reason}; step {step} of {total_steps} is saved. Go on with it: the same command with "
+            f"--resume --output_dir {cfg.output_dir}"
+        )
+    if unsaved:
+        world.unsaved = f"unsaved: the run is at its end, but {unsaved}."
+    elif saved.best is not None:
+        world.say(f"best {cfg.keep_best}: {saved.evaluations[saved.best][cfg.keep_best]:.4f} at step {saved.best}, in "
+                  f"{cfg.output_dir}/step_{saved.best:08d}; export it: accel-ddp export {cfg.output_dir} FOLDER")  # fmt: skip
     return metrics
 
 

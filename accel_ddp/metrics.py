@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import world
+from accel_ddp import stop, world
 from accel_ddp.config import TrainConfig
 from accel_ddp.stream import loader_options
 
@@ -49,14 +49,21 @@ def evaluate(
     rows of all items in the order of the data, on the main rank, and every rank gets what it returns.
     """
     module = accelerator.unwrap_model(model)  # no DDP: ranks may have different numbers of batches
+    was_training = module.training
     module.eval()
     parts: dict[str, list[Tensor]] = {}
+    is_cut_short = False
     for batch in batches:
+        if is_cut_short := stop.is_asked():
+            break
         for name, value in measure(module, batch).items():
             parts.setdefault(name, []).append(value)
-    module.train()
+    module.train(was_training)
     mine = {name: torch.cat(values).cpu().numpy() for name, values in parts.items()}  # the only wait for the GPU
-    shares = world.gathered(mine)
+    shares = world.gathered(None if is_cut_short else mine)
+    # A rank may have been through before it heard of the stop: all go by what the first to hear of it did.
+    if world.agreed(shares is not None and any(share is None for share in shares)):
+        raise stop.EvaluationStopped
     return world.agreed(summarize(_in_order(shares, batches.num_items)) if shares else None)
 
 

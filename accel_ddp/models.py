@@ -1,9 +1,8 @@
-"""Models: from a hub name, a folder or an installed package; made ready for DDP; exported as an ordinary folder."""
+"""Models: from a hub name, a folder or an installed package; made ready for DDP."""
 
 import functools
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +126,3 @@ def ready(model: nn.Module, cfg: TrainConfig, accelerator: Accelerator) -> nn.Mo
         # Other buffers (position ids) never change: sending them every step would cost for nothing.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
     return model
-
-
-def export(model: nn.Module, tokenizer: Any, path: str, facts: dict[str, Any]) -> Path:
-    """An ordinary transformers folder, whole or not there. Call on the main rank."""
-    folder = Path(path)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return folder

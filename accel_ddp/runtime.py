@@ -1,12 +1,11 @@
 """What happens once per process: an Accelerator for this world, a folder for the run, and words for how it ended."""
 
 import contextlib
-import ctypes
+import fcntl
 import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from accel_ddp import world
+from accel_ddp import checkpoint, snapshot, stop, world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
 from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
@@ -30,7 +29,9 @@ def start(cfg: TrainConfig) -> Accelerator:
     """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
     _refuse_what_we_do_not_train()
     world.refuse_what_was_not_asked_for()
-    _end_with_the_launcher()
+    if "TORCHELASTIC_RUN_ID" in os.environ or world.asked_of_accelerate():
+        # A launcher that is killed, and that of a single process also by SIGTERM, leaves its ranks to train on, unseen.
+        world.end_with_the_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _known_trackers(cfg.report_to)
     cfg.split(NUM_RANKS)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
@@ -47,7 +48,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
-    given = cfg.output_dir or (str(Path(cfg.resume).parent) if cfg.resume not in ("", "auto") else "")
+    given = cfg.output_dir or (str(_run_folder(Path(cfg.resume))) if cfg.resume not in ("", "auto") else "")
     cfg.output_dir = world.agreed(given or default)
     with world.together("open the output folder"):
         if cfg.resume and not given:
@@ -55,6 +56,8 @@ def start(cfg: TrainConfig) -> Accelerator:
         if RANK == 0:  # only the main rank writes there; on the other nodes the folder need not exist
             _require_trackers(trackers)
             _claim_output_dir(cfg)
+            _require_hub(cfg)
+        stop.remove_file(cfg.output_dir)
     accelerator = Accelerator(
         log_with=trackers or None,
         project_dir=cfg.output_dir,
@@ -86,19 +89,58 @@ def start(cfg: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def _run_folder(path: Path) -> Path:
+    """Of `--resume PATH`, which may be a checkpoint or the folder of a run."""
+    return path.parent if snapshot.is_step(path) else path
+
+
 def _claim_output_dir(cfg: TrainConfig) -> None:
-    """A run that is there already is never written over."""
+    """A run that is there already is never written over, and two never write into one folder."""
     folder = Path(cfg.output_dir)
-    ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
-    if ours and not cfg.resume:
-        raise UserError(
-            f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: add --resume; or choose another folder."
-        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(as_plain_dict(cfg), indent=2))
+        _lock(folder)
+        ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
+        ours += [path.name for path in snapshot.all_of(folder)[-1:]]
+        if ours and not cfg.resume:
+            raise UserError(
+                f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: add --resume; or choose another "
+                "folder."
+            )
+        candidates = snapshot.candidates(cfg)
+        if candidates:  # before a model is loaded; the data are compared when they are there
+            checkpoint.refuse_changed_options(cfg, snapshot.run_of(candidates[-1]))
+        snapshot.sweep(folder)
+        snapshot.write_json(folder / "config.json", as_plain_dict(cfg))
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written: {error.strerror}.") from error
+        raise UserError(f"--output_dir {folder}: cannot be written on {HOST}: {error.strerror}.") from error
+
+
+_locks: list[Any] = []  # open files: a lock lasts as long as its process, and not a moment longer
+
+
+def _lock(folder: Path) -> None:
+    file = (folder / ".lock").open("a+")
+    deadline = time.monotonic() + 5  # a run that was killed a moment ago may still have a data worker
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(
+                    f"--output_dir {folder} is in use by another run ({file.read().strip() or 'just starting'}). "
+                    "Wait for its end, or choose another folder."
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a disk that cannot lock
+            print(f"{folder}: this disk has no locks; nothing keeps a second run out of the folder.", file=sys.stderr)
+            break
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {HOST}")
+    file.flush()
+    _locks.append(file)
 
 
 def _known_trackers(report_to: str) -> list[str]:
@@ -116,6 +158,17 @@ def _require_trackers(names: list[str]) -> None:
             raise UserError(f"--report_to {name}: the package is not installed on {HOST}. pip install {name}")
 
 
+def _require_hub(cfg: TrainConfig) -> None:
+    """Before hours of training, not after them."""
+    if cfg.push_to_hub:
+        from huggingface_hub import get_token
+
+        if not get_token():
+            raise UserError(
+                f"--push_to_hub {cfg.push_to_hub}: {HOST} has no token of the hub. Run `hf auth login`, or set HF_TOKEN."
+            )
+
+
 def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     """The arithmetic of the run, for a person to check."""
     micro, count = cfg.split(NUM_RANKS)
@@ -130,22 +183,26 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
 
 def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     """Run `main(cfg)`; return the exit code, after saying in words what went wrong."""
-    end_on_interrupt()
+    stop.listen(cfg)
     try:
         main(cfg)
+        if world.unsaved:
+            return _leave(world.unsaved)
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0
+    except stop.Stopped as stopped:
+        return _leave(str(stopped))
     except UserError as error:
         world.first_failure(f"error: {error}")
-        return _leave(f"error: {error}", code=2)
+        return _leave(f"error: {error}")
     except Exception as error:
         if not _is_out_of_memory(error):
             text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
             first = world.first_failure(text)
             if first == text:
                 traceback.print_exception(error)
-            return _leave(first, code=2 if first.startswith("error:") else 1)
+            return _leave(first)
         micro = cfg.split(NUM_RANKS)[0]
         advice = (
             f"--micro_batch_size {micro // 2} (--global_batch_size stays the same)" if micro > 1 else "--gradient_checkpointing"
@@ -154,17 +211,17 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; or use "
             f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})"
         )
-        return _leave(world.first_failure(text), code=2)
+        return _leave(world.first_failure(text))
 
 
-def _leave(text: str, code: int) -> int:
+def _leave(text: str) -> int:
     """Say why, once per node, let the launcher's report say it too, and leave together with the others.
 
     The launcher ends all ranks as soon as it sees one end; those on their way to the same error get a moment.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
     try:
-        first = world.store.add(f"said/{HOST}/{mixed(0, text)}", 1) == 1 if world.store else is_voice_of_node()
+        first = world.store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if world.store else is_voice_of_node()
     except Exception:  # the store's host is gone: better twice than not at all
         first = True
     if first:
@@ -180,37 +237,7 @@ def _leave(text: str, code: int) -> int:
             leaving = world.store.add("leaving", 0)
         if RANK == 0 and NUM_RANKS > 1:
             time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
-    return code
-
-
-def end_on_interrupt() -> None:
-    """Ctrl-C ends this rank at once, also while it waits inside a collective, and says so once per node.
-
-    Python runs signal handlers only between its own instructions, and a rank inside a collective is not
-    there; a thread that reads the wake-up pipe is told by the C level in any case.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    owner = os.getpid()
-
-    def wait() -> None:
-        while os.read(reader, 1) != bytes([signal.SIGINT]):
-            pass
-        if is_voice_of_node():
-            print(f"\n{HOST}: interrupted; every rank ends now. --resume goes on from the last checkpoint.", file=sys.stderr)
-            sys.stderr.flush()
-        os._exit(130)
-
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, lambda *_: None if os.getpid() == owner else os._exit(130))  # and data workers
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _end_with_the_launcher() -> None:
-    """`accelerate launch` of one process dies of a SIGTERM without passing it on: its child would train on, unseen."""
-    if NUM_RANKS == 1 and sys.platform == "linux" and world.asked_of_accelerate():
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return world.exit_code(text)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

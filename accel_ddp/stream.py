@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.seeds import mixed, seed_host
+from accel_ddp.stop import leave_signals_to_the_rank
 
 
 class Shuffle:
@@ -67,8 +68,9 @@ class TrainBatches:
     goes from one epoch into the next: no item is dropped or repeated at an epoch's end.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list], Any]):
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list], Any], fingerprint: str = ""):
+        """`fingerprint` is of the content: a resumed run must have the same."""
+        self.dataset, self.collate, self.fingerprint = dataset, collate, f"{len(dataset)} items {fingerprint}".strip()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -85,6 +87,7 @@ class TrainBatches:
             **loader_options(cfg, accelerator),
         )
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
+        accelerator._dataloaders.pop()  # kept there, its workers would live until the process ends, and make it wait 5 s
         while True:
             yield [next(micro_batches) for _ in range(count)]
 
@@ -101,6 +104,7 @@ def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]
         "pin_memory": on_gpu if cfg.pin_memory is None else cfg.pin_memory,
         "prefetch_factor": cfg.prefetch_factor if workers else None,
         "persistent_workers": workers > 0,
+        "worker_init_fn": leave_signals_to_the_rank if workers else None,
     }
 
 
@@ -127,6 +131,7 @@ class _SeededItems(Dataset):
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
+        self.record = os.environ.get("ACCEL_DDP_RECORD_SAMPLES", "")  # a folder; set by `accel-ddp verify`
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         position, index = key
@@ -134,6 +139,9 @@ class _SeededItems(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if self.record:
+            with open(f"{self.record}/{os.environ.get('RANK', '0')}-{os.getpid()}.txt", "a") as file:
+                file.write("".join(f"{position} {index}\n" for position, index in keys))
         if _draws_nothing(self.dataset):  # then rows are read together, which is ten times faster
             items = self.dataset.__getitems__([index for _, index in keys])
         else:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.seeds import mixed, seed_torch
 
@@ -44,6 +46,7 @@ def update(
     from (`seed`, place of the micro-batch among those of all ranks), so that not even it changes when
     the same micro-batches are spread over another number of ranks.
     """
+    _settle_buckets(accelerator, model, batches[0], loss_sum)
     num_ranks, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     exact = torch.float32 if device.type == "mps" else torch.float64
     items: Tensor | float = sum(count(batch) for batch in batches)
@@ -89,6 +92,29 @@ def update(
         loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
     return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, total)
+
+
+def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
+    """One backward pass for nothing, in a process's first update: a resumed run is then the same to the last bit.
+
+    DDP lays out its buckets anew after its first backward pass, and with three ranks or more the last bit of a
+    sum depends on the place in a bucket. Without this the first step after a restart would sum in another
+    order than it did in the run that was not interrupted. With two ranks the order of a sum does not matter.
+    """
+    if accelerator.num_processes < 3 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return
+    if getattr(model, "_buckets_are_settled", False):
+        return
+    model._buckets_are_settled = True
+    if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
+        return  # it remembers every gradient that it has seen
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    loss_sum(model, batch).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers):  # statistics of batch norm
+            buffer.copy_(before)
 
 
 class Numbers(NamedTuple):

@@ -7,6 +7,7 @@ no way to wait for a slow rank without a timeout.
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -36,6 +37,11 @@ MAY_DIFFER += ("model", "dataset", "train_file", "eval_file")
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
 _meetings = 0
+unsaved = ""  # why a run that came to its end did not leave a checkpoint of it
+stop_heard = ""  # who asked all ranks to stop, as far as this one has heard
+
+# How a process ends. 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h.
+USER_ERROR, UNSAVED, STOPPED, INTERRUPTED = 2, 74, 75, 130
 
 
 def say(text: str) -> None:
@@ -106,12 +112,30 @@ def first_failure(text: str) -> str:
     return text
 
 
-def agreed(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+def exit_code(text: str) -> int:
+    """Of a rank that ends with these words, its own or those of the first rank that failed."""
+    return {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}.get(text.split(":")[0], 1)
+
+
+def ask_all_to_stop(reason: str) -> None:
+    with contextlib.suppress(Exception):  # the store may be gone with its host; the next reduce carries the flag too
+        if store:
+            store.set("stop", reason)
+
+
+def end_with_the_parent(number: int) -> None:
+    """Linux sends this signal when the parent process ends, however it ends."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+
+
+def agreed(value: Any, source: int = 0) -> Any:
+    """The value of rank `source`, on every rank."""
     box = [value]
     if NUM_RANKS > 1:
         _wait_for_all(_new_meeting(), "agree")
-        dist.broadcast_object_list(box, src=0, group=_patient)
+        dist.broadcast_object_list(box, src=source, group=_patient)
     return box[0]
 
 
@@ -234,19 +258,22 @@ def meet(cfg: TrainConfig, precision: str) -> bool:
         device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    threading.Thread(target=_listen_for_failures, daemon=True).start()
+    threading.Thread(target=_listen, daemon=True).start()
     return use_gpu
 
 
-def _listen_for_failures() -> None:
-    """End this rank when another has failed and said so.
+def _listen() -> None:
+    """End this rank when another has failed and said so; hear of a stop that another was asked for.
 
     A rank inside a NCCL collective does not notice that another is gone before the timeout, and then it is
     aborted without a word of ours. Those that can end by themselves have done so within these seconds.
     """
+    global stop_heard
     while True:
         time.sleep(1)
         try:
+            if not stop_heard and store.check(["stop"]):
+                stop_heard = store.get("stop").decode()
             if not store.check(["failed"]):
                 continue
             text = store.get("failed").decode()
@@ -255,7 +282,7 @@ def _listen_for_failures() -> None:
         time.sleep(8)
         if is_voice_of_node():
             print(text, file=sys.stderr, flush=True)
-        os._exit(2 if text.startswith("error:") else 1)
+        os._exit(exit_code(text))
 
 
 def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> dist.Store:

@@ -42,9 +42,10 @@ class Task:
             self.tokenizer = accel_ddp.models.load_tokenizer(cfg.model, cfg.max_length)
             train_rows, self.eval_rows, self.labels = build_data(cfg, self.tokenizer)
             self.model = build_model(cfg, accelerator, self.tokenizer, self.labels)
-            facts["the data"] = accel_ddp.data.fingerprint(train_rows) + accel_ddp.data.fingerprint(self.eval_rows)
+            fingerprint = accel_ddp.data.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.data.fingerprint(self.eval_rows)
         collate = accel_ddp.data.padded(self.tokenizer, accelerator)
-        self.train = accel_ddp.TrainBatches(train_rows, collate)
+        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.metrics.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.loss_of = accel_ddp.losses.of_classes(several=self.labels.several)
 
@@ -123,17 +124,22 @@ def main(cfg: Config) -> None:
         count=task.count,
         evaluate=task.evaluate,
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
+        files=accel_ddp.export.files_of(task.model, task.tokenizer),
     )
-    if accelerator.is_main_process:
-        folder = accel_ddp.models.export(task.model, task.tokenizer, f"{cfg.output_dir}/model", {"metrics": metrics})
-        print(
-            f"{task.table}\n"
-            f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(task.eval_rows):,} items\n"
-            f"model saved in {folder}\n"
-            'try:  python -c "from transformers import pipeline; '
-            f"print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
-            "next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
-        )
+    with accel_ddp.together("export the model"):
+        if accelerator.is_main_process:
+            report(task, metrics, accel_ddp.export.at_the_end(task.model, task.tokenizer, cfg, metrics))
+
+
+def report(task, metrics, folder) -> None:
+    print(
+        f"{task.table}\n"
+        f"accuracy {metrics['accuracy']:.4f}  macro F1 {metrics['macro_f1']:.4f}  on {len(task.eval_rows):,} items\n"
+        f"model saved in {folder}\n"
+        'try:  python -c "from transformers import pipeline; '
+        f"print(pipeline('text-classification', '{folder}')('What a film!'))\"\n"
+        "next: your own data with --train_file my.csv --text_column ... --label_column ...; all options with --help"
+    )
 
 
 if __name__ == "__main__":

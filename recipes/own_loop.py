@@ -18,7 +18,9 @@ def main(cfg: Config) -> None:
     total_steps = cfg.total_steps(len(task.train))
 
     model, optimizer = accelerator.prepare(task.model, optimizer)
-    first = accel_ddp.checkpoint.restore(accelerator, cfg, model, optimizer)
+    files = accel_ddp.export.files_of(task.model, task.tokenizer)
+    saved = accel_ddp.checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.fingerprint, files=files)
+    first = saved.restore()
     updates = task.train.starting_at(first, accelerator, cfg)
     model.train()
     for step in range(first, total_steps):
@@ -29,10 +31,13 @@ def main(cfg: Config) -> None:
         )
         if (step + 1) % cfg.log_every == 0:
             accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
-    accelerator.print(task.evaluate(model))
-    accel_ddp.checkpoint.save(accelerator, cfg, model, optimizer, total_steps)
-    if accelerator.is_main_process:
-        accel_ddp.models.export(task.model, task.tokenizer, f"{cfg.output_dir}/model", {})
+    metrics = task.evaluate(model)
+    accelerator.print(metrics)
+    saved.save(total_steps)
+    saved.close()
+    with accel_ddp.together("export the model"):
+        if accelerator.is_main_process:
+            accel_ddp.export.at_the_end(task.model, task.tokenizer, cfg, metrics)
 
 
 if __name__ == "__main__":

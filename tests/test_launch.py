@@ -76,12 +76,14 @@ def test_one_node_uses_all_there_is(tmp_path):
     assert f"1 node x {cores} ranks" in ended.text
 
 
-def test_a_launcher_that_is_ended_takes_its_process_along(tmp_path):
+def test_a_launcher_that_is_ended_stops_its_process_with_a_checkpoint(tmp_path):
     """Accelerate's launcher of a single process does not pass SIGTERM on."""
     config = ROOT / "accelerate_configs" / "local.yaml"
-    command = [BIN / "accelerate-launch", "--config_file", config, SAYS_WHO, "--how", "endless", "--output_dir", tmp_path / "run"]
+    trains = [PROGRAMS / "trains.py", "--step_seconds", "0.1", "--save_every", "100", "--output_dir", tmp_path / "run"]
+    command = [BIN / "accelerate-launch", "--config_file", config, *trains]
     launcher = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert any("now it hangs" in line for line in launcher.stdout)
+    assert any("step  2/12" in line for line in launcher.stdout)
     (child,) = psutil.Process(launcher.pid).children()
     launcher.terminate()
     assert psutil.wait_procs([child], timeout=10)[1] == []
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1

@@ -1,0 +1,89 @@
+"""The state of a run as named tensors: how it is taken from a model and an optimizer, and how it is put back."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ddp.config import UserError
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in ("accel_ddp", "torch", "accelerate", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Weights, the optimizer's tensors and its other values, by the names of parameters: groups may change, names do not."""
+    weights, _ = unique(model.state_dict())
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors, values = {}, {}
+    for i, parameter in enumerate(parameters(optimizer)):
+        name = names.get(id(parameter), f"#{i}")
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                values.setdefault(name, {})[key] = value
+            else:
+                raise UserError(
+                    f"The optimizer {type(optimizer).__name__} keeps a {type(value).__name__} for each parameter ({key}); a "
+                    "checkpoint holds tensors, numbers and words."
+                )
+    return weights, tensors, values
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def unique(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that are there once, and the second names of those that share their memory (tied weights)."""
+    found: dict[Any, str] = {}
+    once, again = {}, {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else name
+        if place in found:
+            again[name] = found[place]
+        else:
+            found[place], once[name] = name, tensor
+    return once, again
+
+
+_KINDS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def described(piece: Any) -> tuple[list[int], torch.dtype]:
+    return [*piece.get_shape()], _KINDS[piece.get_dtype()]
+
+
+def refuse_another_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
+    lines = [f"{name} is only in the checkpoint" for name in there if name not in ours]
+    lines += [f"{name} is only in the model" for name in ours if name not in there]
+    lines += [
+        f"{name} is {ours[name]} in the model and {there[name]} in the checkpoint"
+        for name in ours if name in there and tuple(ours[name]) != tuple(there[name])
+    ]  # fmt: skip
+    if lines:
+        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise UserError(f"--resume: {path} is of another model: {'; '.join(lines[:3])}{more}. Give its --model and options.")
+
+
+def put_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    """Give the optimizer what it had for each parameter. Its options stay those of the command line."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
+    kept = {i: state[name] for i, name in enumerate(order) if name in state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})

@@ -1,0 +1,265 @@
+"""`accel-ddp verify`: the promises, shown on the user's own machine or cluster, with the user's model and data.
+
+Every run is a launch of the recipe as it is, stopped after a few steps; what is compared are the samples
+that its data loaders fetched and the files of its last checkpoint.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from accel_ddp import snapshot
+from accel_ddp.config import UserError
+
+# SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
+# others for other micro-batches. Clipped to 1, a step moves the weights by at most this learning rate.
+EXACT = ["--no_dropout", "--no_tf32", "--optimizer", "sgd", "--lr", "0.01", "--lr_schedule", "constant", "--warmup_steps", "1"]
+ALLOWED = {"no": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # largest difference of any weight, by what the model computes in
+
+
+@dataclass
+class Line:
+    what: str
+    ranks: int
+    micro: int
+    samples: str
+    difference: str
+    allowed: str
+    problem: str  # why it is a FAIL, or nothing
+
+
+def verify(words: list[str], steps: int, folder: str) -> int:
+    """Print a table of comparisons; 0 if all hold, 1 if one does not."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None:
+        raise UserError("accel-ddp verify needs a recipe: accel-ddp verify recipes/classify.py [its options].")
+    launch, recipe, options = words[:at], words[at], words[at + 1 :]
+    if not Path(recipe).is_file():
+        raise UserError(f"accel-ddp verify {recipe}: there is no such file.")
+    if steps < 4:
+        raise UserError(f"--steps {steps}: must be 4 or more, so that a run can be killed between two checkpoints.")
+    place = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_verify_"))
+    place.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    try:
+        work = _Work(place, launch, recipe, options, steps)
+        code = work.done()
+        print(f"{time.monotonic() - began:.0f} seconds" + (f"; the runs are in {place}" if folder else ""))
+        return code
+    finally:
+        if not folder:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+class _Work:
+    def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int):
+        self.place, self.launch, self.recipe, self.steps = place, launch, recipe, steps
+        every = ["--stop_after", str(steps), "--save_every", "2", "--keep_last", "2", "--log_every", "1"]
+        self.options = [*options, *every, "--eval_every", "1000000000", "--report_to", "", "--push_to_hub", ""]
+        self.node = int(_option(launch, "--machine_rank") or os.environ.get("NODE_RANK", 0))
+        self.port = int(_option(launch, "--main_process_port") or 29500)
+        self.runs = 0
+
+    def done(self) -> int:
+        import torch
+
+        gpus = torch.cuda.device_count() if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true") else 0
+        lines: list[Line] = []
+        several = 0 if self.launch else 2 if gpus == 0 else gpus
+
+        # On several nodes all runs of all nodes come first: those of the other nodes then never wait for node 0 alone.
+        straight = self.run("straight", several or 1)
+        killed = self.killed("killed", several or 1)
+        ranks = self.run("ranks", several, *EXACT) if several > 1 or self.launch else None
+        if self.node > 0:
+            print(f"node {self.node} has done its part; the table is on node 0.")
+            return 0
+        one = self.run("one", 1, *EXACT, alone=True)
+        micro = one.run["config"]["micro_batch_size"]
+        batch = one.run["config"]["global_batch_size"]
+        share = min(micro, batch)
+        other = share // 2 if share % 2 == 0 else 1
+        smaller = self.run("micro", 1, *EXACT, "--micro_batch_size", str(other), alone=True) if other < share else None
+
+        precision, device = one.run["precision"], torch.cuda.get_device_name() if gpus else "CPU"
+        lines += [self.within(f"micro-batch {other} and {share}", one, smaller)] if smaller else []
+        lines += [self.within(f"{ranks.run['num_ranks']} ranks and 1", one, ranks)] if ranks else []
+        lines += [self.identical(straight, killed)]
+        last_two = snapshot.all_of(one.path.parent)[-2:]
+        self.show(lines, precision, device, moved=_largest_difference(*last_two)[0])
+        if not ranks:
+            print("Not compared: another number of ranks. There is one GPU; with two or more, or on CPUs, it is.")
+        return 1 if any(line.problem for line in lines) else 0
+
+    # ---- runs
+
+    def command(self, name: str, ranks: int, more: list[str], alone: bool) -> tuple[list[list[str]], list[dict[str, str]]]:
+        words = [self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
+        record = self.place / name / "samples"
+        record.mkdir(parents=True, exist_ok=True)
+        env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        env |= {"ACCEL_DDP_RECORD_SAMPLES": str(record), "PYTHONUNBUFFERED": "1"}
+        self.runs += 1
+        if self.launch and not alone:
+            launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
+            port = ["--main_process_port", str(self.port + self.runs)]  # the last run's may still be closing
+            return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *port, *words]], [env]
+        if ranks == 1:
+            return [[sys.executable, *words]], [
+                {**env, **({"CUDA_VISIBLE_DEVICES": "0"} if "CUDA_VISIBLE_DEVICES" not in env else {})}
+            ]
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = str(s.getsockname()[1])
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [[sys.executable, *words]] * ranks, [{**env, **world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+
+    def run(self, name: str, ranks: int, *more: str, alone: bool = False) -> "_Run":
+        print(f"running: {name} ...", flush=True)
+        started = self.start(name, *self.command(name, ranks, list(more), alone))
+        for process in started:
+            process.wait()
+        return self.result(name, started)
+
+    def start(self, name: str, commands: list[list[str]], environments: list[dict[str, str]]) -> list[subprocess.Popen]:
+        log = (self.place / f"{name}.txt").open("a")
+        return [
+            subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+            for command, env in zip(commands, environments, strict=True)
+        ]
+
+    def killed(self, name: str, ranks: int) -> "_Run":
+        """Killed with SIGKILL as soon as its first checkpoint exists, on node 0; the other nodes' ranks lose it. Then resumed."""
+        print(f"running: {name} ...", flush=True)
+        started = self.start(name, *self.command(name, ranks, [], alone=False))
+        while any(process.poll() is None for process in started):
+            if self.node == 0 and snapshot.all_of(self.place / name):
+                for process in started:
+                    _kill(process)
+            time.sleep(0.002)
+        before = snapshot.all_of(self.place / name)
+        print(f"running: {name} at step {snapshot.step_of(before[-1]) if before else '?'}, resumed ...", flush=True)
+        started = self.start(name, *self.command(name, ranks, ["--resume"], alone=False))
+        for process in started:
+            process.wait()
+        result = self.result(name, started)
+        result.killed_at = snapshot.step_of(before[-1]) if before else 0
+        return result
+
+    def result(self, name: str, started: list[subprocess.Popen]) -> "_Run":
+        found = snapshot.all_of(self.place / name)
+        if self.node > 0:
+            return _Run(Path(), {}, {})
+        problem = snapshot.problem(found[-1]) if found else "it left no checkpoint"
+        if problem:
+            tail = "\n".join((self.place / f"{name}.txt").read_text().splitlines()[-25:])
+            codes = ", ".join(str(process.returncode) for process in started)
+            raise UserError(f"the run '{name}' ended with {codes}: {problem}. It said:\n{tail}")
+        run = snapshot.run_of(found[-1])
+        return _Run(found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"]))
+
+    # ---- comparisons
+
+    def within(self, what: str, a: "_Run", b: "_Run") -> Line:
+        difference, name = _largest_difference(a.path, b.path)
+        allowed = ALLOWED[a.run["precision"]]
+        same, seen = _compared(a.samples, b.samples)
+        problem = seen if not same else f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
+        return Line(
+            what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", f"{allowed:.0e}", problem
+        )
+
+    def identical(self, a: "_Run", b: "_Run") -> Line:
+        files = [
+            name for name in (snapshot.MODEL, snapshot.OPTIMIZER) if (a.path / name).read_bytes() != (b.path / name).read_bytes()
+        ]
+        difference = _largest_difference(a.path, b.path)[0]
+        same, seen = _compared(a.samples, b.samples)
+        problem = seen if not same else f"{' and '.join(files)} differ" if files else ""
+        if not 0 < b.killed_at < a.run["step"]:
+            problem = problem or "it was over before it could be killed: give more --steps"
+        what = f"killed at step {b.killed_at}, resumed"
+        return Line(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
+
+    def show(self, lines: list[Line], precision: str, device: str, moved: float) -> None:
+        head = ("what", "ranks", "micro", "samples", "difference", "allowed", "")
+        rows = [
+            (x.what, str(x.ranks), str(x.micro), x.samples, x.difference, x.allowed, "FAIL" if x.problem else "PASS")
+            for x in lines
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        print(f"\n{self.steps} steps of {self.recipe} on {device}, computed in {'float32' if precision == 'no' else precision}\n")
+        for row in [head, *rows]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        print(
+            "\nThe comparisons of micro-batches and ranks run without dropout and with SGD: dropout draws others for other "
+            "micro-batches,\nand AdamW makes full steps of rounding where a gradient is zero. The largest difference of any "
+            f"weight may be {ALLOWED[precision]:.0e},\nbecause sums in another order are rounded otherwise; in the last two "
+            f"steps alone weights moved by up to {moved:.0e}. A run that\nwas killed and resumed keeps your options, and its "
+            "weights and optimizer must be the same byte for byte."
+        )
+        for line in lines:
+            if line.problem:
+                print(f"FAIL: {line.what}: {line.problem}")
+
+
+@dataclass
+class _Run:
+    path: Path
+    run: dict[str, Any]
+    samples: dict[int, set[int]]  # position in the stream: what was fetched for it
+    killed_at: int = 0
+
+
+def _samples(folder: Path, end: int) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for file in folder.glob("*.txt"):
+        for line in file.read_text().splitlines():
+            position, index = map(int, line.split())
+            if position < end:  # loaders read ahead
+                found.setdefault(position, set()).add(index)
+    return found
+
+
+def _compared(a: dict[int, set[int]], b: dict[int, set[int]]) -> tuple[bool, str]:
+    same = sum(a[position] == b.get(position) and len(a[position]) == 1 for position in a)
+    return same == len(a) == len(b) > 0, f"{same} of {max(len(a), len(b))} the same"
+
+
+def _largest_difference(a: Path, b: Path) -> tuple[float, str]:
+    from safetensors.torch import load_file
+
+    one, two = load_file(a / snapshot.MODEL), load_file(b / snapshot.MODEL)
+    differences = {name: (one[name].double() - two[name].double()).abs().max().item() for name in one if one[name].numel()}
+    name = max(differences, key=differences.get)
+    return differences[name], name
+
+
+def _kill(process: subprocess.Popen) -> None:
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return
+    for one in family:
+        if one.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def _option(words: list[str], name: str) -> str:
+    for i, word in enumerate(words):
+        if word.replace("-", "_") == name.replace("-", "_") and i + 1 < len(words):
+            return words[i + 1]
+        if word.startswith(f"{name}="):
+            return word.split("=", 1)[1]
+    return ""

@@ -1,0 +1,75 @@
+"""A small training with what gets lost elsewhere: dropout, random augmentation, workers, an optimizer that remembers."""
+
+import time
+from dataclasses import dataclass
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    steps: int = 12
+    global_batch_size: int = 8
+    micro_batch_size: int = 2
+    save_every: int = 4
+    eval_every: int = 6
+    lr: float = 0.01
+    keep_last: int = 9
+    log_every: int = 1
+    step_seconds: float = 0.0  # how long a step takes at least
+    eval_seconds: float = 0.0  # how long an evaluation takes at least
+    width: int = 16
+    wrong: str = ""  # a mistake: mean
+
+    harmless = (*TrainConfig.harmless, "step_seconds", "eval_seconds")
+
+
+def main(cfg: Config) -> None:
+    import torch
+    from torch import nn
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60  # no multiple of the batch: the short end of an epoch is among the steps
+
+        def __getitem__(self, index):
+            generator = torch.Generator().manual_seed(index)
+            return torch.randn(8, generator=generator, dtype=torch.float64) + 0.1 * torch.randn(8, dtype=torch.float64)
+
+    accelerator = accel_ddp.start(cfg)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, cfg.width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(cfg.width, 1)).double()
+
+    def loss_sum(model, batch):
+        time.sleep(cfg.step_seconds)
+        loss = model(batch).square()
+        return loss.mean() if cfg.wrong == "mean" else loss.sum()
+
+    def measure(model, batch):
+        if not measure.began:
+            measure.began = True
+            accelerator.print("evaluating", flush=True)
+        time.sleep(cfg.eval_seconds / 10)
+        return {"loss": model(batch).square().squeeze(-1)}
+
+    def evaluate(model):
+        measure.began = False
+        batches = accel_ddp.metrics.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
+        return accel_ddp.metrics.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
+
+    accel_ddp.fit(
+        accelerator,
+        cfg,
+        model=model,
+        optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(Items(), torch.stack),
+        loss_sum=loss_sum,
+        count=len,
+        evaluate=evaluate,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )
+
+
+if __name__ == "__main__":
+    run(Config, main)

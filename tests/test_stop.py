@@ -1,0 +1,241 @@
+"""Asked to stop, every rank ends after the same step with one checkpoint; killed, the run goes on as if it had not been."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import BIN, PROGRAMS, ROOT, Ended, clean_environment, free_port, rank_environments, run_ranks
+
+TRAINS = PROGRAMS / "trains.py"
+WORDS = ["--num_workers", "2"]  # of every run, so that they can be compared
+
+
+class Running:
+    """Processes that are watched while they run."""
+
+    def __init__(self, commands: list[list], environments: list[dict[str, str]]):
+        self.processes = [
+            subprocess.Popen(
+                [str(word) for word in command], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )
+            for command, env in zip(commands, environments, strict=True)
+        ]  # fmt: skip
+        self.read = [""] * len(commands)
+
+    def until(self, words: str, of: int = 0) -> None:
+        for line in self.processes[of].stdout:
+            self.read[of] += line
+            if words in line:
+                return
+        raise AssertionError(f"{words!r} was never said:\n{self.read[of]}")
+
+    def ended(self, timeout: float = 60) -> Ended:
+        began = time.monotonic()
+        try:
+            texts = [before + process.communicate(timeout=timeout)[0] for before, process in zip(self.read, self.processes)]
+        finally:
+            for process in self.processes:
+                process.kill()
+        return Ended([process.returncode for process in self.processes], texts, time.monotonic() - began)
+
+
+def ranks(number: int, *arguments: object, **env: str) -> Running:
+    return Running([[sys.executable, TRAINS, *WORDS, *arguments]] * number, rank_environments(number, **env))
+
+
+def nodes(*arguments: object) -> Running:
+    """Two `accelerate launch`, as typed on two machines."""
+    common = [
+        "--config_file",
+        "accelerate_configs/2node.yaml",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        free_port(),
+    ]
+    commands = [[BIN / "accelerate-launch", *common, "--machine_rank", node, TRAINS, *WORDS, *arguments] for node in (0, 1)]
+    return Running(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")] * 2)
+
+
+def last(folder: Path) -> dict[str, bytes]:
+    """The files of the checkpoint after the last step that must not depend on the way to it."""
+    path = folder / "step_00000012"
+    return {name: (path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> dict[str, bytes]:
+    """What a run on two ranks ends with that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    ranks(2, "--output_dir", folder).ended().well()
+    assert steps_saved(folder) == [4, 8, 12]
+    return last(folder)
+
+
+def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp_path, straight):
+    folder = tmp_path / "run"
+    running = nodes("--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running.until("step  3/12")
+    running.processes[1].terminate()
+    ended = running.ended()
+    assert ended.codes == [1, 1], "both launchers report an end that is not the end of the run"
+    assert ended.seconds < 25
+    stopped = steps_saved(folder)
+    assert len(stopped) == 1
+    assert 3 <= stopped[0] < 12
+    for text in ended.texts:
+        assert f"stopped: asked by SIGTERM on rank 1 ({os.uname().nodename}); step {stopped[0]} of 12 is saved" in text
+    assert "exitcode  : 75" in ended.texts[0], "torchrun's report has the code of the ranks"
+    again = nodes("--output_dir", folder, "--resume").ended().well()
+    assert f"resumed at step {stopped[0]}" in again.texts[0]
+    assert last(folder) == straight
+
+
+def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tmp_path, straight):
+    folder = tmp_path / "run"
+    running = nodes("--output_dir", folder, "--step_seconds", 0.1)
+    at = random.randrange(5, 12)
+    running.until(f"step {at:2}/12")
+    victim = random.choice(running.processes)
+    for process in psutil.Process(victim.pid).children(recursive=True):
+        process.send_signal(signal.SIGKILL)
+    victim.kill()
+    assert running.ended().codes.count(0) == 0
+    assert 4 in steps_saved(folder)
+    nodes("--output_dir", folder, "--resume").ended().well()
+    assert last(folder) == straight, f"killed at step {at}"
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
+def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path, straight, how):
+    """The signal goes to rank 1 and all its data workers, as Slurm sends it."""
+    folder = tmp_path / "run"
+    running = ranks(2, "--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running.until("step  2/12")
+    if how == "file":
+        (folder / "STOP").touch()
+    else:
+        os.killpg(running.processes[1].pid, signal.Signals[how])
+    ended = running.ended()
+    assert ended.codes == [75, 75], ended.text
+    assert ended.text.count("stopped: asked by") == 1, "one voice per node"
+    assert "Traceback" not in ended.text
+    assert not (folder / "STOP").exists()
+    (stopped,) = steps_saved(folder)
+    assert 2 <= stopped < 12
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert events[-1]["stopped"]
+    assert [e["step"] for e in events if e["event"] == "save"] == [stopped]
+    if how in ("SIGTERM", "file"):
+        ranks(2, "--output_dir", folder, "--resume").ended().well()
+        assert last(folder) == straight
+
+
+def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, straight):
+    """Rank 0 is asked, in the evaluation after step 6, which would take long."""
+    folder = tmp_path / "run"
+    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60)
+    running.until("evaluating")
+    running.processes[0].send_signal(signal.SIGTERM)
+    ended = running.ended()
+    assert ended.codes == [75, 75], ended.text
+    assert ended.seconds < 20
+    assert steps_saved(folder) == [4, 6]
+    again = ranks(2, "--output_dir", folder, "--resume").ended().well()
+    assert "step 6  evaluation:" in again.text, "what was cut short is made up for"
+    assert last(folder) == straight
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
+    running = ranks(2, "--output_dir", tmp_path / "run", "--step_seconds", 5)
+    time.sleep(2)  # torch is being imported
+    running.processes[1].send_signal(signal.SIGTERM)
+    running.processes[0].send_signal(signal.SIGTERM)
+    ended = running.ended()
+    assert 0 not in ended.codes
+    assert ended.seconds < 20
+    assert steps_saved(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("how", ["SIGUSR2", "SIGTERM"])
+def test_every_process_of_a_rank_gets_the_signal_and_wandb_keeps_its_record(tmp_path, how):
+    """As Slurm sends it. From SIGTERM nobody can keep wandb's own process, which installs a handler for it: then its record
+    is lost, which is said, and log.jsonl has it all the same."""
+    folder = tmp_path / "run"
+    running = ranks(1, "--output_dir", folder, "--step_seconds", 0.1, "--steps", 40, "--report_to", "wandb")
+    running.until("step  5/40")
+    family = [psutil.Process(running.processes[0].pid), *psutil.Process(running.processes[0].pid).children(recursive=True)]
+    assert any("wandb" in " ".join(process.cmdline()) for process in family), [process.cmdline() for process in family]
+    assert len(family) >= 4, "with two data workers"
+    for process in family:
+        process.send_signal(signal.Signals[how])
+    ended = running.ended()
+    assert ended.codes == [75], ended.text
+    assert ("tracking stopped" in ended.text) == (how == "SIGTERM")
+    stopped = steps_saved(folder)[-1]
+    assert len([line for line in (folder / "log.jsonl").read_text().splitlines() if '"update"' in line]) == stopped
+    if how == "SIGUSR2":
+        (run,) = (folder / "wandb").glob("offline-run-*")
+        command = [BIN / "wandb", "leet", "inspect", "--json", run]
+        records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert len([r for r in records if '"type":"history"' in r.replace(" ", "") and "train/loss" in r]) == stopped
+
+
+def test_the_step_to_stop_after_and_another_number_of_ranks(tmp_path):
+    """4 ranks, then 2, then 1, then 3, which cannot be; float64, so that rounding is all that may differ."""
+    import torch
+    from safetensors.torch import load_file
+
+    def weights(folder: Path) -> torch.Tensor:
+        return torch.cat([t.flatten() for t in load_file(folder / "step_00000012" / "model.safetensors").values()])
+
+    one, changing = tmp_path / "one", tmp_path / "changing"
+    run_ranks(1, TRAINS, "--no_dropout", "--output_dir", one).well()
+    for number, end in ((4, 3), (2, 7)):
+        ended = run_ranks(number, TRAINS, "--no_dropout", "--output_dir", changing, "--resume", "--stop_after", end)
+        assert ended.codes == [75] * number, ended.text
+        assert steps_saved(changing)[-1] == end
+    refused = run_ranks(3, TRAINS, "--no_dropout", "--output_dir", changing, "--resume")
+    assert refused.codes == [2, 2, 2]
+    assert "one of these numbers of ranks, which leaves the result as it is: 1, 2, 4, 8" in refused.text
+    ended = run_ranks(1, TRAINS, "--no_dropout", "--output_dir", changing, "--resume").well()
+    assert "saved on 2 ranks, now 1" in ended.text
+    torch.testing.assert_close(weights(changing), weights(one), rtol=0, atol=1e-12)
+
+
+def test_two_runs_never_share_a_folder_and_a_dead_one_does_not_block_it(tmp_path):
+    folder = tmp_path / "run"
+    running = ranks(1, "--output_dir", folder, "--step_seconds", 0.3)
+    running.until("step  4/12")
+    refused = run_ranks(1, TRAINS, "--output_dir", folder, "--resume")
+    assert refused.codes == [2]
+    assert f"is in use by another run (pid {running.processes[0].pid} on " in refused.text
+    running.processes[0].kill()
+    run_ranks(1, TRAINS, "--output_dir", folder, "--resume").well()
+
+
+def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
+    """torchrun gives its ranks sessions of their own and passes the signal on."""
+    folder = tmp_path / "run"
+    command = [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port(), TRAINS, *WORDS, "--output_dir", folder,
+               "--step_seconds", 0.2, "--save_every", 100]  # fmt: skip
+    running = Running([command], [clean_environment(OMP_NUM_THREADS="1")])
+    running.until("step  2/12")
+    os.killpg(running.processes[0].pid, signal.SIGINT)
+    ended = running.ended()
+    assert ended.codes != [0]
+    assert len(steps_saved(folder)) == 1
+    assert "stopped: asked by Ctrl-C" in ended.text
