@@ -108,7 +108,8 @@ class Checkpoints:
                 copied.synchronize()
             snapshot.write(path, self._host, run, self.files)
         except OSError as error:
-            self.failed = f"the checkpoint of step {run['step']} could not be written on {world.HOST}: {error.strerror or error}"
+            where = f" ({error.filename})" if error.filename else ""
+            self.failed = f"the checkpoint of step {run['step']} could not be written on {world.HOST}: {error.strerror}{where}"
             there = ", ".join(p.name for p in snapshot.all_of(self.folder)) or "none"
             print(f"{self.failed}. Training goes on; checkpoints that are there: {there}.", file=sys.stderr, flush=True)
             return
@@ -187,7 +188,7 @@ class Checkpoints:
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self.mark_best()
-        if world.RANK == 0 and path.parent.resolve() == self.folder.resolve():
+        if world.RANK == 0:
             for later in snapshot.all_of(self.folder):
                 if snapshot.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
                     world.say(f"--resume: set aside as {snapshot.set_aside(later, 'later').name}.")

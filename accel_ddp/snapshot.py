@@ -50,9 +50,9 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
     try:
         _remove(partial)
         final.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(final.parent).free
-        if free < 1.02 * size + (1 << 16):
-            raise OSError(errno.ENOSPC, f"{size / 1e6:,.1f} MB are needed and {free / 1e6:,.1f} MB are free in {final.parent}")
+        free, needed = shutil.disk_usage(final.parent).free, 1.02 * size + (1 << 16)  # disks count in blocks
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {final.parent}")
         (partial / "files").mkdir(parents=True)
         for name, group in tensors.items():
             try:
@@ -178,6 +178,16 @@ def problem(path: Path) -> str:
                 return f"{name} is damaged: its sha256 is not that of the manifest"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+    from safetensors import SafetensorError, safe_open
+
+    for name in (MODEL, OPTIMIZER):  # whole by its manifest, but perhaps not written by us
+        try:
+            with safe_open(path / name, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{name} is no file of safetensors ({error})"
+    if not {"step", "run", "config", "versions", "values", "evaluations"} <= run_of(path).keys():
+        return f"{RUN} is not what accel_ddp writes"
     return ""
 
 

@@ -1,0 +1,177 @@
+"""How long a save holds up training, beside a save that waits for the disk, and beside the peers.
+
+    python benchmarks/checkpoint.py
+
+One process trains Linear layers with AdamW on one device and saves weights and optimizer again and again: with us,
+with Accelerate's `save_state`, and with torch's DCP (`async_save` with its default stager, which does not pin memory).
+They take turns, so that a disk that slows down slows all. A save is charged for the time until it returns, and for the
+steps from then until it is on the disk: by how much they are slower than steps beside which nothing is written.
+
+Ours is hashed and synced to the disk, and what it supersedes is removed. DCP syncs too, `save_state` does not.
+Aim: 0.10 or less of our own save with a wait for the disk. On a CPU, where the writer takes cores from training,
+the figures only show that the script works.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import accel_ddp
+from accel_ddp.checkpoint import Checkpoints
+from accel_ddp.update import update
+
+WIDTH = 1024
+BYTES_PER_PARAMETER = 12  # float32: the weight and two moments of AdamW
+OURS, OURS_BLOCKING, NOTHING = "ours", "ours, blocking", "nothing saved"
+SAVE_STATE, DCP_ASYNC = "accelerator.save_state", "DCP async_save"
+
+
+class Save(NamedTuple):
+    """Seconds of one save."""
+
+    returned: float  # until the call came back
+    blocked: float  # by which training is later than without the save
+    finished: float  # until nothing was left to do in the background
+
+
+class Layers(nn.ModuleList):
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self:
+            rows = F.layer_norm(rows + layer(rows), (WIDTH,))  # any number of layers without vanishing or growing
+        return rows
+
+
+class Training:
+    def __init__(self, accelerator, cfg: accel_ddp.TrainConfig, megabytes: float):
+        self.accelerator, self.steps = accelerator, 0
+        num_layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / (WIDTH * WIDTH + WIDTH)))
+        model = Layers(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+        self.model, self.optimizer = accelerator.prepare(model, accel_ddp.optim.build(model, cfg))
+        self.rows = torch.randn(cfg.micro_batch_size, WIDTH, device=accelerator.device)
+        self.size = sum(p.numel() for p in self.model.parameters()) * BYTES_PER_PARAMETER / 1e6
+
+    def step(self) -> float:
+        """Seconds of one update, until the device is done: copies for a save stand in its queue before the update."""
+        began = time.perf_counter()
+        update(self.accelerator, self.model, self.optimizer, [self.rows], loss_sum, len)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.steps += 1
+        return time.perf_counter() - began
+
+
+def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows) - rows.flip(1)).pow(2).sum()
+
+
+def main(cfg: accel_ddp.TrainConfig, megabytes: float, rounds: int, undisturbed_steps: int) -> None:
+    accelerator = accel_ddp.start(cfg)
+    # DCP wants a process group. Opened after `start`, so that Accelerate sees a single process.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    training = Training(accelerator, cfg, megabytes)
+    for _ in range(5):  # the first makes the optimizer's state
+        training.step()
+    saved = Checkpoints(accelerator, cfg, training.model, training.optimizer)
+    sleeper, peers_folder = ThreadPoolExecutor(max_workers=1), Path(cfg.output_dir) / "peers"
+
+    def ours() -> list[Future]:
+        saved.save(training.steps)
+        return list(saved._pending)  # and not `committed()`: the removal of older ones comes after the commit
+
+    def ours_blocking() -> list[Future]:
+        saved.save(training.steps)
+        saved.wait()
+        return []
+
+    def save_state() -> list[Future]:
+        accelerator.save_state(str(peers_folder))
+        return []
+
+    def dcp_async() -> list[Future]:
+        weights, moments = get_state_dict(training.model, training.optimizer.optimizer)
+        return [dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=peers_folder)]
+
+    def nothing() -> list[Future]:
+        return [sleeper.submit(time.sleep, found[OURS][-1].finished)]  # shows how far from 0 chance alone gets
+
+    # Ours first: its blocking saves use the same host memory, and must not be charged for it.
+    ways = {OURS: ours, OURS_BLOCKING: ours_blocking, SAVE_STATE: save_state, DCP_ASYNC: dcp_async, NOTHING: nothing}
+    found: dict[str, list[Save]] = {way: [] for way in ways}
+    for _ in range(1 + rounds):
+        for way, save in ways.items():
+            found[way].append(measured(training, save, undisturbed_steps))
+            if saved.failed:
+                sys.exit(saved.failed)
+            shutil.rmtree(peers_folder, ignore_errors=True)
+    saved.close()
+    sleeper.shutdown()
+
+    print(f"\n{training.size:,.0f} MB of state in {len(training.model)} layers, {rounds} rounds; ms: median (from least to most)")
+    print(f"{'':28}{'returns after':>30}{'blocks training in all':>30}{'finished after':>30}")
+    for way, saves in found.items():
+        if way in (OURS, DCP_ASYNC):
+            print_row(f"{way}, first save", saves[:1])
+        print_row(way, saves[1:])
+    print("\nblocks training in all: ours / other, of the same round; median (from least to most)")
+    for other, goal in ((SAVE_STATE, ""), (DCP_ASYNC, ""), (OURS_BLOCKING, "   goal: at most 0.10")):
+        ratios = [our.blocked / their.blocked for our, their in zip(found[OURS][1:], found[other][1:])]
+        print(f"{f'ours / {other}':34}{spread(ratios, '.3f'):>26}{goal}")
+
+
+def measured(training: Training, save: Callable[[], list[Future]], undisturbed_steps: int) -> Save:
+    """What `save` costs, which returns what is still to be done when it returns."""
+    os.sync()  # nobody pays for what the one before left to be written
+    undisturbed = [training.step() for _ in range(undisturbed_steps)]
+    began = time.perf_counter()
+    unfinished = save()
+    returned = time.perf_counter() - began
+    disturbed = []
+    while not all(writing.done() for writing in unfinished):
+        disturbed.append(training.step())
+    finished = time.perf_counter() - began
+    for writing in unfinished:
+        writing.result()  # raises what went wrong
+    undisturbed += [training.step() for _ in range(undisturbed_steps)]  # on both sides: the machine may change its pace
+    usual = statistics.median(undisturbed)
+    return Save(returned, returned + sum(seconds - usual for seconds in disturbed), finished)
+
+
+def print_row(way: str, saves: list[Save]) -> None:
+    returned, blocked, finished = (spread([1000 * seconds for seconds in column], ",.1f") for column in zip(*saves))
+    print(f"{way:28}{returned:>30}{blocked:>30}{finished:>30}")
+
+
+def spread(values: list[float], form: str) -> str:
+    middle, least, most = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})" if len(values) > 1 else middle
+
+
+if __name__ == "__main__":
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=500, help="weights and optimizer; a third of it are the weights")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind, after the first")
+    parser.add_argument("--folder", help="saves go to a temporary folder in it, so that it chooses the disk")
+    parser.add_argument("--rows", type=int, default=4096 if on_gpu else 64, help="of a step: more make it longer")
+    parser.add_argument("--undisturbed_steps", type=int, default=30 if on_gpu else 5, help="before and after a save, to compare")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        batch = {"micro_batch_size": options.rows, "global_batch_size": options.rows}
+        cfg = accel_ddp.TrainConfig(output_dir=folder, keep_last=2, mixed_precision="no", **batch)
+        main(cfg, options.megabytes, options.rounds, options.undisturbed_steps)
+    dist.destroy_process_group()

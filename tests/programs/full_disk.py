@@ -1,0 +1,104 @@
+"""Disks that are full, or become so in the middle of a save. Run in a mount namespace: it mounts small disks of its own."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_ddp
+from accel_ddp import snapshot, world
+from accel_ddp.config import TrainConfig, run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    out: str = ""
+    steps: int = 8
+    save_every: int = 2
+    global_batch_size: int = 4
+
+
+def main(cfg: Config) -> None:
+    import torch
+    from torch import nn
+
+    accelerator = accel_ddp.start(cfg)
+    root = Path(cfg.output_dir)
+
+    def disk(name: str, options: str) -> Path:
+        folder = root / name
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+        return folder
+
+    def fit(folder: Path, at_step=lambda step: None, standard: bool = False):
+        config = dataclasses.replace(cfg, output_dir=str(folder))
+        torch.manual_seed(0)
+        model = nn.Linear(500, 500)  # 3 MB with the optimizer
+        hook = accel_ddp.hooks.Hook()
+        hook.on_update = lambda numbers, rate: (at_step(numbers.step), time.sleep(0.05))
+        hooks = [hook, *(accel_ddp.hooks.standard(accelerator, config) if standard else [])]
+        said = io.StringIO()
+        world.unsaved = ""
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            accel_ddp.fit(
+                accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
+                train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
+                loss_sum=lambda model, batch: model(batch).square().sum(),
+            )  # fmt: skip
+        whole = {path.name: snapshot.problem(path) for path in snapshot.all_of(folder)}
+        left = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
+        return {"said": said.getvalue(), "whole": whole, "left": left, "unsaved": world.unsaved}
+
+    results = {}
+    results["too small"] = fit(disk("too_small", "size=2m"))
+    results["room for two"] = fit(disk("two", "size=8m"))
+
+    mended = disk("mended", "size=12m")
+    (mended / "filler").write_bytes(bytes(10 << 20))
+    results["mended"] = fit(mended, at_step=lambda step: (mended / "filler").unlink() if step == 5 else None)
+
+    for inodes in range(2, 9):  # the folder, and what a checkpoint makes one after the other
+        results[f"inodes {inodes}"] = fit(disk(f"inodes_{inodes}", f"size=100m,nr_inodes={inodes}"))
+
+    filling = disk("filling", "size=10m")
+    (filling / "here_before").write_bytes(bytes(3 << 20))
+    much = bytes(4 << 20)
+
+    def fill() -> None:
+        """Another program takes all the room whenever a checkpoint but the first is being written."""
+        while True:
+            if list(filling.glob(".step_*.partial")) and (filling / "step_00000002").exists():
+                with contextlib.suppress(OSError):
+                    (filling / "filler").write_bytes(much)
+                while list(filling.glob(".step_*.partial")):
+                    time.sleep(0.0002)
+                (filling / "filler").unlink()
+            time.sleep(0.0002)
+
+    threading.Thread(target=fill, daemon=True).start()
+    results["filling"] = fit(filling)
+
+    full_log = root / "full_log"
+    full_log.mkdir()
+    (full_log / "log.jsonl").symlink_to("/dev/full")
+    results["log on a full disk"] = fit(full_log, standard=True)
+
+    trains = str(Path(__file__).with_name("trains.py"))
+    results["exit"] = {}
+    read_only = disk("read_only", "size=10m")
+    subprocess.run(["mount", "-o", "remount,ro", read_only], check=True)
+    for name, folder in (("exit code", disk("exit_code", "size=80k")), ("read only", read_only)):
+        ended = subprocess.run([sys.executable, trains, "--output_dir", folder / "run"], capture_output=True, text=True)
+        results["exit"][name] = [ended.returncode, ended.stdout + ended.stderr]
+    Path(cfg.out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run(Config, main)

@@ -1,0 +1,187 @@
+"""Promise 3: a checkpoint is whole or absent, damage is found and named, and no full disk or kill loses what was saved."""
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import PROGRAMS, clean_environment, run_all, run_ranks
+
+FILES = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "files/note.txt"]
+
+
+@pytest.fixture(scope="module")
+def damage(tmp_path_factory) -> dict:
+    """What a run of 6 steps, saved after 2, 4 and 6, does after something happened to it; one process for all."""
+    folder = tmp_path_factory.mktemp("damage")
+    run_ranks(1, PROGRAMS / "damage.py", "--out", folder / "out.json", "--output_dir", folder / "runs").well()
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(damage, file):
+    """Five random bits one at a time, a truncated, an empty and a missing file: found by sha256, size or absence."""
+    for how in [*(f"flip {file} {i}" for i in range(5)), f"truncate {file}", f"empty {file}", f"remove {file}"]:
+        case = damage[how]
+        assert case["error"] == "", how
+        assert "step_00000006 on " in case["said"], how
+        assert f"cannot be used: {file} " in case["said"], (how, case["said"])
+        assert case["from"] == 4, how
+        assert case["end"] == damage["straight"]["end"], how
+        assert {"damaged_step_00000006", "step_00000006"} <= set(case["left"]), "set aside, and made anew"
+
+
+def test_what_is_half_written_is_not_there(damage):
+    for how in ("empty folder", "half written"):
+        assert damage[how]["from"] == 4
+        assert damage[how]["end"] == damage["straight"]["end"]
+    assert damage["two damaged"]["from"] == 2
+    assert damage["two damaged"]["end"] == damage["straight"]["end"]
+
+
+def test_where_all_are_damaged_nothing_is_trained(damage):
+    """A fresh start would look like a resumed run and be another."""
+    assert "no whole checkpoint is left" in damage["all damaged"]["error"]
+    assert damage["all damaged"]["from"] is None
+
+
+def test_steps_decide_and_not_clocks(damage):
+    assert damage["undamaged"]["from"] is damage["clocks"]["from"] is None
+    assert "resumed at step 6" in damage["clocks"]["said"]
+
+
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(damage):
+    """Its manifest is right: whoever changed the file has signed it anew."""
+    for file in FILES[:3]:
+        assert damage[f"pickle {file}"]["from"] == 4, file
+    assert damage["exploded"] is False
+
+
+def test_a_newer_format_and_another_model_are_refused(damage):
+    assert "newer version of accel_ddp (format 2; this one reads 1)" in damage["newer"]["error"]
+    assert (
+        "0.weight is ([5, 3], torch.float32) in the model and ([4, 3], torch.float32) in the checkpoint"
+        in (damage["another model"]["error"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    {
+        "lr": "--lr: 0.01 then, 0.02 now", "seed": "--seed: 0 then, 1 now", "batch": "--global_batch_size: 4 then, 8 now",
+        "steps": "--steps: 6 then, 8 now", "data": "the content of the training data",
+        "fewer data": "the content of the training data",
+    }.items(),
+)  # fmt: skip
+def test_options_that_change_the_result_are_refused_by_name(damage, case, words):
+    assert words in damage[f"changed {case}"]["error"]
+    assert "--allow_config_change" in damage[f"changed {case}"]["error"]
+    assert damage[f"changed {case}"]["from"] is None
+
+
+def test_harmless_options_and_allowed_changes_go_on(damage):
+    for case in ("changed log_every", "changed micro"):
+        assert damage[case]["from"] == 4
+    assert damage["changed log_every"]["end"] == damage["straight"]["end"]
+    assert "going on with --lr: 0.01 then, 0.02 now" in damage["allowed lr"]["said"]
+    assert damage["allowed lr"]["end"] != damage["straight"]["end"], "the new rate is used, not the saved one"
+
+
+def test_a_path_says_where_to_go_on_from(damage):
+    assert damage["path"]["from"] == damage["back to 2"]["from"] == 2
+    assert damage["path"]["end"] == damage["back to 2"]["end"] == damage["straight"]["end"]
+    assert {"later_step_00000004", "later_step_00000006", "step_00000006"} <= set(damage["back to 2"]["left"])
+    assert "resumed at step 6" in damage["path of a run"]["said"]
+    assert "no node has a checkpoint there" in damage["no path"]["error"]
+    assert "no whole checkpoint is left" in damage["damaged path"]["error"]
+
+
+def test_the_best_is_kept_and_marked_and_early_stopping_remembers(damage):
+    steps = [name for name in damage["pruned"]["left"] if name.startswith("step_")]
+    assert steps == ["step_00000004", "step_00000005", "step_00000006"], "the last two, and the best"
+    assert damage["best"] == {"step": 4, "metric": "accuracy", "value": 0.9, "checkpoint": "step_00000004"}
+    assert "best accuracy: 0.9000 at step 4" in damage["pruned"]["said"]
+    assert (damage["patience"]["from"], damage["patience"]["to"]) == (4, 6), "it knows the best of its earlier life"
+
+
+def test_kill_9_at_30_random_points_of_saves_loses_at_most_one_interval(tmp_path):
+    killed = run_ranks(1, PROGRAMS / "killed.py", "--output_dir", tmp_path / "killed").well()
+    report = json.loads(killed.text.strip().splitlines()[-1])
+    assert [life["status"] for life in report] == [9] * 30 + [0], "30 lives ended by SIGKILL, and one that came to the end"
+    for life in report:
+        assert life["from"] == f"from {life['had']}", "every life goes on from the newest folder that was there"
+    assert sum(bool(life["partial"]) for life in report) >= 5, "kills that hit a save"
+    run_ranks(1, PROGRAMS / "killed.py", "--kills", 0, "--output_dir", tmp_path / "straight").well()
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (tmp_path / run / "step_00000400" / name for run in ("killed", "straight"))
+        assert one.read_bytes() == other.read_bytes()
+    left = [path.name for path in (tmp_path / "killed").iterdir()]
+    assert sorted(name for name in left if "step" in name) == ["step_00000399", "step_00000400"], left
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory) -> dict:
+    """Saves onto disks that are too small, in a mount namespace of their own: needs root or user namespaces."""
+    folder = tmp_path_factory.mktemp("full")
+    command = ["unshare", "-Urm", sys.executable, PROGRAMS / "full_disk.py", "--out", folder / "out.json"]
+    run_all([[*command, "--output_dir", folder / "runs"]], [clean_environment()]).well()
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_a_disk_that_is_too_small_is_found_before_writing(full):
+    assert full["too small"]["said"].count("3.13 MB are needed and 2.10 MB are free in") == 5, "at each interval, and at the end"
+    assert full["too small"]["unsaved"].startswith("unsaved: the run is at its end")
+    assert full["room for two"]["whole"] == {"step_00000002": "", "step_00000004": ""}, "old ones are kept"
+    assert full["exit"]["exit code"][0] == 74
+    assert "Traceback" not in full["exit"]["exit code"][1]
+
+
+def test_a_save_that_failed_is_tried_again_at_the_next_interval(full):
+    assert full["mended"]["whole"] == {"step_00000006": "", "step_00000008": ""}
+    assert full["mended"]["unsaved"] == ""
+
+
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(full):
+    for inodes in range(2, 9):
+        case = full[f"inodes {inodes}"]
+        assert "No space left on device" in case["said"]
+        assert set(case["whole"].values()) <= {""}
+        assert case["left"] == []
+    assert [len(full[f"inodes {n}"]["whole"]) for n in range(2, 9)] == [0, 0, 0, 0, 0, 1, 1], "a failure at each file"
+    case = full["filling"]
+    assert "No space left on device" in case["said"], "in the middle of a file"
+    assert set(case["whole"].values()) == {""}
+    assert case["left"] == []
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(full):
+    assert full["log on a full disk"]["unsaved"] == ""
+    assert full["log on a full disk"]["said"].count("training goes on: No space left on device") == 1
+
+
+def test_a_read_only_folder_is_refused_before_training(full):
+    code, text = full["exit"]["read only"]
+    assert code == 2
+    assert "cannot be written on" in text
+    assert "Read-only file system" in text
+    assert "Traceback" not in text
+
+
+def test_the_place_in_ten_million_items_is_found_at_once():
+    """In a process of its own, so that nothing is warm."""
+    code = """
+import time
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+import torch
+from accel_ddp.config import TrainConfig
+from accel_ddp.stream import TrainBatches
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+cfg = TrainConfig(global_batch_size=32, micro_batch_size=32)
+began = time.perf_counter()
+batches = TrainBatches(torch.arange(10_000_000), torch.stack).starting_at(9_000_000 // 32, accelerator, cfg)
+next(batches)
+print(time.perf_counter() - began)
+"""
+    ended = run_all([[sys.executable, "-c", code]], [clean_environment()]).well()
+    assert float(ended.text.strip().splitlines()[-1]) < 1
