@@ -28,7 +28,7 @@ class Checkpoints:
     """The checkpoints of a run. Every rank has one; only the main rank writes, behind the back of training.
 
     A save copies the state into host memory, which is all that training waits for, and a thread writes it
-    from there. That memory is as large as the state; it is kept from save to save, on a GPU pinned.
+    from there. That memory is about as large as the state; it is kept from save to save, on a GPU pinned.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Checkpoints:
         self.folder = Path(cfg.output_dir)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, also of its earlier lives
-        self.best: int | None = None  # the step that `--keep_best` keeps
+        self.ranking: list[int] = []  # steps by the metric of `--keep_best`, the best first
         self.newest: int | None = None  # the last step that was handed to the writer, or restored
         self.failed = ""  # why the newest state is not on the disk
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[Path] = []
-        self._last: tuple[Path, dict[str, Any]] | None = None
+        self._last: tuple[Any, ...] = ()  # what the writer was given last
 
     # ---- saving: on the main rank, no collectives, so that it may be called wherever one rank is alone
 
@@ -80,8 +80,9 @@ class Checkpoints:
             "scaler": scaler.state_dict() if scaler else None,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
         }  # fmt: skip
-        self._last = self.folder / f"step_{step:08d}", run
-        self._pending.append(self._writer.submit(self._write, copied))
+        self.failed = ""
+        self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)
+        self._pending.append(self._writer.submit(self._write, *self._last))
 
     def _to_host(self, groups: dict[str, dict[str, Tensor]]) -> Any:
         on_gpu = self.accelerator.device.type == "cuda"
@@ -90,7 +91,7 @@ class Checkpoints:
             for name, tensor in tensors.items():
                 there = self._host[group].get(name)
                 if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
-                    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu and tensor.is_cuda)
+                    there = _host_memory(tensor, pinned=on_gpu and tensor.is_cuda)
                 # On a GPU the copies stand in its queue between this update and the next; the host does not wait for them.
                 host[name] = there.copy_(tensor.detach(), non_blocking=True)
             self._host[group] = host
@@ -100,13 +101,12 @@ class Checkpoints:
         copied.record()
         return copied
 
-    def _write(self, copied: Any) -> None:
+    def _write(self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any) -> None:
         """In the writer's thread."""
-        path, run = self._last
         try:
             if copied is not None:
                 copied.synchronize()
-            snapshot.write(path, self._host, run, self.files)
+            snapshot.write(path, tensors, run, self.files)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             self.failed = f"the checkpoint of step {run['step']} could not be written on {world.HOST}: {error.strerror}{where}"
@@ -115,30 +115,35 @@ class Checkpoints:
             return
         self.failed = ""
         self._committed.append(path)
-        snapshot.prune(self.folder, self.cfg.keep_last, self.best)
+        snapshot.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
         self.evaluations[step] = metrics
-        self.mark_best()
-        if self.best == step:
+        self.rank()
+        if self.ranking[:1] == [step]:
             self.save(step)
         if self.accelerator.is_main_process:
-            self._pending.append(self._writer.submit(self._write_evaluations, self.best, dict(self.evaluations)))
+            self._pending.append(self._writer.submit(self._write_evaluations, dict(self.evaluations)))
 
-    def mark_best(self) -> None:
+    def best(self) -> int | None:
+        """The best step that has a checkpoint on this disk: the save of a better one may have failed."""
+        return next((step for step in self.ranking if (self.folder / f"step_{step:08d}").is_dir()), None)
+
+    def rank(self) -> None:
         if self.cfg.keep_best:
             for step, metrics in self.evaluations.items():
                 if self.cfg.keep_best not in metrics:
                     raise UserError(f"--keep_best {self.cfg.keep_best}: step {step} measured {', '.join(metrics)}.")
-            values = {step: metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items()}
-            first_best = max if higher_is_better(self.cfg.keep_best) else min
-            self.best = first_best(values, key=values.get) if values else None
+            sign = -1 if higher_is_better(self.cfg.keep_best) else 1
+            self.ranking = sorted(self.evaluations, key=lambda step: (sign * self.evaluations[step][self.cfg.keep_best], step))
 
-    def _write_evaluations(self, best: int | None, evaluations: dict[int, Metrics]) -> None:
+    def _write_evaluations(self, evaluations: dict[int, Metrics]) -> None:
+        """In the writer's thread, after the save of the same step."""
+        best = self.best()
         try:
             snapshot.write_json(self.folder / "evaluations.json", evaluations)
-            if best is not None and (self.folder / f"step_{best:08d}").is_dir():
+            if best in evaluations:
                 what = {"step": best, "metric": self.cfg.keep_best, "value": evaluations[best][self.cfg.keep_best]}
                 snapshot.write_json(self.folder / "best.json", {**what, "checkpoint": f"step_{best:08d}"})
         except OSError as error:
@@ -151,14 +156,13 @@ class Checkpoints:
 
     def committed(self) -> list[Path]:
         """The checkpoints that have come to exist since this was asked last; on the main rank only."""
-        found, self._committed = self._committed, []
-        return found
+        return [self._committed.pop(0) for _ in range(len(self._committed))]  # the writer may add one meanwhile
 
     def close(self) -> str:
         """Wait for the last save on every rank; what went wrong with it, or nothing. A collective."""
         self.wait()
-        if self.failed and self._last:  # the state is still in host memory, and someone may have made room
-            self._write(None)
+        if self.failed:  # the state is still in host memory, and someone may have made room
+            self._write(*self._last)
         self._writer.shutdown()
         return world.agreed(self.failed)
 
@@ -187,7 +191,7 @@ class Checkpoints:
         self.newest, self.run_id = run["step"], run["run"]
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
-        self.mark_best()
+        self.rank()
         if world.RANK == 0:
             for later in snapshot.all_of(self.folder):
                 if snapshot.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
@@ -315,6 +319,13 @@ def refuse_changed_options(cfg: TrainConfig, run: dict[str, Any], data: str = ""
         f"--resume: the run was saved with other options, and these change its result: {'; '.join(changed)}. Use the old ones "
         "again, or add --allow_config_change to go on with the new ones."
     )
+
+
+def _host_memory(like: Tensor, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+    except RuntimeError:  # a limit on locked memory: slower, but a save all the same
+        return torch.empty(like.shape, dtype=like.dtype)
 
 
 def higher_is_better(metric: str) -> bool:

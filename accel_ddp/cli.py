@@ -25,11 +25,13 @@ def main(words: list[str] | None = None) -> int:
     )
     verify.add_argument("--steps", type=int, default=6, help="steps of each run (default 6)")
     verify.add_argument("--folder", default="", help="keep the runs in this folder; default: a temporary one")
-    verify.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="[options of accelerate launch] RECIPE [options of the recipe]"
-    )
 
-    given = parser.parse_args(words)
+    # What follows the recipe is the recipe's; what is before it and not ours is of `accelerate launch`.
+    words = sys.argv[1:] if words is None else words
+    recipe = next((i for i, word in enumerate(words) if word.endswith(".py") and words[0] == "verify"), len(words))
+    given, launch = parser.parse_known_args(words[:recipe])
+    if launch and given.command != "verify":
+        parser.error(f"unrecognized arguments: {' '.join(launch)}")
     try:
         if given.command == "export":
             from accel_ddp.export import from_checkpoint
@@ -38,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
             return 0
         from accel_ddp.verify import verify as run
 
-        return run(given.words, given.steps, given.folder)
+        return run([*launch, *words[recipe:]], given.steps, given.folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

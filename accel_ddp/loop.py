@@ -128,9 +128,9 @@ def fit(
         )
     if unsaved:
         world.unsaved = f"unsaved: the run is at its end, but {unsaved}."
-    elif saved.best is not None:
-        world.say(f"best {cfg.keep_best}: {saved.evaluations[saved.best][cfg.keep_best]:.4f} at step {saved.best}, in "
-                  f"{cfg.output_dir}/step_{saved.best:08d}; export it: accel-ddp export {cfg.output_dir} FOLDER")  # fmt: skip
+    elif (best := saved.best()) is not None:
+        world.say(f"best {cfg.keep_best}: {saved.evaluations[best][cfg.keep_best]:.4f} at step {best}, in "
+                  f"{cfg.output_dir}/step_{best:08d}; export it: accel-ddp export {cfg.output_dir} FOLDER")  # fmt: skip
     return metrics
 
 

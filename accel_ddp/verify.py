@@ -173,7 +173,7 @@ class _Work:
     def within(self, what: str, a: "_Run", b: "_Run") -> Line:
         difference, name = _largest_difference(a.path, b.path)
         allowed = ALLOWED[a.run["precision"]]
-        same, seen = _compared(a.samples, b.samples)
+        same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
         return Line(
             what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", f"{allowed:.0e}", problem
@@ -184,7 +184,7 @@ class _Work:
             name for name in (snapshot.MODEL, snapshot.OPTIMIZER) if (a.path / name).read_bytes() != (b.path / name).read_bytes()
         ]
         difference = _largest_difference(a.path, b.path)[0]
-        same, seen = _compared(a.samples, b.samples)
+        same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{' and '.join(files)} differ" if files else ""
         if not 0 < b.killed_at < a.run["step"]:
             problem = problem or "it was over before it could be killed: give more --steps"
@@ -231,7 +231,11 @@ def _samples(folder: Path, end: int) -> dict[int, set[int]]:
     return found
 
 
-def _compared(a: dict[int, set[int]], b: dict[int, set[int]]) -> tuple[bool, str]:
+def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) -> tuple[bool, str]:
+    """Whether each position of the stream got one and the same sample. `is_share`: `b` is what this node fetched of them."""
+    if is_share and 0 < len(b) < len(a):
+        same = sum(len(found) == 1 and a.get(position) == found for position, found in b.items())
+        return same == len(b), f"{same} of {len(a)}, on this node"
     same = sum(a[position] == b.get(position) and len(a[position]) == 1 for position in a)
     return same == len(a) == len(b) > 0, f"{same} of {max(len(a), len(b))} the same"
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +122,8 @@ def main(cfg: accel_ddp.TrainConfig, megabytes: float, rounds: int, undisturbed_
     saved.close()
     sleeper.shutdown()
 
+    # Of safetensors because one that holds Python's lock while it writes (0.7 does, 0.8 does not) stops training meanwhile.
+    print(*(f"{package} {version(package)}" for package in ("torch", "accelerate", "safetensors")), sep=", ")
     print(f"\n{training.size:,.0f} MB of state in {len(training.model)} layers, {rounds} rounds; ms: median (from least to most)")
     print(f"{'':28}{'returns after':>30}{'blocks training in all':>30}{'finished after':>30}")
     for way, saves in found.items():

@@ -198,3 +198,59 @@ def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tm
     assert "step  5/12" not in again.text
     a, b = weights(one), weights(folder)
     assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_checkpoint_exports_what_the_run_did(one, tmp_path):
+    """`accel-ddp export` of the last checkpoint, alone on another machine, beside OUTPUT_DIR/model."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(one / "step_00000012", moved)
+    environments = [clean_environment()] * 3
+    commands = [
+        [BIN / "accel-ddp", "export", moved, tmp_path / "out"],
+        [BIN / "accel-ddp", "export", one / "step_00000006", tmp_path / "earlier"],
+        [BIN / "accel-ddp", "export", one, tmp_path / "newest"],
+    ]
+    ended = run_all(commands, environments).well()
+    assert "the newest is step_00000012" in ended.texts[2]
+    there = {path.name for path in (one / "model").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= there
+    for name in there - {"README.md", "accel_ddp.json"}:
+        assert (tmp_path / "out" / name).read_bytes() == (one / "model" / name).read_bytes(), name
+    assert load_file(tmp_path / "earlier" / "model.safetensors").keys() == weights(one).keys()
+    assert not np.array_equal(
+        load_file(tmp_path / "earlier" / "model.safetensors")["classifier.weight"], weights(one)["classifier.weight"]
+    )
+    from huggingface_hub import ModelCard
+
+    last = events(one, "evaluate")[-1]
+    for folder in (one / "model", tmp_path / "newest"):
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.pipeline_tag == "text-classification"
+        assert {r.metric_type: r.metric_value for r in card.data.eval_results}["accuracy"] == round(last["accuracy"], 6)
+        for word in ("train.csv", "classify.py", "global_batch_size: 16", f"| loss | {last['loss']:.4f} |", "torch"):
+            assert word in card.text
+
+
+def test_what_cannot_be_exported_or_uploaded_is_said_before_it_costs_anything(one, arguments, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(one / "step_00000012", damaged)
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+    environment = clean_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hub"))
+    with_token = {**environment, "HF_TOKEN": "hf_none"}
+    commands = {
+        "no such folder": [BIN / "accel-ddp", "export", tmp_path / "nowhere", tmp_path / "out"],
+        "model.safetensors is damaged": [BIN / "accel-ddp", "export", damaged, tmp_path / "out"],
+        "is there already": [BIN / "accel-ddp", "export", one, one],
+        "no token of the hub": [sys.executable, CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir", tmp_path / "a"],
+        "The model is in": [sys.executable, CLASSIFY, *arguments, "--steps", "1", "--push_to_hub", "me/it", "--output_dir",
+                            tmp_path / "b"],
+    }  # fmt: skip
+    ended = run_all(list(commands.values()), [environment] * 4 + [with_token])
+    assert ended.codes == [2] * 5, ended.text
+    for words, text in zip(commands, ended.texts):
+        assert words in text
+        assert "Traceback" not in text
+    assert (tmp_path / "b" / "model" / "config.json").is_file(), "what could not be uploaded is still there"
+    assert "step 1" not in ended.texts[3]
