@@ -58,6 +58,7 @@ class TrainConfig:
 
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: what the accelerate config says
     tf32: bool = True  # tensor cores for float32 products, on GPUs that have them
+    deterministic: bool = False  # GPU kernels that give the same bits every time: slower, but then a resumed run is bit-identical
     gradient_checkpointing: bool = False  # less memory for about a third more time
     dropout: bool = True  # --no_dropout: layers compute as in an evaluation; for comparisons
     freeze: tuple[str, ...] = ()  # parameters whose names contain one of these stay as they are

@@ -43,6 +43,9 @@ def start(cfg: TrainConfig) -> Accelerator:
     _refuse_what_the_device_cannot(cfg, precision, use_gpu)
     # torch 2.13 renames a DDP option that Accelerate passes on.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
     if use_gpu and cfg.tf32:
         torch.set_float32_matmul_precision("high")
 

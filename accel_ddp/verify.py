@@ -24,7 +24,7 @@ from accel_ddp.config import UserError
 # SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
 # others for other micro-batches. Clipped to 1, a step moves the weights by at most this learning rate.
 EXACT = ["--no_dropout", "--no_tf32", "--optimizer", "sgd", "--lr", "0.01", "--lr_schedule", "constant", "--warmup_steps", "1"]
-ALLOWED = {"no": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # largest difference of any weight, by what the model computes in
+ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by what the model computes in
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """On a GPU: `pytest -m gpu`. Two NCCL nodes on one GPU: another NCCL_HOSTID for each makes them two hosts that talk TCP."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import PROGRAMS, ROOT, Ended, clean_environment, free_port, rank_environments, run_all
+from tests.conftest import PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
 
 pytestmark = pytest.mark.gpu
 CLASSIFY = ROOT / "recipes" / "classify.py"
+HOST = socket.gethostname()
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
@@ -25,13 +27,17 @@ def one_node(*arguments: object) -> Ended:
 
 
 def two_nodes(script: Path, *arguments: object) -> Ended:
+    return run_all(*nodes(script, *arguments))
+
+
+def nodes(script: Path, *arguments: object) -> tuple[list[list], list[dict[str, str]]]:
     port = str(free_port())
     commands = [
         [*LAUNCH, "--config_file", "accelerate_configs/2node.yaml", "--main_process_port", port, "--machine_rank", str(node),
          script, *arguments]
         for node in (0, 1)
     ]  # fmt: skip
-    return run_all(commands, [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)])
+    return commands, [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:
@@ -115,3 +121,44 @@ def test_what_goes_wrong_on_one_node_is_said_on_both_within_seconds(tmp_path, ho
     assert ended.seconds < 60
     for text in ended.texts:
         assert words in text
+
+
+def saved(folder: Path, step: int) -> list[bytes]:
+    return [(folder / f"step_{step:08d}" / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+@pytest.mark.parametrize("options", [["bf16"], ["fp16", "--deterministic"]])
+def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
+    """AdamW, dropout, workers, the fp16 scaler; also with --deterministic, which this model does not need."""
+    common = ["--mixed_precision", *options, "--num_workers", "2", "--steps", "20", "--eval_every", "100"]
+    one_node(*common, "--output_dir", tmp_path / "straight")
+    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", CLASSIFY, *common, "--output_dir", tmp_path / "resumed"]
+    stopped = run_all([[*command, "--stop_after", "7"]], [on_gpu()])
+    assert "step 7 of 20 is saved" in stopped.text
+    assert "resumed at step 7" in run_all([[*command, "--resume"]], [on_gpu()]).well().text
+    assert saved(tmp_path / "straight", 20) == saved(tmp_path / "resumed", 20)
+
+
+def test_sigterm_to_one_of_two_nccl_nodes(tmp_path):
+    """Both stop after the same step with one checkpoint, and the resumed run ends as the one that nobody disturbed."""
+    common = ["--mixed_precision", "bf16", "--steps", "60", "--eval_every", "100", "--log_every", "1"]
+    running = Running(*nodes(CLASSIFY, *common, "--save_every", "100", "--output_dir", tmp_path / "run"))
+    running.until("step  5/60")
+    running.processes[1].terminate()
+    ended = running.ended(timeout=120)
+    assert ended.codes == [1, 1], "the launchers' code; that of the ranks is 75"
+    assert ended.seconds < 30
+    (path,) = (tmp_path / "run").glob("step_*")
+    for text in ended.texts:
+        assert f"stopped: asked by SIGTERM on rank 1 ({HOST}); step {int(path.name[5:])} of 60 is saved" in text
+    two_nodes(CLASSIFY, *common, "--resume", "--output_dir", tmp_path / "run").well()
+    two_nodes(CLASSIFY, *common, "--output_dir", tmp_path / "straight").well()
+    assert saved(tmp_path / "run", 60) == saved(tmp_path / "straight", 60)
+
+
+def test_verify_on_one_gpu(tmp_path):
+    command = [sys.executable, "-m", "accel_ddp.cli", "verify", CLASSIFY, "--mixed_precision", "bf16"]
+    ended = run_all([command], [on_gpu()]).well()
+    assert ended.text.count("PASS") == 2, ended.text
+    assert "There is one GPU" in ended.text
+    print(ended.text)

@@ -12,40 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, PROGRAMS, ROOT, Ended, clean_environment, free_port, rank_environments, run_ranks
+from tests.conftest import BIN, PROGRAMS, Running, clean_environment, free_port, rank_environments, run_ranks
 
 TRAINS = PROGRAMS / "trains.py"
 WORDS = ["--num_workers", "2"]  # of every run, so that they can be compared
-
-
-class Running:
-    """Processes that are watched while they run."""
-
-    def __init__(self, commands: list[list], environments: list[dict[str, str]]):
-        self.processes = [
-            subprocess.Popen(
-                [str(word) for word in command], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
-            )
-            for command, env in zip(commands, environments, strict=True)
-        ]  # fmt: skip
-        self.read = [""] * len(commands)
-
-    def until(self, words: str, of: int = 0) -> None:
-        for line in self.processes[of].stdout:
-            self.read[of] += line
-            if words in line:
-                return
-        raise AssertionError(f"{words!r} was never said:\n{self.read[of]}")
-
-    def ended(self, timeout: float = 60) -> Ended:
-        began = time.monotonic()
-        try:
-            texts = [before + process.communicate(timeout=timeout)[0] for before, process in zip(self.read, self.processes)]
-        finally:
-            for process in self.processes:
-                process.kill()
-        return Ended([process.returncode for process in self.processes], texts, time.monotonic() - began)
 
 
 def ranks(number: int, *arguments: object, **env: str) -> Running:
