@@ -54,7 +54,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
-        self._committed: list[Path] = []
+        self._committed: list[tuple[int, Path]] = []
         self._last: tuple[Any, ...] = ()  # what the writer was given last
 
     # ---- saving: on the main rank, no collectives, so that it may be called wherever one rank is alone
@@ -114,7 +114,7 @@ class Checkpoints:
             print(f"{self.failed}. Training goes on; checkpoints that are there: {there}.", file=sys.stderr, flush=True)
             return
         self.failed = ""
-        self._committed.append(path)
+        self._committed.append((run["step"], path))
         snapshot.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
@@ -154,8 +154,8 @@ class Checkpoints:
         while self._pending:
             self._pending.pop(0).result()
 
-    def committed(self) -> list[Path]:
-        """The checkpoints that have come to exist since this was asked last; on the main rank only."""
+    def committed(self) -> list[tuple[int, Path]]:
+        """(step, folder) of checkpoints that have come to exist since this was asked last; on the main rank only."""
         return [self._committed.pop(0) for _ in range(len(self._committed))]  # the writer may add one meanwhile
 
     def close(self) -> str:

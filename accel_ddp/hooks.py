@@ -28,7 +28,7 @@ class Hook:
         """Return True to end the run after this step."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """A checkpoint has come to exist; called on the main rank only, some steps after the one it is of."""
+        """The checkpoint of `step` has come to exist; called on the main rank only, when it is there: some steps later."""
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None: ...
 

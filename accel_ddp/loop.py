@@ -46,7 +46,7 @@ def fit(
     updates = train.starting_at(step, accelerator, cfg)
     reader, rate = LateReader(accelerator.device), _Rate()
     metrics: dict[str, float] = {}
-    skipped, is_stopping = 0, False
+    skipped, is_stopping = 0, 0 < cfg.stop_after <= step
     is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     def is_due(every: int) -> bool:
@@ -75,6 +75,11 @@ def fit(
         saved.evaluated(step, metrics)
         is_done = any([hook.on_evaluate(step, metrics) for hook in hooks])
 
+    def tell_of_saves() -> None:
+        for at, path in saved.committed():
+            for hook in hooks:
+                hook.on_save(at, path)
+
     model.train(cfg.dropout)
     with stop.armed(cfg):
         if evaluates() and step not in saved.evaluations:  # killed in the evaluation after this save
@@ -101,17 +106,13 @@ def fit(
                 measure()
                 if is_done or is_stopping:
                     saved.save(step)
-            for path in saved.committed():
-                for hook in hooks:
-                    hook.on_save(step, path)
+            tell_of_saves()
             if saves or evaluates():
                 rate.restart()
-        unsaved = saved.close()
-        for path in saved.committed():
-            for hook in hooks:
-                hook.on_save(step, path)
         if not is_stopping and evaluate and not metrics:  # resumed after the last step: nothing was left to train
-            metrics = evaluate(model)
+            measure()
+        unsaved = saved.close()
+        tell_of_saves()
 
     if skipped:
         world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")

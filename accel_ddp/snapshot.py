@@ -147,21 +147,32 @@ def read_json(path: Path) -> Any:
 
 
 def run_of(path: Path) -> dict[str, Any]:
-    """What is written about the run in a checkpoint, without a look at the tensors; {} where it cannot be read."""
-    run = read_json(path / RUN)
-    return run if isinstance(run, dict) else {}
+    """What is written about the run in a checkpoint, without a look at the tensors; {} where that is damaged."""
+    manifest = _manifest(path)
+    with contextlib.suppress(OSError):
+        if manifest and manifest["format"] <= FORMAT and _digest(path / RUN) == manifest["files"].get(RUN):
+            run = read_json(path / RUN)
+            return run if isinstance(run, dict) else {}
+    return {}
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """None where it is not what was written."""
+    manifest = read_json(path / MANIFEST)
+    if not isinstance(manifest, dict):
+        return None
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return manifest if json.loads(_signed(rest))["sha256"] == manifest.get("sha256") else None
 
 
 def problem(path: Path) -> str:
     """Why the checkpoint cannot be used, or nothing. Reads and hashes all of it: about a second per GB."""
     if not path.is_dir():
         return "there is no such folder"
-    manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict):
-        return f"{MANIFEST} is missing or broken" if (path / RUN).is_file() else "it is no checkpoint: it has no manifest.json"
-    rest = {name: value for name, value in manifest.items() if name != "sha256"}
-    if json.loads(_signed(rest)).get("sha256") != manifest.get("sha256"):
-        return f"{MANIFEST} is damaged"
+    manifest = _manifest(path)
+    if manifest is None:
+        is_there = (path / MANIFEST).is_file()
+        return f"{MANIFEST} is {'damaged' if is_there else 'missing'}"
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this one reads {FORMAT}). "
