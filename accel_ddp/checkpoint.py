@@ -4,9 +4,11 @@ Everything else (order of the data, learning rate, dropout) is a function of the
 """
 
 import contextlib
+import math
+import re
 import sys
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        data: str = "",
+        data: dict[str, Any] | None = None,
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
     ):
@@ -51,22 +53,36 @@ class Checkpoints:
         self.ranking: list[int] = []  # steps by the metric of `--keep_best`, the best first
         self.newest: int | None = None  # the last step that was handed to the writer, or restored
         self.failed = ""  # why the newest state is not on the disk
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: list[Future] = []
+        self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[futures.Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[tuple[int, Path]] = []
         self._last: tuple[Any, ...] = ()  # what the writer was given last
 
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        """Also a run that fails does not end before the save that is in flight is whole."""
+        if error is not None:
+            with contextlib.suppress(Exception):
+                self.wait()
+
     # ---- saving: on the main rank, no collectives, so that it may be called wherever one rank is alone
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, is_last: bool = False) -> None:
         """Hand the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
         if self.newest == step and not self.failed:
             return
-        self.newest = step
         if not self.accelerator.is_main_process:
+            self.newest = step
             return
-        self.wait()  # at most one in flight: its host memory is used again
+        # At most one in flight: its host memory is used again. The other ranks wait in the next reduction, which has a
+        # timeout; after the last step they wait without one.
+        if not self.wait(None if is_last else self.cfg.ddp_timeout_seconds / 2):
+            print(f"the checkpoint before is still being written: that of step {step} is left out.", file=sys.stderr)
+            return
+        self.newest = step
         weights, optimizer, values = taken(self.model, self.optimizer)
         copied = self._to_host({MODEL: weights, OPTIMIZER: optimizer})
         scaler = self.accelerator.scaler
@@ -103,6 +119,7 @@ class Checkpoints:
 
     def _write(self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any) -> None:
         """In the writer's thread."""
+        world.is_writing = True  # a rank that ends because another failed waits for it
         try:
             if copied is not None:
                 copied.synchronize()
@@ -113,9 +130,12 @@ class Checkpoints:
             there = ", ".join(p.name for p in snapshot.all_of(self.folder)) or "none"
             print(f"{self.failed}. Training goes on; checkpoints that are there: {there}.", file=sys.stderr, flush=True)
             return
+        finally:
+            world.is_writing = False
         self.failed = ""
         self._committed.append((run["step"], path))
-        snapshot.prune(self.folder, self.cfg.keep_last, self.best())
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed after the next save
+            snapshot.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
@@ -136,7 +156,8 @@ class Checkpoints:
                 if self.cfg.keep_best not in metrics:
                     raise UserError(f"--keep_best {self.cfg.keep_best}: step {step} measured {', '.join(metrics)}.")
             sign = -1 if higher_is_better(self.cfg.keep_best) else 1
-            self.ranking = sorted(self.evaluations, key=lambda step: (sign * self.evaluations[step][self.cfg.keep_best], step))
+            values = {step: sign * metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items()}
+            self.ranking = sorted(values, key=lambda step: (math.isnan(values[step]), values[step], step))
 
     def _write_evaluations(self, evaluations: dict[int, Metrics]) -> None:
         """In the writer's thread, after the save of the same step."""
@@ -149,10 +170,14 @@ class Checkpoints:
         except OSError as error:
             print(f"evaluations.json could not be written on {world.HOST}: {error.strerror}.", file=sys.stderr, flush=True)
 
-    def wait(self) -> None:
-        """Until the writer has nothing left to do."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the writer has nothing left to do; False if that takes longer."""
+        _, late = futures.wait(self._pending, timeout)
+        if late:
+            return False
         while self._pending:
             self._pending.pop(0).result()
+        return True
 
     def committed(self) -> list[tuple[int, Path]]:
         """(step, folder) of checkpoints that have come to exist since this was asked last; on the main rank only."""
@@ -164,7 +189,7 @@ class Checkpoints:
         if self.failed:  # the state is still in host memory, and someone may have made room
             self._write(*self._last)
         self._writer.shutdown()
-        return world.agreed(self.failed)
+        return world.agreed(self.failed, what="write the last checkpoint")
 
     # ---- restoring: every rank together
 
@@ -192,10 +217,10 @@ class Checkpoints:
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self.rank()
-        if world.RANK == 0:
+        if world.LOCAL_RANK == 0:
             for later in snapshot.all_of(self.folder):
                 if snapshot.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
-                    world.say(f"--resume: set aside as {snapshot.set_aside(later, 'later').name}.")
+                    self._set_aside(later, "later")
         self._say_what_is_new(path, run, source)
         return run["step"]
 
@@ -207,7 +232,8 @@ class Checkpoints:
                 run = snapshot.run_of(path)
                 mine.append((snapshot.step_of(path) if snapshot.is_step(path) else run.get("step", 0), str(path), run.get("run")))
         shares = [(host, share) for host, share in world.gathered((world.HOST, mine)) or []]
-        holders = [(host, {run for *_, run in share}) for host, share in shares if share]
+        holders = [(host, {run for *_, run in share if run}) for host, share in shares]
+        holders = [(host, runs) for host, runs in holders if runs]
         strangers = [host for host, runs in holders if not runs & holders[0][1]]
         if world.agreed(strangers):
             strangers = world.agreed([holders[0][0], *strangers] if holders else None)
@@ -225,7 +251,10 @@ class Checkpoints:
                 problem = snapshot.problem(Path(place)) if rank == world.RANK else ""
             problem = world.agreed(problem, rank)
             if not problem:
-                self._set_aside(damage)
+                for of, damaged, why in damage:
+                    # Not where another node finds the same path whole, and not because a disk could not be read for once.
+                    if of == world.RANK and damaged != place and "cannot be read" not in why:
+                        self._set_aside(Path(damaged), "damaged")
                 return rank, Path(place)
             damage.append((rank, place, problem))
             host = world.agreed(world.HOST, rank)
@@ -237,12 +266,11 @@ class Checkpoints:
             )
         return None
 
-    def _set_aside(self, damage: list[tuple[int, str, str]]) -> None:
-        for rank, place, _ in damage:
-            if rank == world.RANK:
-                with contextlib.suppress(FileNotFoundError):  # another node shares the disk and was faster
-                    aside = snapshot.set_aside(Path(place), "damaged")
-                    print(f"{world.HOST}: set aside as {aside.name}; a whole one before it is taken.", flush=True)
+    def _set_aside(self, path: Path, why: str) -> None:
+        """Only in the run's own folder, which is locked; what lies elsewhere is left as it is."""
+        if path.parent.resolve() == self.folder.resolve():
+            with contextlib.suppress(OSError):  # another node shares the disk and was faster; or nothing can be renamed there
+                print(f"{world.HOST}: {path.name} is set aside as {snapshot.set_aside(path, why).name}.", flush=True)
 
     def _load(self, path: Path, run: dict[str, Any], source: int) -> None:
         reads = source == world.RANK
@@ -267,6 +295,9 @@ class Checkpoints:
         with torch.no_grad():
             for name in sorted(weights):
                 weights[name].copy_(received(MODEL, name))
+        if run["optimizer"] != type(self.optimizer).__name__:  # with --allow_config_change
+            world.say(f"  the optimizer starts anew: it was {run['optimizer']}, and is {type(self.optimizer).__name__}")
+            return
         state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
         on_host = set(run["on_host"])
         for full in sorted(there[OPTIMIZER]):
@@ -293,23 +324,28 @@ class Checkpoints:
             world.say(f"  not bit-identical where it matters: {'; '.join(newer)}")
 
 
-def refuse_changed_options(cfg: TrainConfig, run: dict[str, Any], data: str = "", precision: str = "") -> None:
-    """A UserError that names what differs from the run that was saved and would change the result."""
+def refuse_changed_options(
+    cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = ""
+) -> None:
+    """A UserError that names what differs from the run that was saved and would change the result.
+
+    Without `data`, which are not loaded when a run starts, the options that name them are not compared yet.
+    """
     then, now = run.get("config", {}), as_plain_dict(cfg)
     free = {*cfg.harmless, "mixed_precision"}
     if cfg.lr_schedule == "constant" and not cfg.warmup_ratio:
         free |= {"steps", "epochs"}  # the learning rate does not depend on the end
-    if not data or data == run.get("data"):
-        free |= {"dataset", "train_file", "train_split"}  # places: what lies there is compared
+    before = run.get("data") or {}
+    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
+        free |= {"dataset", "train_file", "train_split"}  # places: what lies there is compared, where it can be
     changed = [
         f"--{name}: {then[name]!r} then, {value!r} now"
-        for name, value in now.items()
-        if name in then and name not in free and then[name] != value
-    ]
+        for name, value in now.items() if name in then and name not in free and then[name] != value
+    ]  # fmt: skip
     if precision and precision != run.get("precision"):
         changed.append(f"--mixed_precision: {run.get('precision')!r} then, {precision!r} now")
-    if data and run.get("data") and data != run["data"]:
-        changed.append("the content of the training data")
+    if data and before and data != before:
+        changed.append(f"the training data: {before['items']:,} items then, {data['items']:,} now, or of other content")
     if not changed:
         return
     if cfg.allow_config_change:
@@ -329,4 +365,5 @@ def _host_memory(like: Tensor, pinned: bool) -> Tensor:
 
 
 def higher_is_better(metric: str) -> bool:
-    return not any(word in metric for word in ("loss", "perplexity", "error"))
+    lower = {"loss", "perplexity", "ppl", "error", "wer", "cer", "ter", "mse", "rmse", "mae", "nll", "fid", "distance"}
+    return not lower & set(re.split("[^a-z]+", metric.lower()))

@@ -3,6 +3,7 @@
 Standard library, yaml and tyro only: a mistyped option is reported before torch is imported.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -81,11 +82,11 @@ class TrainConfig:
     eval_every: int = 0  # updates; 0: at the end of every epoch
     save_every: int = 0  # updates; 0: at the end of every epoch
     keep_last: int = 2  # checkpoints that are kept, at least 2
-    keep_best: str = ""  # a metric: the checkpoint that has the best value of it is kept too, and named in best.json
+    keep_best: str = ""  # a metric: the checkpoint with the best value of it is kept too, and named in best.json
     stop_signal: Literal["USR1", "USR2"] = "USR2"  # asks for a checkpoint and the end, as SIGTERM and Ctrl-C do (Slurm: --signal)
     stop_after: int = 0  # end after this step as if asked to: with a checkpoint and exit code 75; 0: never
     push_to_hub: str = ""  # upload the exported model to this name, for example me/my-model
-    best_metric: str = "loss"  # what early stopping looks at; lower is better for loss and perplexity
+    best_metric: str = "loss"  # what early stopping looks at; lower is better for loss, perplexity, error, wer, cer, mse, mae
     early_stopping_patience: int = 0  # evaluations without a better --best_metric before the end; 0: never
     report_to: str = ""  # trackers, for example wandb,tensorboard,trackio
     project: str = "accel_ddp"  # the trackers' project
@@ -175,6 +176,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
 def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     """Parse the command line, run `main`, and turn whatever happens into an exit code and words for the user."""
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
+    sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
     try:
         cfg = parse_config(cls)
     except UserError as error:
@@ -191,6 +193,25 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+class _NeverFails:
+    """A stream whose disk may be full, or whose reader may be gone, without ending the run that writes to it."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def is_voice_of_node() -> bool:

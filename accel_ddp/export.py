@@ -42,7 +42,7 @@ def at_the_end(model: Any, tokenizer: Any, cfg: TrainConfig, metrics: Metrics) -
 
 def from_checkpoint(place: str, out: str, push_to_hub: str = "") -> Path:
     """Export a checkpoint, or of a run's folder the best one, or the newest whole one where none is marked."""
-    path, folder = _chosen(Path(place)), Path(out)
+    path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: is there already. Give a folder that is not.")
     problem = snapshot.problem(path)
@@ -112,15 +112,18 @@ def _write(folder: Path, model: nn.Module, files: dict[str, bytes], facts: dict[
         model.save_pretrained(partial)
         (partial / "README.md").write_text(card(facts))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
-        if folder.exists():
-            shutil.rmtree(folder)
+        if folder.exists():  # out of sight first: a kill meanwhile must not leave half of it
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
         partial.rename(folder)
     except Exception as error:  # also safetensors' own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):
             raise UserError(
-                f"{folder}: the model could not be written on {world.HOST}: {error}. The checkpoints are whole; export one "
-                f"when there is room: accel-ddp export {folder.parent} OUT."
+                f"{folder}: the model could not be written on {world.HOST}: {error}. When there is room, export a checkpoint: "
+                f"accel-ddp export {folder.parent} OUT."
             ) from error
         raise
 

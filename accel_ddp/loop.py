@@ -38,9 +38,7 @@ def fit(
     """
     total_steps = cfg.total_steps(len(train))
     model, optimizer = accelerator.prepare(model, optimizer)
-    saved = checkpoint.Checkpoints(
-        accelerator, cfg, model, optimizer, data=train.fingerprint, total_steps=total_steps, files=files
-    )
+    saved = checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
     first = step = saved.restore()
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
@@ -81,7 +79,7 @@ def fit(
                 hook.on_save(at, path)
 
     model.train(cfg.dropout)
-    with stop.armed(cfg):
+    with stop.armed(cfg), saved:
         if evaluates() and step not in saved.evaluations:  # killed in the evaluation after this save
             measure()
         while step < total_steps and not is_done and not is_stopping:
@@ -101,11 +99,11 @@ def fit(
                 for numbers in reader.pop(all_of_them=True):
                     take_in(numbers)
             if saves or is_stopping:  # before the evaluation, which may fail
-                saved.save(step)
+                saved.save(step, is_last=is_stopping or step == total_steps)
             if evaluates() and not is_stopping:
                 measure()
                 if is_done or is_stopping:
-                    saved.save(step)
+                    saved.save(step, is_last=True)
             tell_of_saves()
             if saves or evaluates():
                 rate.restart()
@@ -113,20 +111,25 @@ def fit(
             measure()
         unsaved = saved.close()
         tell_of_saves()
+        if skipped:
+            world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
+        reason = stop.reason() if is_stopping else ""
+        for hook in hooks:
+            hook.on_end(step, {**metrics, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
+        if is_stopping:
+            world.agreed(None, what="close its trackers")  # the launcher ends all ranks as soon as the first is gone
 
-    if skipped:
-        world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
-    reason = stop.reason() if is_stopping else ""
-    for hook in hooks:
-        hook.on_end(step, {**metrics, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
     if is_stopping:
         stop.remove_file(cfg.output_dir)
-        if unsaved:
-            raise stop.Stopped(f"unsaved: asked to stop by {reason}, but {unsaved}. --resume goes on from an older one.")
-        raise stop.Stopped(
+        text = (
             f"stopped: asked by {reason}; step {step} of {total_steps} is saved. Go on with it: the same command with "
             f"--resume --output_dir {cfg.output_dir}"
         )
+        if unsaved:
+            text = f"unsaved: asked to stop by {reason}, but {unsaved}. --resume goes on from an older one."
+        if world.lasting:
+            world.lasting.set("stopped", text)
+        raise world.Stopped(text)
     if unsaved:
         world.unsaved = f"unsaved: the run is at its end, but {unsaved}."
     elif (best := saved.best()) is not None:

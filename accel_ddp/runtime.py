@@ -51,10 +51,15 @@ def start(cfg: TrainConfig) -> Accelerator:
 
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
+    if world.RESTARTS and not cfg.resume:
+        cfg.resume = "auto"  # started again by the launcher after a failure: the user has typed nothing new
+        default = world.lasting.get("output_dir").decode() if world.lasting and world.lasting.check(["output_dir"]) else ""
     given = cfg.output_dir or (str(_run_folder(Path(cfg.resume))) if cfg.resume not in ("", "auto") else "")
     cfg.output_dir = world.agreed(given or default)
+    if RANK == 0 and world.lasting:
+        world.lasting.set("output_dir", cfg.output_dir)
     with world.together("open the output folder"):
-        if cfg.resume and not given:
+        if cfg.resume and not (given or (world.RESTARTS and default)):
             raise UserError("--resume needs the folder of the run: --resume --output_dir runs/...")
         if RANK == 0:  # only the main rank writes there; on the other nodes the folder need not exist
             _require_trackers(trackers)
@@ -94,7 +99,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 def _run_folder(path: Path) -> Path:
     """Of `--resume PATH`, which may be a checkpoint or the folder of a run."""
-    return path.parent if snapshot.is_step(path) else path
+    return path.parent if snapshot.is_step(path) or (path / snapshot.MANIFEST).is_file() else path
 
 
 def _claim_output_dir(cfg: TrainConfig) -> None:
@@ -105,12 +110,14 @@ def _claim_output_dir(cfg: TrainConfig) -> None:
         _lock(folder)
         ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
         ours += [path.name for path in snapshot.all_of(folder)[-1:]]
-        if ours and not cfg.resume:
+        candidates = snapshot.candidates(cfg)
+        comes_from = Path(cfg.resume) if cfg.resume not in ("", "auto") else folder
+        is_foreign = _run_folder(comes_from).resolve() != folder.resolve() and not snapshot.is_of_one_run(comes_from, folder)
+        if ours and (not cfg.resume or is_foreign):
             raise UserError(
-                f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: add --resume; or choose another "
+                f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: --resume alone; or choose another "
                 "folder."
             )
-        candidates = snapshot.candidates(cfg)
         if candidates:  # before a model is loaded; the data are compared when they are there
             checkpoint.refuse_changed_options(cfg, snapshot.run_of(candidates[-1]))
         snapshot.sweep(folder)
@@ -192,13 +199,15 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
         if world.unsaved:
             return _leave(world.unsaved)
         if dist.is_initialized():
+            _part()
             dist.destroy_process_group()
         return 0
-    except stop.Stopped as stopped:
+    except world.Stopped as stopped:
         return _leave(str(stopped))
     except UserError as error:
-        world.first_failure(f"error: {error}")
-        return _leave(f"error: {error}")
+        text = f"{world.unsaved} And: {error}" if world.unsaved else f"error: {error}"
+        world.first_failure(text)
+        return _leave(text)
     except Exception as error:
         if not _is_out_of_memory(error):
             text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
@@ -215,6 +224,17 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})"
         )
         return _leave(world.first_failure(text))
+
+
+def _part() -> None:
+    """Wait until every rank has come through its last collective: one that ended earlier would cut it off from the others,
+    and a launcher waits 300 s for a node that failed at the end."""
+    world.store.add("done", 1)
+    deadline = time.monotonic() + 60
+    while world.store.add("done", 0) < NUM_RANKS and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if RANK == 0:
+        time.sleep(0.2)  # rank 0 may host the store, which the others have just asked
 
 
 def _leave(text: str) -> int:

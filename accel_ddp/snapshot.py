@@ -202,10 +202,21 @@ def problem(path: Path) -> str:
     return ""
 
 
+def is_of_one_run(source: Path, folder: Path) -> bool:
+    """Whether `folder`, which is not that of `source`, holds a run that went on from `source`."""
+    paths = [source] if (source / MANIFEST).is_file() else all_of(source)
+    if any(path.resolve().parent == folder.resolve() for path in paths):
+        return False
+    runs = [{run_of(path).get("run") for path in those} - {None} for those in (paths, all_of(folder))]
+    return bool(runs[0] & runs[1])
+
+
 def candidates(cfg: TrainConfig) -> list[Path]:
     """The checkpoints on this disk that `--resume` may mean, oldest first."""
     if not cfg.resume:
         return []
+    if cfg.resume != "auto" and is_of_one_run(Path(cfg.resume), Path(cfg.output_dir)):
+        return all_of(cfg.output_dir)  # the same command again, as a requeued job gives it: the run has gone on from there
     path = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
     is_run = cfg.resume == "auto" or not (is_step(path) or (path / MANIFEST).is_file())
     return all_of(path) if is_run else [path] if path.is_dir() else []

@@ -18,16 +18,13 @@ from pathlib import Path
 from accel_ddp import world
 from accel_ddp.config import TrainConfig, is_voice_of_node
 
+_agreed = False  # all ranks know of the stop, and save
 _armed = False  # while a checkpoint can be made; before and after it there is nothing to save
 _reason = ""  # of this rank
 _signals: list[signal.Signals] = []
 _file: Path | None = None
 _looked = 0.0
 _at_exit: tuple[int, int] = (-1, -1)  # a pipe that has something to read from the moment when this process exits
-
-
-class Stopped(Exception):
-    """The run was asked to end before its last step, and did so on every rank, after a checkpoint."""
 
 
 class EvaluationStopped(Exception):
@@ -100,13 +97,32 @@ def _hear(reader: int) -> None:
         again = interrupted and number in (signal.SIGINT, signal.SIGTERM)
         interrupted = interrupted or number == signal.SIGINT
         if again or not _armed:
+            if not again and world.RANK == 0 and world.store:
+                # Rank 0 may host the store, in which the others look for this word once a second.
+                world.first_failure(f"stopped: {name} on {world.HOST}, before the first step or after the last")
+                time.sleep(1.5)
             kind = "interrupted" if interrupted else "stopped"
             _end_now(f"{kind}: {name} on {world.HOST}; every rank ends at once. --resume goes on from the last checkpoint.")
         elif not _reason:
             _ask(f"{name} on rank {world.RANK} ({world.HOST})")
+            if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
+                threading.Thread(target=_end_before_the_launcher_does, daemon=True).start()
             if is_voice_of_node():
                 more = "; Ctrl-C again ends at once" if interrupted else ""
                 print(f"\n{world.HOST}: {name}: saving after this step, then the end{more}.", file=sys.stderr, flush=True)
+
+
+def _end_before_the_launcher_does() -> None:
+    """torchrun sends SIGTERM also when another of its ranks has died, and then no step will ever end here. It kills after
+    its time is up, without a word on any node; so we say it, everywhere, a little earlier."""
+    seconds = 0.8 * float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+    time.sleep(seconds)
+    if _armed and not _agreed:
+        _end_now(
+            f"stopped: SIGTERM on {world.HOST}, and the step did not end within {seconds:.0f} s, so nothing was saved: another "
+            "rank may be gone (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be longer. --resume goes on from the last "
+            "checkpoint."
+        )
 
 
 def _ask(reason: str) -> None:
@@ -141,13 +157,16 @@ def is_asked() -> bool:
     global _looked
     if not _reason and _file and is_voice_of_node() and time.monotonic() - _looked > 1:  # a look may cross the network
         _looked = time.monotonic()
-        if _file.exists():
-            _ask(f"the file {_file} on {world.HOST}")
+        with contextlib.suppress(OSError):  # a network disk that does not answer for once
+            if _file.exists():
+                _ask(f"the file {_file} on {world.HOST}")
     return bool(_reason or world.stop_heard)
 
 
 def reason() -> str:
     """What was asked first, the same on every rank. A collective."""
+    global _agreed
+    _agreed = True
     reasons = world.gathered(_reason)
     return world.agreed(next((r for r in reasons if r), "--stop_after") if reasons else None)
 

@@ -70,7 +70,8 @@ class TrainBatches:
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], fingerprint: str = ""):
         """`fingerprint` is of the content: a resumed run must have the same."""
-        self.dataset, self.collate, self.fingerprint = dataset, collate, f"{len(dataset)} items {fingerprint}".strip()
+        self.dataset, self.collate = dataset, collate
+        self.identity = {"items": len(dataset), "fingerprint": fingerprint}
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -64,7 +64,7 @@ def verify(words: list[str], steps: int, folder: str) -> int:
 class _Work:
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int):
         self.place, self.launch, self.recipe, self.steps = place, launch, recipe, steps
-        every = ["--stop_after", str(steps), "--save_every", "2", "--keep_last", "2", "--log_every", "1"]
+        every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
         self.options = [*options, *every, "--eval_every", "1000000000", "--report_to", "", "--push_to_hub", ""]
         self.node = int(_option(launch, "--machine_rank") or os.environ.get("NODE_RANK", 0))
         self.port = int(_option(launch, "--main_process_port") or 29500)
@@ -78,18 +78,19 @@ class _Work:
         several = 0 if self.launch else 2 if gpus == 0 else gpus
 
         # On several nodes all runs of all nodes come first: those of the other nodes then never wait for node 0 alone.
-        straight = self.run("straight", several or 1)
-        killed = self.killed("killed", several or 1)
-        ranks = self.run("ranks", several, *EXACT) if several > 1 or self.launch else None
+        killed, end = self.killed("killed", several or 1)
+        straight = self.run("straight", several or 1, end)
+        ranks = self.run("ranks", several, self.steps, *EXACT) if several > 1 or self.launch else None
         if self.node > 0:
             print(f"node {self.node} has done its part; the table is on node 0.")
             return 0
-        one = self.run("one", 1, *EXACT, alone=True)
+        one = self.run("one", 1, self.steps, *EXACT, alone=True)
         micro = one.run["config"]["micro_batch_size"]
         batch = one.run["config"]["global_batch_size"]
         share = min(micro, batch)
         other = share // 2 if share % 2 == 0 else 1
-        smaller = self.run("micro", 1, *EXACT, "--micro_batch_size", str(other), alone=True) if other < share else None
+        fewer = ["--micro_batch_size", str(other)]
+        smaller = self.run("micro", 1, self.steps, *EXACT, *fewer, alone=True) if other < share else None
 
         precision, device = one.run["precision"], torch.cuda.get_device_name() if gpus else "CPU"
         lines += [self.within(f"micro-batch {other} and {share}", one, smaller)] if smaller else []
@@ -124,12 +125,12 @@ class _Work:
         world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [[sys.executable, *words]] * ranks, [{**env, **world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
 
-    def run(self, name: str, ranks: int, *more: str, alone: bool = False) -> "_Run":
+    def run(self, name: str, ranks: int, end: int, *more: str, alone: bool = False) -> "_Run":
         print(f"running: {name} ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, list(more), alone))
+        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone))
         for process in started:
             process.wait()
-        return self.result(name, started)
+        return self.result(name, started, end)
 
     def start(self, name: str, commands: list[list[str]], environments: list[dict[str, str]]) -> list[subprocess.Popen]:
         log = (self.place / f"{name}.txt").open("a")
@@ -138,34 +139,45 @@ class _Work:
             for command, env in zip(commands, environments, strict=True)
         ]
 
-    def killed(self, name: str, ranks: int) -> "_Run":
-        """Killed with SIGKILL as soon as its first checkpoint exists, on node 0; the other nodes' ranks lose it. Then resumed."""
+    def killed(self, name: str, ranks: int) -> tuple["_Run", int]:
+        """Killed with SIGKILL as soon as its first checkpoint exists, on node 0; the other nodes' ranks lose it. Then resumed.
+
+        Returns also the step after which it ended, which depends on when it was killed; not on several nodes, which cannot
+        tell each other: there the step is fixed, and later.
+        """
         print(f"running: {name} ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, [], alone=False))
+        fixed = self.steps + 20 if self.launch else 0
+        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], alone=False))
         while any(process.poll() is None for process in started):
             if self.node == 0 and snapshot.all_of(self.place / name):
                 for process in started:
                     _kill(process)
             time.sleep(0.002)
         before = snapshot.all_of(self.place / name)
-        print(f"running: {name} at step {snapshot.step_of(before[-1]) if before else '?'}, resumed ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, ["--resume"], alone=False))
+        at = snapshot.step_of(before[-1]) if before else 0
+        end = fixed or at + 4
+        if not before and self.node == 0:  # it failed by itself
+            return self.result(name, started, end), end
+        print(f"running: {name}{f' at step {at}' if at else ''}, resumed ...", flush=True)
+        started = self.start(name, *self.command(name, ranks, ["--resume", "--stop_after", str(end)], alone=False))
         for process in started:
             process.wait()
-        result = self.result(name, started)
-        result.killed_at = snapshot.step_of(before[-1]) if before else 0
-        return result
+        result = self.result(name, started, end)
+        result.killed_at = at
+        return result, end
 
-    def result(self, name: str, started: list[subprocess.Popen]) -> "_Run":
+    def result(self, name: str, started: list[subprocess.Popen], end: int) -> "_Run":
         found = snapshot.all_of(self.place / name)
         if self.node > 0:
             return _Run(Path(), {}, {})
         problem = snapshot.problem(found[-1]) if found else "it left no checkpoint"
+        run = snapshot.run_of(found[-1]) if found and not problem else {}
+        if run and run["step"] != min(end, run["total_steps"]):
+            problem = f"it came to step {run['step']}, not to {end}"
         if problem:
             tail = "\n".join((self.place / f"{name}.txt").read_text().splitlines()[-25:])
             codes = ", ".join(str(process.returncode) for process in started)
             raise UserError(f"the run '{name}' ended with {codes}: {problem}. It said:\n{tail}")
-        run = snapshot.run_of(found[-1])
         return _Run(found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"]))
 
     # ---- comparisons
@@ -187,7 +199,7 @@ class _Work:
         same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{' and '.join(files)} differ" if files else ""
         if not 0 < b.killed_at < a.run["step"]:
-            problem = problem or "it was over before it could be killed: give more --steps"
+            problem = problem or "it was over before it could be killed: give it more data or steps"
         what = f"killed at step {b.killed_at}, resumed"
         return Line(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
 

@@ -27,6 +27,7 @@ from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_
 
 HOST = socket.gethostname()
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
 LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 # Options of which each node may have its own; any other that differs would train something else on each.
@@ -35,13 +36,19 @@ MAY_DIFFER = ("output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_
 MAY_DIFFER += ("model", "dataset", "train_file", "eval_file")
 
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
+lasting: dist.Store | None = None  # the same for all attempts of a launcher that restarts its ranks
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
 _meetings = 0
+is_writing = False  # a checkpoint, on this rank
 unsaved = ""  # why a run that came to its end did not leave a checkpoint of it
 stop_heard = ""  # who asked all ranks to stop, as far as this one has heard
 
 # How a process ends. 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h.
 USER_ERROR, UNSAVED, STOPPED, INTERRUPTED = 2, 74, 75, 130
+
+
+class Stopped(Exception):
+    """The run was asked to end before its last step, and did so on every rank, after a checkpoint."""
 
 
 def say(text: str) -> None:
@@ -130,11 +137,11 @@ def end_with_the_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
-def agreed(value: Any, source: int = 0) -> Any:
-    """The value of rank `source`, on every rank."""
+def agreed(value: Any, source: int = 0, what: str = "agree") -> Any:
+    """The value of rank `source`, on every rank. `what` is said to those who wait long for it."""
     box = [value]
     if NUM_RANKS > 1:
-        _wait_for_all(_new_meeting(), "agree")
+        _wait_for_all(_new_meeting(), what)
         dist.broadcast_object_list(box, src=source, group=_patient)
     return box[0]
 
@@ -207,15 +214,17 @@ def asked_of_accelerate() -> dict[str, Any]:
 
 def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
-    global store, _patient
+    global store, lasting, _patient
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(
                 f"WORLD_SIZE is {NUM_RANKS} but {name} is not set. Start with accelerate launch or torchrun, which set both."
             )
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
-    root = _store_of_the_launcher(cfg, timeout)
+    lasting, root = _store_of_the_launcher(cfg, timeout)
     store = dist.PrefixStore("accel_ddp", root)
+    if lasting.check(["stopped"]):  # the launcher takes an agreed stop for a failure, and starts the ranks again
+        raise Stopped(lasting.get("stopped").decode())
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     options = {**as_plain_dict(cfg), "mixed_precision": precision}
     options = {name: value for name, value in options.items() if name not in MAY_DIFFER}
@@ -280,13 +289,16 @@ def _listen() -> None:
         except Exception:
             return  # the store is gone with its host, and so is what it knew
         time.sleep(8)
+        while is_writing:
+            time.sleep(0.1)
         if is_voice_of_node():
             print(text, file=sys.stderr, flush=True)
         os._exit(exit_code(text))
 
 
-def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
-    """torchrun's and accelerate's store; without them (RANK and the rest set by hand) rank 0 opens one."""
+def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """torchrun's and accelerate's store, of all attempts and of this one; without them (RANK and the rest set by hand)
+    rank 0 opens one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts_it = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     began = told = time.monotonic()
@@ -307,7 +319,7 @@ def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
                 )
             time.sleep(0.1)
     root = dist.TCPStore(address, port, NUM_RANKS, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", root)
+    return dist.PrefixStore("accel_ddp_lasting", root), dist.PrefixStore(f"attempt/{RESTARTS}", root)
 
 
 def _wait_for(key: str, rank: int, cfg: TrainConfig) -> bytes:

@@ -2,7 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/own_loop.py --steps 20
 
-A test requires that this file and `classify.py` learn the same weights, to the bit, on one rank and on two.
+A test requires that this file and `classify.py` learn the same weights, to the bit, on one rank and on two. It saves and
+resumes; what it leaves to `fit` are evaluations on the way, trackers, and the agreed stop: here a signal ends it at once.
 """
 
 from classify import Config, Task
@@ -19,10 +20,10 @@ def main(cfg: Config) -> None:
 
     model, optimizer = accelerator.prepare(task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.tokenizer)
-    saved = accel_ddp.checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.fingerprint, files=files)
+    saved = accel_ddp.checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.identity, files=files)
     first = saved.restore()
     updates = task.train.starting_at(first, accelerator, cfg)
-    model.train()
+    model.train(cfg.dropout)
     for step in range(first, total_steps):
         accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
@@ -31,10 +32,12 @@ def main(cfg: Config) -> None:
         )
         if (step + 1) % cfg.log_every == 0:
             accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
+        if step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            saved.save(step + 1)
     metrics = task.evaluate(model)
     accelerator.print(metrics)
-    saved.save(total_steps)
-    saved.close()
+    if problem := saved.close():
+        raise accel_ddp.UserError(problem)
     with accel_ddp.together("export the model"):
         if accelerator.is_main_process:
             accel_ddp.export.at_the_end(task.model, task.tokenizer, cfg, metrics)

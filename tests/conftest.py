@@ -1,13 +1,16 @@
 """Helpers that start real processes. Nothing here is a stand-in for torch, accelerate, the network or the disk."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -73,20 +76,32 @@ class Running:
         ]  # fmt: skip
         self.read = [""] * len(commands)
 
-    def until(self, words: str, of: int = 0) -> None:
+    def until(self, words: str, of: int = 0, timeout: float = 120) -> None:
+        """Until a process says this; the whole family is ended if it does not."""
+        late = threading.Timer(timeout, self.kill)
+        late.start()
         for line in self.processes[of].stdout:
             self.read[of] += line
             if words in line:
+                late.cancel()
                 return
+        late.cancel()
+        self.kill()
         raise AssertionError(f"{words!r} was never said:\n{self.read[of]}")
 
-    def ended(self, timeout: float = 60) -> Ended:
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+
+    def ended(self, timeout: float = 120) -> Ended:
         began = time.monotonic()
         try:
             texts = [before + process.communicate(timeout=timeout)[0] for before, process in zip(self.read, self.processes)]
         finally:
-            for process in self.processes:
-                process.kill()
+            self.kill()
         return Ended([process.returncode for process in self.processes], texts, time.monotonic() - began)
 
 

@@ -69,8 +69,8 @@ def test_a_newer_format_and_another_model_are_refused(damage):
     ("case", "words"),
     {
         "lr": "--lr: 0.01 then, 0.02 now", "seed": "--seed: 0 then, 1 now", "batch": "--global_batch_size: 4 then, 8 now",
-        "steps": "--steps: 6 then, 8 now", "data": "the content of the training data",
-        "fewer data": "the content of the training data",
+        "steps": "--steps: 6 then, 8 now", "data": "the training data: 40 items then, 40 now, or of other content",
+        "fewer data": "the training data: 40 items then, 39 now",
     }.items(),
 )  # fmt: skip
 def test_options_that_change_the_result_are_refused_by_name(damage, case, words):
@@ -88,8 +88,8 @@ def test_harmless_options_and_allowed_changes_go_on(damage):
 
 
 def test_a_path_says_where_to_go_on_from(damage):
-    assert damage["path"]["from"] == damage["back to 2"]["from"] == 2
-    assert damage["path"]["end"] == damage["back to 2"]["end"] == damage["straight"]["end"]
+    assert damage["back to 2"]["from"] == 2
+    assert damage["back to 2"]["end"] == damage["straight"]["end"]
     assert {"later_step_00000004", "later_step_00000006", "step_00000006"} <= set(damage["back to 2"]["left"])
     assert "resumed at step 6" in damage["path of a run"]["said"]
     assert "no node has a checkpoint there" in damage["no path"]["error"]
@@ -104,6 +104,26 @@ def test_the_best_is_kept_and_marked_and_early_stopping_remembers(damage):
     assert (damage["patience"]["from"], damage["patience"]["to"]) == (4, 6), "it knows the best of its earlier life"
 
 
+def test_a_value_that_is_no_number_is_not_the_best(damage):
+    assert damage["best beside nan"]["step"] == 4
+
+
+def test_the_same_command_again_goes_on_and_does_not_go_back(damage):
+    assert (damage["path first"]["from"], damage["path first"]["to"]) == (2, 4)
+    assert (damage["path again"]["from"], damage["path again"]["to"]) == (4, 6)
+    assert damage["path again"]["end"] == damage["straight"]["end"]
+
+
+def test_another_optimizer_starts_anew_where_that_is_allowed(damage):
+    assert damage["allowed optimizer"]["from"] == 4
+    assert "the optimizer starts anew: it was AdamW, and is SGD" in damage["allowed optimizer"]["said"]
+
+
+def test_a_run_that_fails_does_not_end_before_its_save_is_whole(damage):
+    assert damage["evaluation fails"]["error"] == "this evaluation fails"
+    assert damage["evaluation fails"]["left"] == ["step_00000002"]
+
+
 def test_kill_9_at_30_random_points_of_saves_loses_at_most_one_interval(tmp_path):
     killed = run_ranks(1, PROGRAMS / "killed.py", "--output_dir", tmp_path / "killed").well()
     report = json.loads(killed.text.strip().splitlines()[-1])
@@ -111,12 +131,13 @@ def test_kill_9_at_30_random_points_of_saves_loses_at_most_one_interval(tmp_path
     for life in report:
         assert life["from"] == f"from {life['had']}", "every life goes on from the newest folder that was there"
     assert sum(bool(life["partial"]) for life in report) >= 5, "kills that hit a save"
-    run_ranks(1, PROGRAMS / "killed.py", "--kills", 0, "--output_dir", tmp_path / "straight").well()
+    end = report[-1]["had"] + 3
+    run_ranks(1, PROGRAMS / "killed.py", "--kills", 0, "--stop_after", end, "--output_dir", tmp_path / "straight").well()
     for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (tmp_path / run / "step_00000400" / name for run in ("killed", "straight"))
+        one, other = (tmp_path / run / f"step_{end:08d}" / name for run in ("killed", "straight"))
         assert one.read_bytes() == other.read_bytes()
     left = [path.name for path in (tmp_path / "killed").iterdir()]
-    assert sorted(name for name in left if "step" in name) == ["step_00000399", "step_00000400"], left
+    assert sorted(name for name in left if "step" in name) == [f"step_{end - 1:08d}", f"step_{end:08d}"], left
 
 
 @pytest.fixture(scope="module")

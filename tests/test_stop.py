@@ -76,9 +76,11 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
 
 def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tmp_path, straight):
     folder = tmp_path / "run"
-    running = nodes("--output_dir", folder, "--step_seconds", 0.1)
-    at = random.randrange(5, 12)
+    running = nodes("--output_dir", folder, "--step_seconds", 0.3)
+    at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
+    while 4 not in steps_saved(folder):
+        time.sleep(0.01)
     victim = random.choice(running.processes)
     for process in psutil.Process(victim.pid).children(recursive=True):
         process.send_signal(signal.SIGKILL)
@@ -109,7 +111,7 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path, straight, how
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert events[-1]["stopped"]
     assert [e["step"] for e in events if e["event"] == "save"] == [stopped]
-    if how in ("SIGTERM", "file"):
+    if how == "SIGTERM":
         ranks(2, "--output_dir", folder, "--resume").ended().well()
         assert last(folder) == straight
 
@@ -130,13 +132,15 @@ def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, straight):
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
-    running = ranks(2, "--output_dir", tmp_path / "run", "--step_seconds", 5)
-    time.sleep(2)  # torch is being imported
-    running.processes[1].send_signal(signal.SIGTERM)
+    """Rank 0 is asked while it waits for rank 1, which is busy before its first step: both end at once, and say why."""
+    running = ranks(2, "--busy_seconds", 60, "--output_dir", tmp_path / "run")
+    running.until("busy", of=1)
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
-    assert 0 not in ended.codes
+    assert ended.codes[0] == 75
+    assert ended.codes[1] != 0
     assert ended.seconds < 20
+    assert "stopped: SIGTERM on" in ended.texts[0]
     assert steps_saved(tmp_path / "run") == []
 
 
@@ -188,13 +192,18 @@ def test_the_step_to_stop_after_and_another_number_of_ranks(tmp_path):
 
 def test_two_runs_never_share_a_folder_and_a_dead_one_does_not_block_it(tmp_path):
     folder = tmp_path / "run"
-    running = ranks(1, "--output_dir", folder, "--step_seconds", 0.3)
-    running.until("step  4/12")
+    running = ranks(1, "--output_dir", folder, "--step_seconds", 1.5, "--save_every", 1)
+    running.until("step  1/12")
     refused = run_ranks(1, TRAINS, "--output_dir", folder, "--resume")
     assert refused.codes == [2]
     assert f"is in use by another run (pid {running.processes[0].pid} on " in refused.text
     running.processes[0].kill()
     run_ranks(1, TRAINS, "--output_dir", folder, "--resume").well()
+    other = tmp_path / "other"
+    run_ranks(1, TRAINS, "--output_dir", other, "--seed", 1, "--stop_after", 2)
+    refused = run_ranks(1, TRAINS, "--output_dir", other, "--resume", folder / "step_00000004")
+    assert refused.codes == [2]
+    assert "holds another run" in refused.text, "a run is not gone on with inside another"
 
 
 def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
@@ -209,3 +218,32 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     assert ended.codes != [0]
     assert len(steps_saved(folder)) == 1
     assert "stopped: asked by Ctrl-C" in ended.text
+
+
+def restarting(folder: Path, step_seconds: float) -> Running:
+    command = [BIN / "torchrun", "--nproc_per_node", 2, "--max_restarts", 1, "--master_port", free_port(), TRAINS, *WORDS]
+    arguments = ["--output_dir", folder, "--step_seconds", step_seconds]
+    return Running([[*command, *arguments]], [clean_environment(OMP_NUM_THREADS="1")])
+
+
+def test_a_launcher_that_restarts_its_ranks_goes_on_after_a_kill(tmp_path, straight):
+    """Without --resume: the user has typed nothing new."""
+    folder = tmp_path / "run"
+    running = restarting(folder, step_seconds=0.1)
+    running.until("step  6/12")
+    while 4 not in steps_saved(folder):
+        time.sleep(0.01)
+    victims = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
+    victims[1].kill()
+    assert "resumed at step " in running.ended().well().text
+    assert last(folder) == straight
+
+
+@pytest.mark.slow
+def test_a_launcher_that_restarts_its_ranks_does_not_undo_a_stop(tmp_path):
+    """torchrun takes it for a failure."""
+    running = restarting(tmp_path / "run", step_seconds=0.2)
+    running.until("step  2/12")
+    (tmp_path / "run" / "STOP").touch()
+    assert running.ended().codes == [1]
+    assert max(steps_saved(tmp_path / "run")) < 12

@@ -42,7 +42,7 @@ def main(cfg: Config) -> None:
     root = Path(cfg.output_dir)
     scores = {2: 0.5, 4: 0.9, 6: 0.7}
 
-    def fit(folder: Path, width: int = 4, items: int = 40, fingerprint: str = "f", **changes):
+    def fit(folder: Path, width: int = 4, fails: bool = False, items: int = 40, fingerprint: str = "f", **changes):
         """(step it went on from, where it ended, what was said, error)"""
         config = dataclasses.replace(cfg, output_dir=str(folder), **changes)
         torch.manual_seed(0)
@@ -54,7 +54,12 @@ def main(cfg: Config) -> None:
         torch.manual_seed(5)
         rows = list(torch.randn(items, 3))
         said, error = io.StringIO(), ""
-        at = lambda model: {"accuracy": scores.get(seen[-1], 0.0)} if seen else {"accuracy": 0.0}
+
+        def at(model):
+            if fails:
+                raise UserError("this evaluation fails")
+            return {"accuracy": scores.get(seen[-1], 0.0) if seen else 0.0}
+
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
                 accel_ddp.fit(
@@ -62,7 +67,7 @@ def main(cfg: Config) -> None:
                     train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
                     loss_sum=lambda model, batch: model(batch).square().sum(), files={"note.txt": b"of the user"},
                 )  # fmt: skip
-            except (UserError, accel_ddp.stop.Stopped) as problem:
+            except (UserError, accel_ddp.world.Stopped) as problem:
                 error = str(problem)
         left = sorted(p.name for p in folder.iterdir())
         end = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
@@ -147,7 +152,6 @@ def main(cfg: Config) -> None:
     }.items():  # fmt: skip
         damaged(f"changed {name}", unchanged, **changes)
     damaged("allowed lr", unchanged, lr=0.02, allow_config_change=True)
-    damaged("path", lambda path: None, resume=str(whole / "step_00000002"))
     results["path of a run"] = fit(root / "elsewhere", resume=str(whole)) if (root / "elsewhere").mkdir() is None else None
     results["no path"] = fit(root / "elsewhere", resume=str(root / "nowhere"))
     results["damaged path"] = fit(root / "elsewhere", resume=str(root / "truncate_run.json" / "damaged_step_00000006"))
@@ -158,6 +162,17 @@ def main(cfg: Config) -> None:
     fit(root / "patience", stop_after=4, **patience)
     results["patience"] = fit(root / "patience", resume="auto", **patience)
     scores.update({2: 0.5, 4: 0.9, 6: 0.7})
+    for name in ("first", "again"):  # the same command twice, as a requeued job gives it
+        (root / "twice").mkdir(exist_ok=True)
+        results[f"path {name}"] = fit(root / "twice", resume=str(whole / "step_00000002"), stop_after={"first": 4}.get(name, 0))
+    damaged("allowed optimizer", unchanged, optimizer="sgd", allow_config_change=True)
+    (root / "fails").mkdir()
+    results["evaluation fails"] = fit(root / "fails", width=1_000_000, fails=True)  # 60 MB, which take a moment
+    (root / "nan").mkdir()
+    scores.update({2: float("nan")})
+    fit(root / "nan", keep_best="accuracy")
+    results["best beside nan"] = json.loads((root / "nan" / "best.json").read_text())
+    scores.update({2: 0.5})
     (root / "pruned").mkdir()
     results["pruned"] = fit(root / "pruned", keep_last=2, save_every=1, eval_every=1, keep_best="accuracy", steps=6)
     results["best"] = json.loads((root / "pruned" / "best.json").read_text())

@@ -1,5 +1,6 @@
 """A run that is killed 30 times, at random moments of its saves, and started again each time; torch is imported once."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,8 @@ from accel_ddp.config import TrainConfig, run
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     kills: int = 30
-    steps: int = 400
+    steps: int = 100_000
+    lr_schedule: str = "constant"
     save_every: int = 1
     log_every: int = 1
     global_batch_size: int = 4
@@ -59,7 +61,9 @@ def main(cfg: Config) -> None:
         child = os.fork()
         if child == 0:
             os.dup2(writer, 1)
-            life(dataclasses.replace(cfg, resume="auto" if number else ""))
+            last = 0 if number < cfg.kills else cfg.stop_after or before + 3
+            with contextlib.suppress(accel_ddp.world.Stopped):
+                life(dataclasses.replace(cfg, resume="auto" if number else "", stop_after=last))
             os._exit(0)
         os.close(writer)
         said = os.fdopen(reader)
@@ -67,6 +71,8 @@ def main(cfg: Config) -> None:
         if number < cfg.kills:
             while max((int(p.name[5:]) for p in folder.glob("step_*")), default=0) <= before:
                 time.sleep(0.001)  # its first save is done, and others follow without a pause
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    sys.exit(f"life {number} ended by itself")
             time.sleep(random.random() * 0.1)
             os.kill(child, signal.SIGKILL)
         left = os.waitpid(child, 0)[1]

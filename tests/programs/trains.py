@@ -19,6 +19,7 @@ class Config(TrainConfig):
     log_every: int = 1
     step_seconds: float = 0.0  # how long a step takes at least
     eval_seconds: float = 0.0  # how long an evaluation takes at least
+    busy_seconds: float = 0.0  # of the last rank, before its first step
     width: int = 16
     wrong: str = ""  # a mistake: mean
 
@@ -38,6 +39,10 @@ def main(cfg: Config) -> None:
             return torch.randn(8, generator=generator, dtype=torch.float64) + 0.1 * torch.randn(8, dtype=torch.float64)
 
     accelerator = accel_ddp.start(cfg)
+    with accel_ddp.together("get ready"):
+        if cfg.busy_seconds and accelerator.is_last_process:
+            print("busy", flush=True)
+            time.sleep(cfg.busy_seconds)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, cfg.width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(cfg.width, 1)).double()
 
