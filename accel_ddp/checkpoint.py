@@ -213,7 +213,9 @@ class Checkpoints:
         evaluations = world.agreed(evaluations, source) or {}
         refuse_changed_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         self._load(path, run, source)
-        self.newest, self.run_id = run["step"], run["run"]
+        self.run_id = run["run"]
+        if source == 0 and path.parent.resolve() == self.folder.resolve():
+            self.newest = run["step"]  # elsewhere: a stop right after it saves it in the run's own folder
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self.rank()
