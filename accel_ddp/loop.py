@@ -109,6 +109,8 @@ def fit(
                 rate.restart()
         if not is_stopping and evaluate and not metrics:  # resumed after the last step: nothing was left to train
             measure()
+        if is_stopping and step:  # also where it was asked for before a step was done
+            saved.save(step, is_last=True)
         unsaved = saved.close()
         tell_of_saves()
         if skipped:

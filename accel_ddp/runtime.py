@@ -200,6 +200,7 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             return _leave(world.unsaved)
         if dist.is_initialized():
             _part()
+            world.stop_listening()
             dist.destroy_process_group()
         return 0
     except world.Stopped as stopped:

@@ -38,6 +38,8 @@ MAY_DIFFER += ("model", "dataset", "train_file", "eval_file")
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
 lasting: dist.Store | None = None  # the same for all attempts of a launcher that restarts its ranks
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
+_listener: threading.Thread | None = None
+_is_over = threading.Event()
 _meetings = 0
 is_writing = False  # a checkpoint, on this rank
 unsaved = ""  # why a run that came to its end did not leave a checkpoint of it
@@ -214,7 +216,7 @@ def asked_of_accelerate() -> dict[str, Any]:
 
 def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
-    global store, lasting, _patient
+    global store, lasting, _patient, _listener
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(
@@ -267,8 +269,16 @@ def meet(cfg: TrainConfig, precision: str) -> bool:
         device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
     )
     _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    threading.Thread(target=_listen, daemon=True).start()
+    _listener = threading.Thread(target=_listen, daemon=True)
+    _listener.start()
     return use_gpu
+
+
+def stop_listening() -> None:
+    """Before the interpreter shuts down: a thread that is inside the store at that moment would abort the process."""
+    _is_over.set()
+    if _listener:
+        _listener.join()
 
 
 def _listen() -> None:
@@ -278,8 +288,7 @@ def _listen() -> None:
     aborted without a word of ours. Those that can end by themselves have done so within these seconds.
     """
     global stop_heard
-    while True:
-        time.sleep(1)
+    while not _is_over.wait(1):
         try:
             if not stop_heard and store.check(["stop"]):
                 stop_heard = store.get("stop").decode()
