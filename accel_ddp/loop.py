@@ -69,6 +69,7 @@ def fit(
             metrics = evaluate(model)
         except stop.EvaluationStopped:
             is_stopping = True
+            stop.all_know()
             return
         saved.evaluated(step, metrics)
         is_done = any([hook.on_evaluate(step, metrics) for hook in hooks])
@@ -96,6 +97,7 @@ def fit(
                 take_in(numbers)
             is_stopping = is_stopping or step == cfg.stop_after
             if is_stopping:
+                stop.all_know()
                 for numbers in reader.pop(all_of_them=True):
                     take_in(numbers)
             if saves or is_stopping:  # before the evaluation, which may fail

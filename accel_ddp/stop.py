@@ -163,10 +163,14 @@ def is_asked() -> bool:
     return bool(_reason or world.stop_heard)
 
 
-def reason() -> str:
-    """What was asked first, the same on every rank. A collective."""
+def all_know() -> None:
+    """Every rank has come to the stop, and saves: however long that takes, nobody ends it early."""
     global _agreed
     _agreed = True
+
+
+def reason() -> str:
+    """What was asked first, the same on every rank. A collective."""
     reasons = world.gathered(_reason)
     return world.agreed(next((r for r in reasons if r), "--stop_after") if reasons else None)
 
