@@ -97,12 +97,9 @@ def _hear(reader: int) -> None:
         again = interrupted and number in (signal.SIGINT, signal.SIGTERM)
         interrupted = interrupted or number == signal.SIGINT
         if again or not _armed:
-            if not again and world.RANK == 0 and world.store:
-                # Rank 0 may host the store, in which the others look for this word once a second.
-                world.first_failure(f"stopped: {name} on {world.HOST}, before the first step or after the last")
-                time.sleep(1.5)
             kind = "interrupted" if interrupted else "stopped"
-            _end_now(f"{kind}: {name} on {world.HOST}; every rank ends at once. --resume goes on from the last checkpoint.")
+            text = f"{kind}: {name} on {world.HOST}; every rank ends at once. --resume goes on from the last checkpoint."
+            _end_now(text, is_urgent=again)
         elif not _reason:
             _ask(f"{name} on rank {world.RANK} ({world.HOST})")
             if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -132,10 +129,12 @@ def _ask(reason: str) -> None:
     threading.Thread(target=world.ask_all_to_stop, args=(reason,), daemon=True).start()
 
 
-def _end_now(text: str) -> None:
+def _end_now(text: str, is_urgent: bool = False) -> None:
     telling = threading.Thread(target=world.first_failure, args=(text,), daemon=True)
     telling.start()
     telling.join(1)
+    if world.RANK == 0 and world.store and not is_urgent:
+        time.sleep(1.5)  # rank 0 may host the store, in which the others look for this word once a second
     if is_voice_of_node():
         print(f"\n{text}", file=sys.stderr, flush=True)
     os._exit(world.exit_code(text))
