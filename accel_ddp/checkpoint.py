@@ -276,7 +276,7 @@ class Checkpoints:
 
     def _load(self, path: Path, run: dict[str, Any], source: int) -> None:
         reads = source == world.RANK
-        weights, _ = unique(self.model.state_dict())
+        weights = unique(self.model.state_dict())
         files = {name: safe_open(path / name, framework="pt") if reads else None for name in (MODEL, OPTIMIZER)}
         there = {
             file: {name: described(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118

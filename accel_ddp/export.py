@@ -93,7 +93,7 @@ def _model_of(path: Path) -> Any:
         raise UserError(f"{path}: this transformers has no {config.architectures}. Install the version of the run: see run.json.")
     model = kind(config)
     weights = load_file(path / snapshot.MODEL)
-    names, _ = unique(model.state_dict())
+    names = unique(model.state_dict())
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")

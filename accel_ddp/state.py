@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Weights, the optimizer's tensors and its other values, by the names of parameters: groups may change, names do not."""
-    weights, _ = unique(model.state_dict())
+    weights = unique(model.state_dict())
     names = {id(p): name for name, p in model.named_parameters()}
     tensors, values = {}, {}
     for i, parameter in enumerate(parameters(optimizer)):
@@ -45,17 +45,16 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def unique(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that are there once, and the second names of those that share their memory (tied weights)."""
-    found: dict[Any, str] = {}
-    once, again = {}, {}
+def unique(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that share their memory (tied weights) once, under their first name."""
+    seen: set[Any] = set()
+    once = {}
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else name
-        if place in found:
-            again[name] = found[place]
-        else:
-            found[place], once[name] = name, tensor
-    return once, again
+        if place not in seen:
+            seen.add(place)
+            once[name] = tensor
+    return once
 
 
 _KINDS = {

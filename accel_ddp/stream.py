@@ -88,7 +88,7 @@ class TrainBatches:
             **loader_options(cfg, accelerator),
         )
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
-        accelerator._dataloaders.pop()  # kept there, its workers would live until the process ends, and make it wait 5 s
+        accelerator._dataloaders.pop()  # kept there, its workers would live until the process ends
         while True:
             yield [next(micro_batches) for _ in range(count)]
 

@@ -46,6 +46,13 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
+def wait_for(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while step not in steps_saved(folder):
+        assert time.monotonic() < deadline, f"step {step} was never saved"
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> dict[str, bytes]:
     """What a run on two ranks ends with that nobody disturbs."""
@@ -79,8 +86,7 @@ def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tm
     running = nodes("--output_dir", folder, "--step_seconds", 0.3)
     at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
-    while 4 not in steps_saved(folder):
-        time.sleep(0.01)
+    wait_for(folder, 4)
     victim = random.choice(running.processes)
     for process in psutil.Process(victim.pid).children(recursive=True):
         process.send_signal(signal.SIGKILL)
@@ -231,8 +237,7 @@ def test_a_launcher_that_restarts_its_ranks_goes_on_after_a_kill(tmp_path, strai
     folder = tmp_path / "run"
     running = restarting(folder, step_seconds=0.1)
     running.until("step  6/12")
-    while 4 not in steps_saved(folder):
-        time.sleep(0.01)
+    wait_for(folder, 4)
     victims = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     victims[1].kill()
     assert "resumed at step " in running.ended().well().text
