@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_ddp import (
+        chat,
         checkpoint,
+        contrast,
         data,
+        embedded,
         export,
         hooks,
         labels,
         losses,
+        masking,
         metrics,
         models,
         optim,
         runtime,
         seeds,
         stop,
+        tagging,
+        textscores,
         update,
+        vision,
         world,
     )
     from accel_ddp.config import TrainConfig, UserError, parse_config, run
@@ -37,19 +44,26 @@ _HOME = {
     "TrainBatches": "stream", "fit": "loop", "start": "runtime", "together": "world",
 }  # fmt: skip
 _MODULES = [
+    "chat",
+    "contrast",
     "checkpoint",
     "data",
+    "embedded",
     "export",
     "hooks",
     "labels",
     "losses",
+    "masking",
     "metrics",
     "models",
     "optim",
     "runtime",
     "seeds",
     "stop",
+    "tagging",
+    "textscores",
     "update",
+    "vision",
     "world",
 ]
 __all__ = [*_HOME, *_MODULES]

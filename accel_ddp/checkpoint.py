@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from accel_ddp import snapshot, world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 from accel_ddp.snapshot import MODEL, OPTIMIZER
-from accel_ddp.state import described, put_back, refuse_another_model, taken, unique, versions
+from accel_ddp.state import described, frozen, kept, put_back, refuse_another_model, taken, versions
 
 Metrics = dict[str, float]
 
@@ -88,7 +88,7 @@ class Checkpoints:
         scaler = self.accelerator.scaler
         run = {
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
-            "data": self.data,
+            "data": self.data, "frozen": frozen(self.model),
             "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
             "config": as_plain_dict(self.cfg), "versions": versions(), "host": world.HOST,
             "optimizer": type(self.optimizer).__name__, "values": values,
@@ -141,7 +141,7 @@ class Checkpoints:
         """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
         self.evaluations[step] = metrics
         self.rank()
-        if self.ranking[:1] == [step]:
+        if self.ranking[:1] == [step] and step:  # what was there before training is no checkpoint of it
             self.save(step)
         if self.accelerator.is_main_process:
             self._pending.append(self._writer.submit(self._write_evaluations, dict(self.evaluations)))
@@ -276,7 +276,7 @@ class Checkpoints:
 
     def _load(self, path: Path, run: dict[str, Any], source: int) -> None:
         reads = source == world.RANK
-        weights = unique(self.model.state_dict())
+        weights = kept(self.model)
         files = {name: safe_open(path / name, framework="pt") if reads else None for name in (MODEL, OPTIMIZER)}
         there = {
             file: {name: described(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
@@ -285,6 +285,11 @@ class Checkpoints:
         there = world.agreed(there, source)
         refuse_another_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
 
+        if run.get("frozen", "") != frozen(self.model):
+            raise UserError(
+                f"--resume: the adapters in {path} were trained on other weights than --model has now. Give the model of the "
+                f"run: {run['config'].get('model')}."
+            )
         device = self.accelerator.device
 
         def received(file: str, name: str) -> Tensor:

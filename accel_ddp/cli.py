@@ -13,6 +13,7 @@ def main(words: list[str] | None = None) -> int:
     export = commands.add_parser("export", help="make an ordinary transformers folder of a checkpoint")
     export.add_argument("checkpoint", help="runs/.../step_00000012, or a run's folder: its best one, or else its newest")
     export.add_argument("out", help="the folder to make")
+    export.add_argument("--merge", action="store_true", help="of adapters: the whole model with the adapters merged into it")
     export.add_argument("--push_to_hub", default="", metavar="NAME", help="upload it too, for example to me/my-model")
 
     verify = commands.add_parser(
@@ -36,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
         if given.command == "export":
             from accel_ddp.export import from_checkpoint
 
-            print(f"model saved in {from_checkpoint(given.checkpoint, given.out, given.push_to_hub)}")
+            print(f"model saved in {from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)}")
             return 0
         from accel_ddp.verify import verify as run
 

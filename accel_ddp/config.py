@@ -35,7 +35,8 @@ class TrainConfig:
         "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_timeout_seconds", "num_workers", "prefetch_factor",
         "pin_memory", "cache_dir", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "best_metric",
         "early_stopping_patience", "report_to", "project", "run_name", "stop_signal", "stop_after", "push_to_hub",
-        "eval_batch_size", "eval_file", "eval_split",
+        "eval_batch_size", "eval_file", "eval_split", "max_eval_items", "eval_first", "attn_implementation",
+        "merge_adapters",
     )  # fmt: skip
 
     output_dir: str = ""  # folder of this run; default: runs/RECIPE/DATE-TIME
@@ -80,6 +81,7 @@ class TrainConfig:
 
     log_every: int = 10  # updates
     eval_every: int = 0  # updates; 0: at the end of every epoch
+    eval_first: bool = True  # evaluate before the first update too: what the training adds is then printed at the end
     save_every: int = 0  # updates; 0: at the end of every epoch
     keep_last: int = 2  # checkpoints that are kept, at least 2
     keep_best: str = ""  # a metric: the checkpoint with the best value of it is kept too, and named in best.json
@@ -98,7 +100,8 @@ class TrainConfig:
             "global_batch_size": 1, "micro_batch_size": 1, "steps": 0, "warmup_steps": 0, "log_every": 1,
             "eval_every": 0, "save_every": 0, "keep_last": 2, "stop_after": 0, "num_workers": -1, "prefetch_factor": 1,
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
-            "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1,
+            "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1, "max_train_items": 0,
+            "max_eval_items": 0, "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0,
         }  # fmt: skip
         if self.ddp_timeout_seconds == 0:
             raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
@@ -139,6 +142,40 @@ class TrainConfig:
                 f"--global_batch_size {self.global_batch_size}. Use --micro_batch_size {' or '.join(map(str, near))}."
             )
         return micro, per_rank // micro
+
+
+@dataclass(kw_only=True)
+class RecipeConfig(TrainConfig):
+    """Where a recipe's model and rows come from. Recipes change the defaults and add what is theirs."""
+
+    model: str = ""  # hub name, folder, or embedded
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; on smaller ones small updates are lost
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"  # auto: what transformers takes
+    lora_r: int = 0  # train low-rank adapters of this rank instead of the weights; 0: the weights
+    lora_alpha: int = 16  # scale of the adapters
+    lora_dropout: float = 0.0  # before the adapters
+    lora_targets: tuple[str, ...] = ()  # layers that get adapters; default: peft's for this kind of model, or all linear ones
+    merge_adapters: bool = False  # export the whole model with the adapters merged into it, instead of the adapters alone
+    quantize: Literal["no", "8bit", "4bit"] = "no"  # of the frozen weights under --lora_r (QLoRA); needs bitsandbytes and GPUs
+
+    dataset: str = ""  # hub name (name:configuration) or embedded; --train_file overrides it
+    train_file: str = ""  # .csv .tsv .json .jsonl .parquet .txt, or what the recipe says
+    eval_file: str = ""  # default: a tenth of the training rows, at most 2,000
+    train_split: str = "train"  # of --dataset
+    eval_split: str = ""  # of --dataset; default: validation, dev or test
+    max_train_items: int = 0  # use the first so many training rows; 0: all
+    max_eval_items: int = 0  # the same for the evaluation
+    skip_broken: bool = False  # leave out rows that cannot be used, and say how many; default: name them and end
+    eval_batch_size: int = 64  # items per rank
+
+    def validate(self) -> None:
+        super().validate()
+        if self.quantize != "no" and not self.lora_r:
+            raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
+        if self.lora_targets and not self.lora_r:
+            raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
+        if self.lora_dropout >= 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout}: is a share, from 0 to 1.")
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None) -> C:

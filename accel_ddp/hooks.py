@@ -53,6 +53,7 @@ class Progress(Hook):
         from tqdm import tqdm
 
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
+        self.evaluations = dict(evaluations)
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
 
@@ -69,11 +70,22 @@ class Progress(Hook):
             )
 
     def on_evaluate(self, step, metrics):
-        self._print(f"step {step}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self.evaluations[step] = metrics
+        when = f"step {step}" if step else "before training"
+        self._print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if step == self.first:
+            self.began = time.monotonic()  # what is left to do is estimated from steps alone
 
     def on_end(self, step, summary):
         if self.bar is not None:
             self.bar.close()
+        before, after = self.evaluations.get(0, {}), self.evaluations.get(step, {})
+        both = {name: (before[name], after[name]) for name in after if name in before}
+        if step and both:
+            width = max(map(len, both))
+            print("\n".join([f"{'':{width}}  {'before':>10}  {'after':>10}"] + [
+                f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
+            ]))  # fmt: skip
 
     def _print(self, text: str) -> None:
         self.bar.write(text) if self.bar is not None else print(text)

@@ -53,7 +53,9 @@ def fit(
         return step * cfg.global_batch_size // len(train) > (step - 1) * cfg.global_batch_size // len(train)
 
     def evaluates() -> bool:
-        return bool(evaluate) and step > 0 and (step == total_steps or is_due(cfg.eval_every))
+        if step == 0:
+            return bool(evaluate) and cfg.eval_first
+        return bool(evaluate) and (step == total_steps or is_due(cfg.eval_every))
 
     def take_in(numbers: Numbers) -> None:
         nonlocal skipped, is_stopping
@@ -81,8 +83,9 @@ def fit(
 
     model.train(cfg.dropout)
     with stop.armed(cfg), saved:
-        if evaluates() and step not in saved.evaluations:  # killed in the evaluation after this save
+        if evaluates() and step not in saved.evaluations:  # before the first step; or killed in an evaluation after a save
             measure()
+            rate.restart()
         while step < total_steps and not is_done and not is_stopping:
             lr = lr_at(step, cfg, total_steps)
             set_lr(optimizer, lr)

@@ -1,22 +1,27 @@
 """Losses, summed over items: `update` divides by the number of items of all micro-batches and ranks."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-    """One right class per item. Labels of -100 count for nothing."""
-    return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=-100)
+def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "sum", weights: Tensor | None = None) -> Tensor:
+    """One right class per item. Labels of -100 count for nothing. `weights` are of classes."""
+    return F.cross_entropy(logits, labels, weight=weights, reduction=reduction, ignore_index=-100)
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-    """Any number of right classes per item; an item's loss is the mean over the classes."""
+def of_tokens(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+    """Of rows of tokens, each with its label or -100. With the reduction "rows": summed over each row."""
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), "sum" if reduction == "sum" else "none")
+    return losses if reduction == "sum" else losses.view(labels.shape).sum(-1)
+
+
+def of_classes(
+    logits: Tensor, labels: Tensor, problem_type: str, reduction: str = "sum", weights: Tensor | None = None
+) -> Tensor:
+    """One right class per item; several, whose losses are averaged for each item; or a value, by its squared error."""
+    if problem_type == "single_label_classification":
+        return cross_entropy(logits, labels, reduction, weights)
+    if problem_type == "regression":
+        return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype), reduction=reduction)
     losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(-1)
     return losses.sum() if reduction == "sum" else losses
-
-
-def of_classes(several: bool) -> Callable[..., Tensor]:
-    """The loss for one right class per item, or for several."""
-    return binary_cross_entropy if several else cross_entropy

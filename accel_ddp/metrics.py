@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -47,8 +48,14 @@ def evaluate(
 
     `measure` returns one row per item of a batch (predictions, labels, losses); `summarize` sees the
     rows of all items in the order of the data, on the main rank, and every rank gets what it returns.
+    Rows may be of any width in each batch (tags, generated tokens): shorter ones are filled up with -100.
     """
     module = accelerator.unwrap_model(model)  # no DDP: ranks may have different numbers of batches
+    if accelerator.num_processes > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        for (
+            buffer
+        ) in module.buffers():  # each rank's running statistics are of its own batches; rank 0's are those that are saved
+            dist.broadcast(buffer, src=0)
     was_training = module.training
     module.eval()
     parts: dict[str, list[Tensor]] = {}
@@ -59,7 +66,7 @@ def evaluate(
         for name, value in measure(module, batch).items():
             parts.setdefault(name, []).append(value)
     module.train(was_training)
-    mine = {name: torch.cat(values).cpu().numpy() for name, values in parts.items()}  # the only wait for the GPU
+    mine = {name: _joined([value.cpu().numpy() for value in values]) for name, values in parts.items()}
     shares = world.gathered(None if is_cut_short else mine)
     # A rank may have been through before it heard of the stop: all go by what the first to hear of it did.
     if world.agreed(shares is not None and any(share is None for share in shares)):
@@ -69,11 +76,21 @@ def evaluate(
 
 def _in_order(shares: list[Rows], num_items: int) -> Rows:
     rows: Rows = {}
-    for rank, share in enumerate(shares):
-        for name, values in share.items():
-            whole = rows.setdefault(name, np.empty((num_items, *values.shape[1:]), dtype=values.dtype))
-            whole[rank :: len(shares)] = values
+    for name in shares[0]:
+        whole = _joined([share[name] for share in shares if name in share])
+        order = np.concatenate([np.arange(rank, num_items, len(shares)) for rank in range(len(shares))])
+        rows[name] = np.empty_like(whole)
+        rows[name][order] = whole
     return rows
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """One below the other; what is narrower than the widest is filled up with -100."""
+    if parts[0].ndim > 1:
+        width = max(part.shape[1] for part in parts)
+        fill = lambda part: [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
+        parts = [np.pad(part, fill(part), constant_values=-100) for part in parts]
+    return np.concatenate(parts)
 
 
 def load(name: str) -> Any:
@@ -107,6 +124,17 @@ def load(name: str) -> Any:
             return {name: float(functions[name](np.array(predictions), np.array(references)))}
 
     return Offline(keep_in_memory=True)
+
+
+def of_values(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+    """How near predicted numbers are, and how well they order; a correlation is 0 where all predictions are the same."""
+    from scipy.stats import pearsonr, spearmanr
+
+    scores = {"mse": float(((predictions - references) ** 2).mean())}
+    for name, function in (("pearson", pearsonr), ("spearman", spearmanr)):
+        varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0
+        scores[name] = float(function(predictions, references)[0]) if varies else 0.0
+    return scores
 
 
 def table_of_classes(predictions: np.ndarray, references: np.ndarray, names: list[str]) -> str:

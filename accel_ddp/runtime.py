@@ -244,8 +244,9 @@ def _leave(text: str) -> int:
     The launcher ends all ranks as soon as it sees one end; those on their way to the same error get a moment.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
+    store = world.store if text != world.failure_heard else None  # heard some time ago: the store may be gone with its host
     try:
-        first = world.store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if world.store else is_voice_of_node()
+        first = store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if store else is_voice_of_node()
     except Exception:  # the store's host is gone: better twice than not at all
         first = True
     if first:
@@ -255,10 +256,10 @@ def _leave(text: str) -> int:
         Path(file).write_text(json.dumps({"message": message}))
     with contextlib.suppress(Exception):
         deadline = time.monotonic() + 5
-        leaving = world.store.add("leaving", 1) if world.store else NUM_RANKS
+        leaving = store.add("leaving", 1) if store else NUM_RANKS
         while leaving < NUM_RANKS and time.monotonic() < deadline:
             time.sleep(0.05)
-            leaving = world.store.add("leaving", 0)
+            leaving = store.add("leaving", 0)
         if RANK == 0 and NUM_RANKS > 1:
             time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
     return world.exit_code(text)

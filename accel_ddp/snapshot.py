@@ -60,6 +60,7 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
             except Exception as error:  # safetensors has an error type of its own for what the disk says
                 raise OSError(errno.EIO, f"{name}: {error}") from error
         for name, text in texts.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(text)
         for name in tensors:  # safetensors makes files that nobody else may read
             (partial / name).chmod((partial / RUN).stat().st_mode & 0o777)

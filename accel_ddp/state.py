@@ -1,5 +1,6 @@
 """The state of a run as named tensors: how it is taken from a model and an optimizer, and how it is put back."""
 
+import hashlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +24,7 @@ def versions() -> dict[str, str]:
 
 def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Weights, the optimizer's tensors and its other values, by the names of parameters: groups may change, names do not."""
-    weights = unique(model.state_dict())
+    weights = kept(model)
     names = {id(p): name for name, p in model.named_parameters()}
     tensors, values = {}, {}
     for i, parameter in enumerate(parameters(optimizer)):
@@ -39,6 +40,35 @@ def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str,
                     "checkpoint holds tensors, numbers and words."
                 )
     return weights, tensors, values
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft put adapters into it, so that the weights below them never change."""
+    return hasattr(model, "peft_config")
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model is saved: everything; under adapters only what is trained, and buffers, which may change too."""
+    weights = unique(model.state_dict())
+    if not has_adapters(model):
+        return weights
+    changing = {name for name, p in model.named_parameters() if p.requires_grad} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in weights.items() if name in changing}
+
+
+def frozen(model: nn.Module) -> str:
+    """A digest of what is not saved, or nothing: adapters go on only above the weights that they were trained on.
+
+    Of 64 values of each tensor, so that it costs milliseconds: it tells models apart, not a flipped bit.
+    """
+    if not has_adapters(model):
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            some = p.detach().reshape(-1)[:: max(1, p.numel() // 64)].cpu().contiguous()
+            digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """One optimizer update: the only place that touches gradients."""
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -12,10 +13,11 @@ from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_ddp.config import UserError
 from accel_ddp.seeds import mixed, seed_torch
 
 Batch = Any
-LossSum = Callable[[nn.Module, Batch], Tensor]
+LossSum = Callable[[nn.Module, Batch], Tensor]  # or a WholeBatch
 Count = Callable[[Batch], Tensor | int]
 
 
@@ -46,8 +48,10 @@ def update(
     from (`seed`, place of the micro-batch among those of all ranks), so that not even it changes when
     the same micro-batches are spread over another number of ranks.
     """
+    if isinstance(loss_sum, WholeBatch):
+        loss_sum = loss_sum.of(accelerator, model, batches, seed)
     _settle_buckets(accelerator, model, batches[0], loss_sum)
-    num_ranks, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    num_ranks, device = accelerator.num_processes, accelerator.device
     exact = torch.float32 if device.type == "mps" else torch.float64
     items: Tensor | float = sum(count(batch) for batch in batches)
     votes: Tensor | float = float(vote)
@@ -63,7 +67,7 @@ def update(
 
     total = weight = None
     for i, batch in enumerate(batches):
-        seed_torch(mixed(seed, "dropout", i * num_ranks + rank), device)
+        seed_torch(_dropout_seed(accelerator, seed, i), device)
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(model):
             loss = loss_sum(model, batch)
@@ -78,6 +82,7 @@ def update(
         loss = loss.detach().to(exact)
         total = loss if total is None else total + loss
 
+    _refuse_unused(model)
     # Read for the report, so computed also where nothing is clipped.
     if accelerator.scaler:
         accelerator.unscale_gradients()
@@ -92,6 +97,85 @@ def update(
         loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
     return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, total)
+
+
+def _dropout_seed(accelerator: Accelerator, seed: int, i: int) -> int:
+    """Of this rank's micro-batch `i`, by its place among those of all ranks."""
+    return mixed(seed, "dropout", i * accelerator.num_processes + accelerator.process_index)
+
+
+class WholeBatch:
+    """A loss in which every item of a step sees every other one, on whatever rank and in whatever micro-batch.
+
+    `embed(model, batch)` gives rows that belong to the items of a micro-batch, `keys(batch)` whole numbers for each
+    (what they are is up to the loss), and `losses(rows, keys)` the loss of each item, given those of all. Every rank
+    computes all losses from rows that were gathered, and the gradient flows into its own rows: the sum over ranks is
+    the gradient of one rank that holds the whole batch. Where a rank has several micro-batches, rows are first computed
+    without a graph and their gradients kept; each micro-batch then runs again, alone (GradCache): memory for one
+    micro-batch, for one forward pass more.
+    """
+
+    def __init__(self, embed: LossSum, keys: Count, losses: Callable[[Tensor, Tensor], Tensor]):
+        self.embed, self.keys, self.losses = embed, keys, losses
+
+    def of(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int) -> LossSum:
+        """The loss of each of this step's micro-batches: its value is that of its own items, its gradient that of all."""
+        keys = _gathered(torch.cat([self.keys(batch) for batch in batches]))
+        if len(batches) == 1:
+            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys)[0]
+        rows = []
+        with torch.no_grad():
+            for i, batch in enumerate(batches):
+                seed_torch(_dropout_seed(accelerator, seed, i), accelerator.device)  # dropout draws the same again below
+                rows.append(self.embed(model, batch))
+        sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
+        total, own = self._own_and_all(leaf, keys)
+        gradients = torch.autograd.grad(total, leaf)[0].split(sizes)
+        values = own.detach().split(sizes)
+        place = {id(batch): i for i, batch in enumerate(batches)}
+
+        def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+            i = place[id(batch)]
+            flow = (self.embed(model, batch) * gradients[i]).sum()
+            return flow + (values[i].sum() - flow).detach()
+
+        return loss_sum
+
+    def _own_and_all(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(a sum with the value of this rank's items and the gradient of all items, the losses of this rank's items)"""
+        everyone = _gathered(rows.detach())
+        first = (dist.get_rank() if dist.is_initialized() else 0) * len(rows)
+        losses = self.losses(torch.cat([everyone[:first], rows, everyone[first + len(rows) :]]), keys)
+        own = losses[first : first + len(rows)]
+        total = losses.sum()
+        return total + (own.sum() - total).detach(), own
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """The rows of all ranks, which have as many each."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+def _refuse_unused(model: nn.Module) -> None:
+    """DDP sends nothing for a parameter that the forward pass left out, nor for those that travel with it. It says so one
+    step too late, without names, and by then the next collective of this rank has met that one of another."""
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        trained = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        names = [trained[int(i)] for i in found[1].split()] if found else ["of which DDP does not say the names"]
+        raise UserError(
+            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}{', ...' if names[5:] else ''}. The "
+            "forward pass does not use them. If it uses others in other steps, add --find_unused_parameters; if it never does, "
+            f"freeze them: --freeze {' '.join(dict.fromkeys(name.rsplit('.', 1)[0] for name in names[:3]))}."
+        ) from error
 
 
 def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:

@@ -65,7 +65,7 @@ class _Work:
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int):
         self.place, self.launch, self.recipe, self.steps = place, launch, recipe, steps
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
-        self.options = [*options, *every, "--eval_every", "1000000000", "--report_to", "", "--push_to_hub", ""]
+        self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
         self.node = int(_option(launch, "--machine_rank") or os.environ.get("NODE_RANK", 0))
         self.port = int(_option(launch, "--main_process_port") or 29500)
         self.runs = 0

@@ -43,6 +43,7 @@ _is_over = threading.Event()
 _meetings = 0
 is_writing = False  # a checkpoint, on this rank
 unsaved = ""  # why a run that came to its end did not leave a checkpoint of it
+failure_heard = ""  # what the first rank that failed said, as far as this one has heard
 stop_heard = ""  # who asked all ranks to stop, as far as this one has heard
 
 # How a process ends. 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h.
@@ -116,9 +117,9 @@ def _wait_for_all(meeting: str, what: str, facts: dict[str, str] | None = None) 
 def first_failure(text: str) -> str:
     """What the first rank that failed said. A rank that fails because another is gone has nothing of its own to say."""
     with contextlib.suppress(Exception):  # the store may be gone with its host
-        if store:
+        if store and not failure_heard:
             return store.compare_set("failed", "", text).decode()
-    return text
+    return failure_heard or text
 
 
 def exit_code(text: str) -> int:
@@ -287,14 +288,14 @@ def _listen() -> None:
     A rank inside a NCCL collective does not notice that another is gone before the timeout, and then it is
     aborted without a word of ours. Those that can end by themselves have done so within these seconds.
     """
-    global stop_heard
+    global stop_heard, failure_heard
     while not _is_over.wait(1):
         try:
             if not stop_heard and store.check(["stop"]):
                 stop_heard = store.get("stop").decode()
             if not store.check(["failed"]):
                 continue
-            text = store.get("failed").decode()
+            text = failure_heard = store.get("failed").decode()
         except Exception:
             return  # the store is gone with its host, and so is what it knew
         time.sleep(8)

@@ -51,7 +51,7 @@ def timed(command: list[str], folder: Path) -> float:
 
 
 def run_recipe(words: list[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    never = ["--eval_every", str(10**9), "--save_every", str(10**9)]  # but at the end, as the Trainer
+    never = ["--no_eval_first", "--eval_every", str(10**9), "--save_every", str(10**9)]  # but at the end, as the Trainer
     # With every step in the log, the last is the end of training. It costs only us.
     wall_seconds = timed(
         [
@@ -92,8 +92,9 @@ def train_with_trainer(options: argparse.Namespace, folder: Path) -> None:
     import accel_ddp
 
     on_gpu = torch.cuda.is_available()
-    train, test = accel_ddp.data.load_rows(options.dataset, options.train_file, options.eval_file, seed=options.seed)
-    labels = accel_ddp.data.Labels.of(train, test, options.label_column)
+    places = {name: getattr(options, name) for name in ("model", "dataset", "train_file", "eval_file", "seed")}
+    train, test = accel_ddp.data.load_rows(accel_ddp.config.RecipeConfig(**places))
+    labels = accel_ddp.labels.Labels.of(train, test, options.label_column)
     place = accel_ddp.models.locate(options.model)
     tokenizer = AutoTokenizer.from_pretrained(place)
 

@@ -38,9 +38,7 @@ def main(cfg: Config) -> None:
     accelerator.print(metrics)
     if problem := saved.close():
         raise accel_ddp.UserError(problem)
-    with accel_ddp.together("export the model"):
-        if accelerator.is_main_process:
-            accel_ddp.export.at_the_end(task.model, task.tokenizer, cfg, metrics)
+    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics)
 
 
 if __name__ == "__main__":

@@ -137,9 +137,10 @@ def tiny_model(tmp_path_factory) -> str:
     from transformers import BertConfig, BertForSequenceClassification
 
     from accel_ddp import models
+    from accel_ddp.config import RecipeConfig
 
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = models.load_tokenizer("embedded:all-MiniLM-L6-v2")
+    tokenizer = models.load_tokenizer(RecipeConfig(model="embedded:all-MiniLM-L6-v2"))
     torch.manual_seed(0)
     shape = {
         "hidden_size": 16,

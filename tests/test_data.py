@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.config import RecipeConfig, TrainConfig, UserError
 from accel_ddp.data import fingerprint, load_rows, map_once
 from accel_ddp.labels import Labels
 from accel_ddp.seeds import mixed
@@ -70,7 +70,7 @@ def test_a_fingerprint_is_of_the_content():
 
 def test_words_that_mean_missing_elsewhere_are_words(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\n" + "None,NA\nnull,x\n" * 10)
-    train, test = load_rows("", str(tmp_path / "a.csv"))
+    train, test = load_rows(RecipeConfig(train_file=str(tmp_path / "a.csv")))
     assert {*train["text"], *test["text"]} == {"None", "null"}
     assert {*train["label"], *test["label"]} == {"NA", "x"}
 
@@ -133,8 +133,8 @@ def test_files_of_every_kind_are_read(tmp_path, ending):
     else:
         with open(path, "w") as file:
             file.write("text\tlabel\n" + "".join(f"{row['text']}\t{row['label']}\n" for row in rows))
-    train, test = load_rows("", path)
+    train, test = load_rows(RecipeConfig(train_file=path))
     assert (len(train), len(test)) == (18, 2), "a tenth is set aside"
     assert sorted([*train["text"], *test["text"]]) == sorted(rows["text"])
-    assert list(load_rows("", path)[1]["text"]) == list(test["text"]), "always the same tenth"
-    assert list(load_rows("", path, path)[1]["text"]) == list(rows["text"])
+    assert list(load_rows(RecipeConfig(train_file=path))[1]["text"]) == list(test["text"]), "always the same tenth"
+    assert list(load_rows(RecipeConfig(train_file=path, eval_file=path))[1]["text"]) == list(rows["text"])

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from PIL import Image
 
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, rank_environments, run_all, run_ranks
 
@@ -24,6 +25,20 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         (folder / name).write_text(text)
         return str(folder / name)
 
+    def lines(name: str, *rows: dict) -> str:
+        return file(name, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def chat(question: str, answer: str | None) -> dict:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    long_answers = lines("long.jsonl", *[{"prompt": "why " * (i % 2 * 20 + 1), "answer": "because " * 30} for i in range(20)])
+    latin = str(folder / "latin.txt")
+    (folder / "latin.txt").write_bytes(b"a text\n" * 50 + b"caf\xe9\n")
+    photos = str(folder / "photos")
+    for i in range(12):
+        (folder / "photos" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), i * 20).save(folder / "photos" / "ab"[i % 2] / f"{i}.png")
+    (folder / "photos" / "a" / "torn.png").write_bytes((folder / "photos" / "a" / "0.png").read_bytes()[:40])
     good = file("good.csv", "text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))
     no_tokenizer = folder / "no_tokenizer"
     no_tokenizer.mkdir()
@@ -53,12 +68,50 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "too long": {"train_file": good, "max_length": 1000},
         "freeze": {"train_file": good, "freeze": ["encodr"]},
         "freeze all": {"train_file": good, "freeze": ["."]},
+        "adapters": {"train_file": good, "lora_r": 4, "lora_targets": ["qery"]},
+        "targets of no adapters": {"train_file": good, "lora_targets": ["query"]},
+        "quantised": {"train_file": good, "lora_r": 4, "quantize": "4bit"},
+        "other number of labels": {"train_file": good, "num_labels": 3},
+        "label is no number": {"train_file": good, "num_labels": 1},
+        "skipped": {"train_file": str(folder / "gap.jsonl"), "skip_broken": True},
+        "no such columns": {"recipe": "sft", "train_file": good, "model": "embedded:tiny-llama", "prompt_column": "ask"},
+        "no known columns": {"recipe": "sft", "train_file": file("x.csv", "a,b\n1,2\n" * 9), "model": "embedded:tiny-llama"},
+        "no template": {"recipe": "sft", "train_file": lines("chat.jsonl", *[chat("Hi", "Hello")] * 9)},
+        "no answer": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "train_file": lines("silent.jsonl", *[chat("Hi", "Hello")] * 9, chat("Hi", " "), chat("Hi", None)),
+        },
+        "answers are cut": {"recipe": "sft", "model": "embedded:tiny-llama", "max_length": 24, "train_file": long_answers},
+        "no answer is left": {"recipe": "sft", "model": "embedded:tiny-llama", "max_length": 4, "train_file": long_answers},
+        "misaligned": {
+            "recipe": "tag",
+            "train_file": lines(
+                "tags.jsonl", *[{"tokens": ["a", "b"], "tags": ["O", "B-X"]}] * 9, {"tokens": ["a", "b"], "tags": ["O"]}
+            ),
+        },
+        "one column": {"recipe": "tag", "train_file": file("one.conll", "a O\nb B-X\nlonely\n")},
+        "no target": {
+            "recipe": "seq2seq",
+            "model": "embedded:tiny-t5",
+            "train_file": lines("s.jsonl", *[{"source": "1", "target": "one"}] * 9, {"source": "2", "target": ""}),
+        },
+        "one side": {
+            "recipe": "embed",
+            "train_file": lines("p.jsonl", *[{"anchor": "1", "positive": "one"}] * 9, {"anchor": "2", "positive": None}),
+        },
+        "no negatives": {"recipe": "embed", "train_file": str(folder / "p.jsonl"), "global_batch_size": 1},
+        "too many dimensions": {"recipe": "embed", "dataset": "embedded:docstrings", "matryoshka": [999]},
+        "broken image": {"recipe": "images", "model": "mini-resnet", "train_file": photos},
+        "broken image skipped": {"recipe": "images", "model": "mini-resnet", "train_file": photos, "skip_broken": True},
+        "nothing to mask": {"recipe": "pretrain_mlm", "model": "embedded:tiny-bert", "train_file": file("blank.txt", " \n\n \n")},
+        "not utf-8": {"recipe": "pretrain_mlm", "model": "embedded:tiny-bert", "train_file": latin},
     }
     path = folder / "cases.json"
-    path.write_text(json.dumps(cases))
+    path.write_text(json.dumps({name: {"model": tiny_model, **case} for name, case in cases.items()}))
     # The network of a machine without one: a hub address at which nothing listens.
     run_ranks(
-        2, PROGRAMS / "bad_data.py", "--cases", path, "--model", tiny_model, "--output_dir", folder / "run",
+        2, PROGRAMS / "bad_data.py", "--cases", path, "--output_dir", folder / "run",
         HF_ENDPOINT="http://127.0.0.1:9",
     ).well()  # fmt: skip
     return [json.loads((folder / f"cases.json.{rank}").read_text()) for rank in (0, 1)]
@@ -77,7 +130,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "missing label column": ["--label_column stars", "text, label"],
         "label not in train": ["lack: c", "a, b"],
         "text is not text": ["'text'", "not text"],
-        "text is missing": ["None", "not text"],
+        "text is missing": ["9 of 17 training rows", "row 1: its text is empty", "--skip_broken"],
         "no tokenizer": ["no tokenizer"],
         "empty model folder": ["no config.json"],
         "no model folder": ["no such folder"],
@@ -90,6 +143,25 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "too long": ["--max_length 1000", "at most 512"],
         "freeze": ["encodr", "bert.encoder"],
         "freeze all": ["nothing to train"],
+        "adapters": ["--lora_targets qery", "query"],
+        "targets of no adapters": ["needs --lora_r"],
+        "quantised": ["bitsandbytes", "no GPU"],
+        "other number of labels": ["--num_labels 3", "2 (a, b)"],
+        "label is no number": ["row 0 of the training data holds", "no number"],
+        "no such columns": ["--prompt_column ask", "text, label"],
+        "no known columns": ["--messages_column", "--prompt_column", "--text_column", "a, b"],
+        "no template": ["no chat template"],
+        "no answer": ["of 10 training rows", "an answer is empty", "--skip_broken"],
+        "no answer is left": ["--max_length 4", "Give a higher one"],
+        "misaligned": ["2 tokens", "1 tag", "--skip_broken"],
+        "one column": ["one.conll", "line 3", "'lonely'"],
+        "no target": ["its target is empty"],
+        "one side": ["its positive is empty"],
+        "no negatives": ["no negatives"],
+        "too many dimensions": ["--matryoshka 999", "16 dimensions"],
+        "broken image": ["torn.png", "--skip_broken"],
+        "nothing to mask": ["empty"],
+        "not utf-8": ["latin.txt", "UTF-8", "353"],
     }.items(),
 )
 def test_bad_input_is_named_on_every_rank(told, case, words):
@@ -97,6 +169,20 @@ def test_bad_input_is_named_on_every_rank(told, case, words):
     for word in words:
         assert word in told[0][case], told[0][case]
     assert len(told[0][case].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    {
+        "skipped": ["--skip_broken: ", "of 17 training rows cannot be used: row 1: its text is empty"],
+        "answers are cut": [" rows are longer than --max_length 24: of ", " have no answer left and are left out."],
+        "broken image skipped": ["--skip_broken: 1 of ", "torn.png"],
+    }.items(),
+)
+def test_what_is_left_out_is_counted_and_said(told, case, words):
+    assert told[0][case].startswith("no error")
+    for word in words:
+        assert word in told[0][case], told[0][case]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.conftest import PROGRAMS, ROOT, Ended, Running, clean_environment, fr
 
 pytestmark = pytest.mark.gpu
 CLASSIFY = ROOT / "recipes" / "classify.py"
+IMAGES = ROOT / "recipes" / "images.py"
 HOST = socket.gethostname()
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
@@ -71,6 +72,28 @@ def test_two_nccl_nodes_learn_what_one_learns(tmp_path):
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
+
+
+def test_synchronised_batch_norm_of_two_ranks_is_that_of_one_with_the_whole_batch(tmp_path):
+    """Weights and running statistics. One micro-batch in each step: batch norm never sees more than that."""
+    exact = [
+        "--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.05", "--steps", "10",
+        "--global_batch_size", "16", "--eval_every", "100", "--no_eval_first",
+    ]  # fmt: skip
+    whole = ["--micro_batch_size", "16", "--output_dir", tmp_path / "whole"]
+    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", IMAGES, *exact, *whole]
+    run_all([command], [on_gpu()]).well()
+    difference = {}
+    for name, more in (("synchronised", ["--sync_batchnorm"]), ("apart", [])):
+        folder = tmp_path / name
+        ended = two_nodes(IMAGES, *exact, *more, "--micro_batch_size", "8", "--output_dir", folder).well()
+        assert "2 nodes x 1 rank x 8 per micro-batch x 1 micro-batch " in ended.texts[0]
+        one, two = weights(tmp_path / "whole"), weights(folder)
+        assert one.keys() == two.keys()
+        assert any(key.endswith("running_var") for key in one)
+        difference[name] = max(np.abs(one[key] - two[key]).max() for key in one)
+    assert difference["synchronised"] < 1e-5
+    assert difference["apart"] > 1e-3, "the comparison would not notice statistics of half of the batch"
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])

@@ -1,20 +1,21 @@
-"""Build the task of classify from the bad inputs in CASES (JSON), one after the other, and write what each rank was told."""
+"""Build the tasks of recipes from the bad inputs in CASES (JSON), one after the other, and write what each rank was told."""
 
-import dataclasses
+import contextlib
+import importlib
+import io
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-import classify
 
 import accel_ddp
-from accel_ddp.config import UserError, run
+from accel_ddp.config import TrainConfig, UserError, run
 
 
 @dataclass(kw_only=True)
-class Config(classify.Config):
+class Config(TrainConfig):
     cases: str = ""
 
 
@@ -22,9 +23,15 @@ def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
     told = {}
     for name, options in json.loads(Path(cfg.cases).read_text()).items():
+        recipe = importlib.import_module(options.pop("recipe", "classify"))
+        shared = {"cache_dir": cfg.cache_dir, "output_dir": cfg.output_dir}
+        said = io.StringIO()
         try:
-            classify.Task(dataclasses.replace(cfg, **options), accelerator)
-            told[name] = "no error"
+            with contextlib.redirect_stdout(said):
+                recipe_cfg = recipe.Config(**shared, **options)
+                recipe_cfg.validate()
+                recipe.Task(recipe_cfg, accelerator)
+            told[name] = f"no error\n{said.getvalue()}"
         except UserError as error:
             told[name] = str(error)
     Path(f"{cfg.cases}.{accelerator.process_index}").write_text(json.dumps(told))

@@ -1,0 +1,434 @@
+"""Every recipe on real public data, beside what one would otherwise train with: Trainer, Seq2SeqTrainer, sentence-transformers.
+
+    python benchmarks/recipes.py --data FOLDER --peer
+    python benchmarks/recipes.py --data FOLDER --peer --only tag embed --seeds 0 1 2 --jobs 4 --out results.json
+
+FOLDER has the data as they are published; `read_data` names the files. They become rows that both sides read.
+
+A peer is given the recipe's own command line, so that model, data, batch, learning rates, epochs and precision are the same;
+the order of the data and the start of new weights are not, so that figures differ by chance. What each side has saved is
+measured by the same functions, in float32. "before" is the recipe's own evaluation before its first step.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from seqeval.metrics import f1_score
+from torch.utils.data import DataLoader
+
+from accel_ddp.config import parse_config
+from accel_ddp.masking import Masked
+from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
+from accel_ddp.models import locate
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Rows = list[dict[str, Any]]
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+def read_data(name: str, data: Path) -> list[Rows]:
+    """Training rows and test rows."""
+    lines = lambda file: [line.strip() for line in (data / file).read_text("utf-8").split("\n") if line.strip()]
+    labelled = lambda found: [dict(zip(("text", "label"), line.rsplit("\t", 1))) for line in found]
+    match name:
+        case "classify-sst2":
+            return [labelled(lines(f"sst2/{part}.tsv")[1:]) for part in ("train", "dev")]
+        case "classify-agnews":  # the training texts have no titles, so that those of the test are left out
+            classes, table = lines("ag_news/classes.txt"), csv.reader(lines("ag_news/test.csv"))
+            test = [{"text": text, "label": classes[int(number) - 1]} for number, _, text in table]
+            return [labelled(lines("ag_news/train10k.tsv")), test]
+        case "classify-clinc150":
+            whole = json.loads((data / "clinc150/data_full.json").read_text("utf-8"))
+            return [[{"text": text, "label": intent} for text, intent in whole[part]] for part in ("train", "test")]
+        case "tag-wikigold":  # there is no split: the last fifth of the sentences is the test
+            blocks = (data / "wikigold/wikigold.conll").read_text("utf-8").replace("-DOCSTART- O", "").split("\n\n")
+            pairs = [[line.split() for line in block.split("\n") if line] for block in blocks]
+            rows = [{"tokens": [word for word, _ in some], "tags": [tag for _, tag in some]} for some in pairs if some]
+            return [rows[: len(rows) * 4 // 5], rows[len(rows) * 4 // 5 :]]
+        case "sft-full" | "sft-lora":
+            rows = json.loads((data / "alpaca/alpaca_en_demo.json").read_text("utf-8"))
+            return [rows[:-100], rows[-100:]]
+        case "seq2seq-scan":
+            form = re.compile("IN: (?P<source>.*) OUT: (?P<target>.*)")
+            return [[form.fullmatch(line).groupdict() for line in lines(f"scan/{part}_simple.txt")] for part in ("train", "test")]
+        case "images-mnist":
+            arrays = np.load(data / "mnist/mnist_10000_2000.npz")
+            pairs = [zip(arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test")]
+            return [[{"x": pixels, "y": label} for pixels, label in some] for some in pairs]
+        case "mlm-wikitext2":
+            return [[{"text": line} for line in lines(f"wikitext2/{part}.txt")] for part in ("valid", "test")]
+        case "embed-sick":  # pairs of which one sentence follows from the other, or says nearly the same
+            tables = [[line.split("\t") for line in lines(f"sick/{part}.tsv")[1:]] for part in ("train", "test")]
+            near = [[(a, b) for _, a, b, score, kind in rows if kind == "ENTAILMENT" or float(score) >= 4.5] for rows in tables]
+            positives = {b for _, b in near[1]}  # a test anchor that is also a positive would find itself
+            near[1] = [(a, b) for a, b in near[1] if a not in positives]
+            return [[{"anchor": a, "positive": b} for a, b in rows] for rows in near]
+
+
+def prepare(name: str, data: Path, folder: Path, quick: bool) -> dict[str, str]:
+    """Write the rows, and for SCAN a model; return the options that name them."""
+    recipe, splits = TASKS[name].recipe, dict(zip(("train", "test"), read_data(name, data)))
+    if quick:
+        few = 6 if recipe == "sft" else 150  # one of each of 150 intents
+        splits = {part: rows[:: max(1, len(rows) // few)][:few] for part, rows in splits.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    if recipe == "images":
+        np.savez(folder / "data.npz", **{f"{x}_{part}": [row[x] for row in rows] for part, rows in splits.items() for x in "xy"})
+        return {"train_file": str(folder / "data.npz"), "eval_file": str(folder / "data.npz")}
+    for part, rows in splits.items():
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"train_file": str(folder / "train.jsonl"), "eval_file": str(folder / "test.jsonl")}
+    return {**files, "model": word_level_t5(folder / "t5", splits["train"])} if recipe == "seq2seq" else files
+
+
+def word_level_t5(folder: Path, rows: Rows) -> str:
+    """A small T5 of random weights, whose tokens are whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *sorted({word for row in rows for text in row.values() for word in text.split()})]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=128, **special)
+    tokenizer.save_pretrained(folder)
+    shape = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=len(words), **shape, **ids))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def read_rows(path: str) -> Rows:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------- what a peer trains, how both are measured
+
+
+def loaded(kind: str, folder: Path) -> tuple[Any, Any]:
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
+    return model, transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
+
+
+def padded(tokenizer: Any, texts: list, cfg: Any, **more: Any) -> Any:
+    return tokenizer(texts, truncation=True, max_length=cfg.max_length, padding=True, return_tensors="pt", **more).to(DEVICE)
+
+
+def with_labels(kind: Any, place: str, labels: set[str]) -> tuple[Any, dict[str, int]]:
+    """A model with a new head for these labels, and their numbers."""
+    numbers = {label: number for number, label in enumerate(sorted(labels))}
+    return kind.from_pretrained(place, label2id=numbers, id2label={n: label for label, n in numbers.items()}), numbers
+
+
+def peer_classify(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    rows = read_rows(cfg.train_file)
+    model, numbers = with_labels(transformers.AutoModelForSequenceClassification, place, {row["label"] for row in rows})
+    inputs = [tokenizer(row["text"], truncation=True, max_length=cfg.max_length) for row in rows]
+    rows = [{**tokens, "labels": numbers[row["label"]]} for tokens, row in zip(inputs, rows)]
+    return {"model": model, "rows": rows, "collator": transformers.DataCollatorWithPadding}
+
+
+def score_classify(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    (model, tokenizer), rows, right = loaded("AutoModelForSequenceClassification", folder), read_rows(cfg.eval_file), 0
+    for some in DataLoader(rows, 256, collate_fn=list):
+        answers = model(**padded(tokenizer, [row["text"] for row in some], cfg)).logits.argmax(-1).tolist()
+        right += sum(model.config.id2label[answer] == row["label"] for answer, row in zip(answers, some))
+    return {"accuracy": right / len(rows)}
+
+
+def peer_tag(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    items, rows = [], read_rows(cfg.train_file)
+    tags = {tag for row in rows for tag in row["tags"]}
+    model, numbers = with_labels(transformers.AutoModelForTokenClassification, place, tags)
+    for row in rows:
+        tokens = tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=cfg.max_length)
+        words = pairwise([None, *tokens.word_ids()])
+        items.append({**tokens, "labels": [-100 if w in (None, last) else numbers[row["tags"][w]] for last, w in words]})
+    return {"model": model, "rows": items, "collator": transformers.DataCollatorForTokenClassification}
+
+
+def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    (model, tokenizer), rows, found = loaded("AutoModelForTokenClassification", folder), read_rows(cfg.eval_file), []
+    for row in rows:
+        inputs, tags = padded(tokenizer, [row["tokens"]], cfg, is_split_into_words=True), ["O"] * len(row["tokens"])
+        answers = model(**inputs).logits[0].argmax(-1).tolist()
+        for word, answer in reversed(list(zip(inputs.word_ids(), answers))):  # the first sub-word has the last say
+            if word is not None:
+                tags[word] = model.config.id2label[answer]
+        found.append(tags)
+    return {"f1": float(f1_score([row["tags"] for row in rows], found))}
+
+
+def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    """sft and pretrain_mlm: the recipe's own tokens and labels; hidden words are others each time."""
+    rows, is_masked = recipe.build_data(cfg, tokenizer)[0], hasattr(cfg, "mask_share")
+    kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
+    model, rows = kind.from_pretrained(place), Masked(rows, tokenizer, cfg.mask_share) if is_masked else rows
+    if cfg.lora_r:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_r, lora_alpha=cfg.lora_alpha))
+    return {"model": model, "rows": rows, "collator": transformers.DataCollatorForTokenClassification}
+
+
+def score_lm(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    """Over all tokens of the held-out answers, or of the hidden words, which are the same for all models."""
+    is_masked, total, number = hasattr(cfg, "mask_share"), 0.0, 0
+    model, tokenizer = loaded("AutoModelForMaskedLM" if is_masked else "AutoModelForCausalLM", folder)
+    rows = recipe.build_data(cfg, tokenizer)[1]
+    rows = Masked(rows, tokenizer, cfg.mask_share, seed=0) if is_masked else rows
+    for batch in DataLoader(rows, 16, collate_fn=transformers.DataCollatorForTokenClassification(tokenizer)):
+        labels = batch.pop("labels")[:, 0 if is_masked else 1 :].to(DEVICE)  # a causal model's are those of the next token
+        logits = model(**batch.to(DEVICE)).logits[:, : labels.shape[1]]
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        number += int((labels != -100).sum())
+    return {"loss": total / number, "perplexity": math.exp(total / number)}
+
+
+def peer_seq2seq(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    pairs = [[tokenizer(row[column])["input_ids"] for column in ("source", "target")] for row in read_rows(cfg.train_file)]
+    rows = [{"input_ids": source, "labels": target} for source, target in pairs]
+    kinds = {"trainer": transformers.Seq2SeqTrainer, "arguments": transformers.Seq2SeqTrainingArguments}
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(place)
+    return {"model": model, "rows": rows, "collator": transformers.DataCollatorForSeq2Seq, **kinds}
+
+
+def score_seq2seq(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    (model, tokenizer), rows, right = loaded("AutoModelForSeq2SeqLM", folder), read_rows(cfg.eval_file), 0
+    for some in DataLoader(rows, cfg.eval_batch_size, collate_fn=list):
+        inputs = padded(tokenizer, [row["source"] for row in some], cfg, return_token_type_ids=False)
+        written = model.generate(**inputs, max_new_tokens=cfg.max_new_tokens, num_beams=1, do_sample=False)
+        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+        right += sum(text.strip() == row["target"] for text, row in zip(texts, some))
+    return {"exact_match": right / len(rows)}
+
+
+def pictures(path: str, part: str) -> Rows:
+    """All as tensors, of three colours and from -1 to 1. The recipe decodes them anew in every epoch, which costs it time."""
+    arrays = np.load(path)
+    pixels = torch.from_numpy(arrays[f"x_{part}"]).unsqueeze(1).expand(-1, 3, -1, -1) / 127.5 - 1
+    return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, arrays[f"y_{part}"].tolist())]
+
+
+def peer_images(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    model = MiniResNetForImageClassification(MiniResNetConfig(norm=cfg.norm, num_labels=10))
+    loss = lambda outputs, labels, num_items_in_batch=None: F.cross_entropy(outputs.logits, labels)
+    return {"model": model, "rows": pictures(cfg.train_file, "train"), "compute_loss_func": loss}
+
+
+def score_images(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    model, rows = MiniResNetForImageClassification.from_pretrained(folder).eval().to(DEVICE), pictures(cfg.eval_file, "test")
+    right = [model(b["pixel_values"].to(DEVICE)).logits.argmax(-1).cpu() == b["labels"] for b in DataLoader(rows, 256)]
+    return {"accuracy": float(torch.cat(right).double().mean())}
+
+
+def peer_embed(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
+    """Batches have no equal texts, as sentence-transformers advises; to the recipe such are no negatives either."""
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    model = st.SentenceTransformer(place)
+    model.max_seq_length, loss = cfg.max_length, MultipleNegativesRankingLoss(model, scale=cfg.scale)
+    arguments = lambda **options: st.SentenceTransformerTrainingArguments(**options, batch_sampler="no_duplicates")
+    kinds = {"trainer": st.SentenceTransformerTrainer, "arguments": arguments, "loss": loss}
+    return {"model": model, "rows": Dataset.from_list(read_rows(cfg.train_file)), **kinds}
+
+
+def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
+    """Each anchor looks for its positive among all different positives."""
+    from sentence_transformers import SentenceTransformer
+
+    rows, model = read_rows(cfg.eval_file), SentenceTransformer(str(folder), device=DEVICE)
+    texts = [row["anchor"] for row in rows], sorted({row["positive"] for row in rows})
+    anchors, corpus = (model.encode(some, convert_to_tensor=True, normalize_embeddings=True) for some in texts)
+    right = torch.tensor([[texts[1].index(row["positive"])] for row in rows], device=DEVICE)
+    rank = (anchors @ corpus.T >= (anchors @ corpus.T).gather(1, right)).sum(1).double()
+    return {"recall_at_1": float((rank == 1).double().mean()), "mrr": float(torch.where(rank <= 10, 1 / rank, 0.0).mean())}
+
+
+KINDS = {
+    "classify": (peer_classify, score_classify), "tag": (peer_tag, score_tag), "sft": (peer_lm, score_lm),
+    "pretrain_mlm": (peer_lm, score_lm), "seq2seq": (peer_seq2seq, score_seq2seq), "images": (peer_images, score_images),
+    "embed": (peer_embed, score_embed),
+}  # fmt: skip
+
+
+class Task(NamedTuple):
+    recipe: str
+    metrics: tuple[str, ...]
+    options: dict[str, Any]
+
+
+SFT = {"model": "embedded:SmolLM2-135M-Instruct", "max_length": 512, "epochs": 2, "global_batch_size": 16, "warmup_ratio": 0.05}
+SCAN = {"global_batch_size": 64, "lr": 1e-3, "warmup_ratio": 0.05, "epochs": 15, "max_new_tokens": 56, "eval_batch_size": 512}
+CLINC = {"global_batch_size": 64, "lr": 2e-4, "warmup_ratio": 0.1, "epochs": 10, "max_length": 64}
+MLM = {"model": "embedded:all-MiniLM-L6-v2", "global_batch_size": 32, "lr": 5e-4, "warmup_ratio": 0.1, "epochs": 3}
+TASKS = {  # the longest first, so that with --jobs the others fill the gaps
+    "seq2seq-scan": Task("seq2seq", ("exact_match",), SCAN),
+    "classify-sst2": Task("classify", ("accuracy",), {"global_batch_size": 32, "lr": 5e-5, "epochs": 1}),
+    "classify-clinc150": Task("classify", ("accuracy",), CLINC),
+    "sft-full": Task("sft", ("perplexity",), {**SFT, "lr": 5e-5}),
+    "sft-lora": Task("sft", ("perplexity",), {**SFT, "lr": 1e-3, "lora_r": 16, "merge_adapters": True}),
+    "classify-agnews": Task("classify", ("accuracy",), {"global_batch_size": 32, "lr": 5e-5, "epochs": 2}),
+    "tag-wikigold": Task("tag", ("f1",), {"global_batch_size": 16, "lr": 3e-4, "warmup_ratio": 0.1, "epochs": 10}),
+    "images-mnist": Task("images", ("accuracy",), {"global_batch_size": 64, "lr": 3e-3, "epochs": 5, "augment": "none"}),
+    "mlm-wikitext2": Task("pretrain_mlm", ("loss",), MLM),
+    "embed-sick": Task("embed", ("recall_at_1", "mrr"), {"global_batch_size": 64, "lr": 5e-5, "epochs": 3}),
+}
+
+
+# ------------------------------------------------------------------------------------- runs
+
+
+def main(options: argparse.Namespace, work: Path) -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
+    # On the first GPU: with several, Trainer would spread the batch over them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    names = [name for name in TASKS if not options.only or name.startswith(tuple(options.only))]
+    files = {name: prepare(name, options.data, work / name, options.quick) for name in names}
+    shared = {"mixed_precision": "bf16" if DEVICE == "cuda" else "no", **({"steps": 3} if options.quick else {})}
+    never = ["--eval_every", str(10**9), "--save_every", str(10**9)]  # but at the end, as the peer
+    found, one_at_a_time = [], threading.Lock()
+
+    def run(job: tuple[int, str, str]) -> None:
+        (seed, name, side), task = job, TASKS[job[1]]
+        folder = work / name / f"{side}-{seed}"
+        values = {**task.options, "micro_batch_size": task.options["global_batch_size"], **shared, "seed": seed, **files[name]}
+        words = [part for key, value in values.items() for part in ([f"--{key}"] if value is True else [f"--{key}", str(value)])]
+        ours = [str(RECIPES / f"{task.recipe}.py"), *words, *never, "--output_dir", str(folder)]
+        command = ours if side == "ours" else [__file__, "--peer_of", name, "--work", str(folder), *words]
+        try:
+            if not (folder / "result.json").exists():  # else of an earlier call with the same --work
+                shutil.rmtree(folder, ignore_errors=True)
+                with folder.with_suffix(".log").open("w") as log:
+                    subprocess.run([sys.executable, *command], check=True, stdout=log, stderr=subprocess.STDOUT)
+                facts = facts_of(folder) if side == "ours" else json.loads((folder / "facts.json").read_text())
+                with one_at_a_time, torch.no_grad():
+                    facts["scores"] = KINDS[task.recipe][1](*recipe_and_options(name, words), folder / "model")
+                (folder / "result.json").write_text(json.dumps({"task": name, "side": side, "seed": seed, **facts}))
+        except Exception as error:  # the other runs go on
+            print(f"{name} {side} {seed} failed, see {folder.with_suffix('.log')}: {error}", flush=True)
+            return
+        with one_at_a_time:
+            found.append(json.loads((folder / "result.json").read_text()))
+            print(f"{name} {side} {seed}: {found[-1]['scores']}", flush=True)
+            if options.out:
+                device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+                options.out.write_text(json.dumps({"device": device, "jobs": options.jobs, "runs": found}, indent=1))
+
+    sides = ["ours", "peer"] if options.peer else ["ours"]
+    jobs = [(seed, name, side) for seed in options.seeds for name in names for side in sides]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, jobs))
+    print_table(found, names, with_seconds=options.jobs == 1)
+    sys.exit(len(found) < len(jobs))
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    before, *_, after = [event for event in events if event["event"] == "evaluate"]
+    end = [event["time"] for event in events if event["event"] == "update"][-1]
+    return {"before": before, "own_evaluation": after, "seconds": end - before["time"]}
+
+
+def print_table(found: list[dict[str, Any]], names: list[str], with_seconds: bool) -> None:
+    mean = lambda values: sum(values) / len(values) if values else math.nan
+    span = lambda values: f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
+    title = "  seconds, ours and peer" if with_seconds else ""
+    print(f"\n{'task':19}{'metric':12}{'before':>9}  {'ours':28}{'peer':28}{'difference':>10}{title}")
+    for name, metric in [(task, metric) for task in names for metric in TASKS[task].metrics]:
+        ours, peer = ([run for run in found if (run["task"], run["side"]) == (name, side)] for side in ("ours", "peer"))
+        a, b = ([run["scores"][metric] for run in runs] for runs in (ours, peer))
+        cells = [f"{mean(values):.4f}{span(values):20}  " for values in (a, b)]
+        cells += [f"{mean(a) - mean(b):+10.4f}"]
+        cells += [f"{mean([run['seconds'] for run in runs]):12.1f}" for runs in (ours, peer) if with_seconds]
+        print(f"{name:19}{metric:12}{mean([run['before'][metric] for run in ours]):9.4f}  {''.join(cells)}")
+    print("Several seeds: mean (least to most). Of loss and perplexity less is better.")
+    if not with_seconds:
+        print("Runs shared the device (--jobs), so that their seconds say nothing and are not shown.")
+
+
+def recipe_and_options(name: str, words: list[str]) -> tuple[Any, Any]:
+    sys.path.append(str(RECIPES))
+    recipe = import_module(TASKS[name].recipe)
+    return recipe, parse_config(recipe.Config, words)
+
+
+def run_peer(name: str, words: list[str], folder: Path) -> None:
+    recipe, cfg = recipe_and_options(name, words)
+    transformers.set_seed(cfg.seed)
+    place = "" if cfg.model == "mini-resnet" else locate(cfg.model, cfg.cache_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place, padding_side="right") if place else None
+    train_peer(cfg, folder, tokenizer, **KINDS[TASKS[name].recipe][0](recipe, cfg, place, tokenizer))
+
+
+def train_peer(
+    cfg: Any, folder: Path, tokenizer: Any, *, model: Any, rows: Any, collator=None, trainer=None, arguments=None, **more: Any
+) -> None:
+    """With transformers' Trainer and its arguments, unless others are given. `more` is for the trainer."""
+    on_gpu, steps = DEVICE == "cuda", cfg.steps or math.ceil(len(rows) / cfg.global_batch_size) * cfg.epochs
+    num_workers = max(1, min(4, (os.cpu_count() or 1) - 1)) if on_gpu else 0  # as the recipe
+    arguments = (arguments or transformers.TrainingArguments)(
+        output_dir=str(folder), seed=cfg.seed, use_cpu=not on_gpu, num_train_epochs=cfg.epochs, max_steps=cfg.steps or -1,
+        per_device_train_batch_size=cfg.global_batch_size, learning_rate=cfg.lr, lr_scheduler_type=cfg.lr_schedule,
+        warmup_steps=math.ceil(cfg.warmup_ratio * steps), weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm,
+        optim="adamw_torch_fused", bf16=cfg.mixed_precision == "bf16", tf32=True if on_gpu else None,
+        dataloader_num_workers=num_workers, dataloader_pin_memory=on_gpu, dataloader_persistent_workers=num_workers > 0,
+        dataloader_prefetch_factor=4 if num_workers else None, remove_unused_columns=False, eval_strategy="no",
+        save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    if collator:
+        more["data_collator"] = collator(tokenizer, pad_to_multiple_of=8 if on_gpu else None)
+    trainer = (trainer or transformers.Trainer)(model=model, args=arguments, train_dataset=rows, **more)
+    began = time.monotonic()
+    trainer.train()
+    (folder / "facts.json").write_text(json.dumps({"seconds": time.monotonic() - began}))
+    (model.merge_and_unload() if cfg.lora_r else model).save_pretrained(str(folder / "model"))
+    if tokenizer:
+        tokenizer.save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="the folder of the data")
+    parser.add_argument("--only", nargs="+", help=f"tasks, or how their names begin; there are {', '.join(TASKS)}")
+    parser.add_argument("--peer", action="store_true", help="train the peers too")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once on one device; then no seconds are shown")
+    parser.add_argument("--out", type=Path, help="a .json file for the results, written after every run")
+    parser.add_argument("--work", type=Path, help="keep everything here; a run that is whole there is not done again")
+    parser.add_argument("--quick", action="store_true", help="three steps on a few rows, to see that it works")
+    parser.add_argument("--peer_of", choices=TASKS, help=argparse.SUPPRESS)  # a peer's own process, in --work
+    options, words = parser.parse_known_args()
+    if options.peer_of:
+        run_peer(options.peer_of, words, options.work)
+    elif words or not options.data:
+        parser.error(f"unknown: {' '.join(words)}" if words else "--data is needed")
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(options, options.work or Path(temporary))

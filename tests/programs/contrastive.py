@@ -1,0 +1,57 @@
+"""One contrastive update on a tiny model; what it learned goes into a file, to be compared between worlds.
+
+Dropout is on: the pieces of a batch that does not fit are embedded twice, and must draw the same both times.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+from accel_ddp.contrast import in_batch_losses
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    lr: float = 0.1
+    optimizer: str = "sgd"
+    drop: float = 0.0
+    hard: bool = False
+    cut: bool = False
+    eval_first: bool = False
+
+
+class Encoder(nn.Module):
+    def __init__(self, drop: float):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(drop), nn.Linear(16, 8))
+
+    def forward(self, texts):
+        return self.layers(texts)
+
+
+def main(cfg: Config) -> None:
+    accelerator = accel_ddp.start(cfg)
+    torch.manual_seed(0)
+    model = Encoder(cfg.drop).double()
+    parts = 4 if cfg.hard else 2
+    texts = torch.randn(48, parts, 8, dtype=torch.float64)
+    keys = torch.arange(48 * parts).view(48, parts)
+    keys[3, 1] = keys[7, 1]  # two rows with the same positive, and two with the same anchor: no negatives of each other
+    keys[5, 0] = keys[9, 0]
+    rows = [{"texts": texts[i], "keys": keys[i]} for i in range(48)]
+    collate = lambda some: {name: torch.stack([row[name] for row in some]) for name in ("texts", "keys")}
+    sizes = (8, 4) if cfg.cut else ()
+    losses = lambda rows, keys: in_batch_losses(rows, keys, 20.0, sizes)
+    accel_ddp.fit(
+        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(rows, collate),
+        loss_sum=accel_ddp.update.WholeBatch(lambda model, batch: model(batch["texts"]), lambda batch: batch["keys"], losses),
+        count=lambda batch: len(batch["keys"]), hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(Config, main)

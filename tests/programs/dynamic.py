@@ -1,0 +1,51 @@
+"""A model whose forward pass does not use all of its parameters: never one head, or in some steps and on some ranks only."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import accel_ddp
+from accel_ddp.config import TrainConfig, run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    how: str = "never"
+    steps: int = 6
+    save_every: int = 6
+    global_batch_size: int = 8
+    micro_batch_size: int = 2
+    optimizer: str = "sgd"
+    lr: float = 0.05
+
+
+class Heads(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.body, self.small, self.large = how, nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        """`sometimes`: rows with a positive sum go to the large head, so that a micro-batch may have none for one of them."""
+        hidden, is_large = self.body(x).tanh(), x.sum(-1) > 0
+        if self.how == "never":
+            return self.small(hidden)
+        parts = [head(hidden[which]) for head, which in ((self.small, ~is_large), (self.large, is_large)) if which.any()]
+        return torch.cat(parts)
+
+
+def main(cfg: Config) -> None:
+    accelerator = accel_ddp.start(cfg)
+    torch.manual_seed(0)
+    model = Heads(cfg.how).double()
+    rows = list(torch.randn(64, 4, dtype=torch.float64))
+    accel_ddp.fit(
+        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(rows, torch.stack),
+        loss_sum=lambda model, batch: (model(batch) - 1).square().sum(), count=len,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(Config, main)

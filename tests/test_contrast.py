@@ -1,0 +1,97 @@
+"""Losses over a whole batch, and models that leave parameters out: one result on any number of ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import load_file
+
+from accel_ddp.contrast import in_batch_losses, keys_of, retrieval
+from tests.conftest import PROGRAMS, run_ranks
+
+
+def weights(folder: Path, step: int) -> dict[str, np.ndarray]:
+    return load_file(folder / f"step_{step:08d}" / "model.safetensors")
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray], within: float) -> None:
+    for name in a:
+        np.testing.assert_allclose(b[name], a[name], atol=within, rtol=0, err_msg=name)
+
+
+def test_negatives_come_from_all_ranks_and_micro_batches_with_gradient(tmp_path):
+    """16 rows at once, in pieces, on 2 and on 4 ranks; with hard negatives and cut embeddings. float64."""
+    runs = {}
+    for ranks, micro in ((1, 16), (1, 4), (2, 4), (4, 4)):
+        folder = tmp_path / f"{ranks}x{micro}"
+        run_ranks(
+            ranks, PROGRAMS / "contrastive.py", "--steps", 3, "--global_batch_size", 16, "--micro_batch_size", micro,
+            "--hard", "--cut", "--output_dir", folder,
+        ).well()  # fmt: skip
+        runs[ranks, micro] = weights(folder, 3)
+    for run in runs.values():
+        assert_same(runs[1, 16], run, 1e-12)
+
+
+def test_pieces_that_are_embedded_twice_draw_the_same_dropout(tmp_path):
+    """With dropout the pieces of one rank are those of two ranks: equal only if both passes of both drew the same."""
+    for ranks in (1, 2):
+        run_ranks(
+            ranks, PROGRAMS / "contrastive.py", "--steps", 3, "--global_batch_size", 16, "--micro_batch_size", 4,
+            "--drop", 0.5, "--output_dir", tmp_path / str(ranks),
+        ).well()  # fmt: skip
+    assert_same(weights(tmp_path / "1", 3), weights(tmp_path / "2", 3), 1e-12)
+
+
+def test_the_loss_is_that_of_the_textbook():
+    """Beside a softmax over cosines written out, where no text comes twice; and without the texts that do."""
+    torch.manual_seed(0)
+    rows = torch.randn(5, 3, 8, dtype=torch.float64)
+    keys = torch.arange(15).view(5, 3)
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    for i, loss in enumerate(in_batch_losses(rows, keys, 20.0)):
+        cosines = [unit[i, 0] @ unit[j, part] for part in (1, 2) for j in range(5)]
+        assert loss.item() == pytest.approx((-20 * cosines[i] + torch.stack([20 * c for c in cosines]).logsumexp(0)).item())
+    keys[3, 1] = keys[0, 1]  # the positive of row 3 is that of row 0 too
+    cosines = [unit[0, 0] @ unit[j, part] for part in (1, 2) for j in range(5) if (j, part) != (3, 1)]
+    expected = -20 * cosines[0] + torch.stack([20 * c for c in cosines]).logsumexp(0)
+    assert in_batch_losses(rows, keys, 20.0)[0].item() == pytest.approx(expected.item())
+    mean = (in_batch_losses(rows, keys, 20.0) + in_batch_losses(rows[..., :4], keys, 20.0)) / 2
+    torch.testing.assert_close(in_batch_losses(rows, keys, 20.0, (8, 4)), mean)
+
+
+def test_retrieval_scores_are_those_counted_by_hand():
+    anchors = np.eye(3)
+    positives = np.array([[1.0, 0, 0], [0.9, 0.1, 0.5], [0, 0, 1]])  # the second anchor likes no positive best but its own
+    rows = np.stack([anchors, positives], 1)
+    scores = retrieval(rows, np.array(keys_of([["a", "b", "c"], ["x", "y", "z"]])))
+    cosines = F.normalize(torch.tensor(anchors), dim=-1) @ F.normalize(torch.tensor(positives), dim=-1).T
+    ranks = [int((cosines[i] > cosines[i, i]).sum()) + 1 for i in range(3)]
+    assert scores["recall_at_1"] == pytest.approx(np.mean([rank == 1 for rank in ranks]))
+    assert scores["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
+    same = retrieval(np.ones((4, 2, 3)), np.array(keys_of([list("abcd"), list("wxyz")])))
+    assert same["recall_at_1"] == 0, "to say the same of all is not to find"
+
+
+def test_parameters_that_are_left_out_are_named_with_the_option_that_helps(tmp_path):
+    ended = run_ranks(2, PROGRAMS / "dynamic.py", "--output_dir", tmp_path / "run", timeout=60)
+    assert ended.codes == [2, 2], ended.text
+    for words in (
+        "2 parameters got no gradient in this step: large.weight, large.bias",
+        "--find_unused_parameters",
+        "--freeze large",
+    ):
+        assert words in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_parameters_that_are_used_now_and_then_learn_the_same_on_two_ranks(tmp_path):
+    refused = run_ranks(2, PROGRAMS / "dynamic.py", "--how", "sometimes", "--output_dir", tmp_path / "refused", timeout=60)
+    assert refused.codes == [2, 2], refused.text
+    assert "got no gradient in this step" in refused.text
+    for ranks in (1, 2):
+        options = ["--how", "sometimes", "--find_unused_parameters", "--output_dir", tmp_path / str(ranks)]
+        run_ranks(ranks, PROGRAMS / "dynamic.py", *options).well()
+    assert_same(weights(tmp_path / "1", 6), weights(tmp_path / "2", 6), 1e-12)

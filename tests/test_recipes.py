@@ -1,0 +1,228 @@
+"""Every recipe, as users start it: one rank and two, killed and resumed, exported and loaded; and bad input."""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from accel_ddp import export
+from tests.conftest import ROOT, Running, rank_environments, run_ranks
+
+WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
+
+
+def sentence(i: int, length: int = 6) -> str:
+    return " ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(length))
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@dataclass
+class Case:
+    """A recipe with data and options of a run that takes seconds, and what the ordinary library makes of its export."""
+
+    recipe: str
+    rows: Callable[[int], dict] | None
+    options: list[str]
+    loads: Callable[[str], object]
+    weights: str = "model.safetensors"
+    metrics: tuple[str, ...] = field(default=("loss",))
+
+
+def pipeline(task: str, text: object, **more: object) -> Callable[[str], object]:
+    def use(folder: str) -> object:
+        from transformers import pipeline as make
+
+        return make(task, folder, **more)(text)
+
+    return use
+
+
+def answers_of_adapters(folder: str) -> object:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(folder)("hello", return_tensors="pt")
+    return AutoPeftModelForCausalLM.from_pretrained(folder).generate(**tokens, max_new_tokens=2).dtype == torch.int64
+
+
+def sentence_embeddings(folder: str) -> object:
+    from sentence_transformers import SentenceTransformer
+
+    vectors = SentenceTransformer(folder).encode(["a fine film", "a dull house"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    return vectors.shape == (2, 16)
+
+
+def image_of_a_digit() -> object:
+    from PIL import Image
+
+    return Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
+
+
+def uneven_chat(i: int) -> dict:
+    """Answers of 1 to 61 words: a mean over rows, or over ranks, is not the mean over tokens."""
+    asked = {"role": "user", "content": sentence(i, 3)}
+    return {"messages": [asked, {"role": "assistant", "content": sentence(i, 1 if i % 3 else 61)}]}
+
+
+CASES = {
+    "classify": Case(
+        "classify",
+        lambda i: {"text": sentence(i), "label": i % 3},
+        ["--class_weights", "balanced"],
+        pipeline("text-classification", "a fine film"),
+        metrics=("accuracy", "macro_f1", "loss"),
+    ),
+    "classify a number": Case(
+        "classify",
+        lambda i: {"a": sentence(i), "b": sentence(i + 1), "label": (i % 7) / 7},
+        ["--num_labels", "1", "--text_column", "a", "--text_pair_column", "b", "--best_metric", "mse"],
+        pipeline("text-classification", {"text": "a fine film", "text_pair": "a dull one"}),
+        metrics=("mse", "pearson", "spearman", "loss"),
+    ),
+    "tag": Case(
+        "tag",
+        lambda i: {"tokens": sentence(i, 1 + i % 9).split(), "tags": (["B-X", "I-X", "O"] * 3)[: 1 + i % 9]},
+        [],
+        pipeline("token-classification", "a fine film", aggregation_strategy="simple"),
+        metrics=("f1", "loss"),
+    ),
+    "sft": Case("sft", uneven_chat, ["--samples", "1", "--max_new_tokens", "2"], pipeline("text-generation", "hello"),
+                metrics=("loss", "perplexity")),
+    "sft with adapters": Case(
+        "sft", uneven_chat,
+        ["--samples", "1", "--max_new_tokens", "2", "--lora_r", "2", "--gradient_checkpointing", "--lr", "1"],
+        answers_of_adapters, "adapter_model.safetensors",
+    ),
+    "seq2seq": Case(
+        "seq2seq",
+        lambda i: {"source": sentence(i, 3), "target": sentence(i, 1 + i % 9)},
+        ["--max_new_tokens", "4"],
+        lambda folder: __import__("transformers").AutoModelForSeq2SeqLM.from_pretrained(folder),
+    ),
+    "images": Case(
+        "images", None, ["--norm", "group"], pipeline("image-classification", image_of_a_digit(), trust_remote_code=True),
+        metrics=("accuracy", "loss"),
+    ),
+    "embed": Case(
+        "embed",
+        lambda i: {"anchor": sentence(i, 4), "positive": sentence(i, 7), "wrong": sentence(i + 3, 5)},
+        ["--negative_columns", "wrong", "--matryoshka", "8", "--scale", "5"],
+        sentence_embeddings,
+        metrics=("mrr", "recall_at_1_8"),
+    ),
+    "pretrain_mlm": Case(
+        "pretrain_mlm", lambda i: {"text": sentence(i, 40)}, ["--max_length", "32"],
+        pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
+    """Of a case: a run of 6 steps of 8 items in micro-batches of 2, with an evaluation that no number of ranks divides.
+
+    With SGD: where a gradient is zero but for rounding, AdamW divides the rounding by its own size.
+    """
+    folder = tmp_path_factory.mktemp("data")
+
+    def of(name: str) -> list[str]:
+        case = CASES[name]
+        given = ["--steps", "6", "--save_every", "2", "--keep_last", "3", "--eval_every", "3", "--log_every", "1"]
+        given += ["--global_batch_size", "8", "--micro_batch_size", "2", "--max_eval_items", "11", "--eval_batch_size", "4"]
+        given += ["--optimizer", "sgd", "--lr", "0.05"]
+        if case.rows:
+            for part, first, number in (("train", 0, 48), ("eval", 48, 13)):
+                write_jsonl(folder / f"{name}.{part}.jsonl", [case.rows(i) for i in range(first, first + number)])
+                given += [f"--{part}_file", str(folder / f"{name}.{part}.jsonl")]
+        if case.recipe in ("classify", "tag", "embed"):
+            given += ["--model", tiny_model]
+        return [*given, *case.options]
+
+    return of
+
+
+def evaluations(folder: Path) -> list[dict]:
+    return [e for e in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if e["event"] == "evaluate"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_keeps_the_promises(name, options, tmp_path):
+    """One rank; two ranks that are killed and go on; one rank that goes on from its own checkpoint; the export."""
+    case, given = CASES[name], options(name)
+    script, one, two, again = (ROOT / "recipes" / f"{case.recipe}.py", *(tmp_path / n for n in ("one", "two", "again")))
+    said = run_ranks(1, script, *given, "--output_dir", one).well().text
+    assert "before" in said
+    assert "after" in said
+    assert "Traceback" not in said
+
+    killed = Running([[sys.executable, script, *given, "--output_dir", two]] * 2, rank_environments(2))
+    killed.until("step 4/6")
+    killed.kill()
+    killed.ended()
+    run_ranks(2, script, *given, "--output_dir", two, "--resume").well()
+    ours, theirs = (load_file(folder / "model" / case.weights) for folder in (one, two))
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_allclose(theirs[key], value, atol=1e-5, rtol=0, err_msg=key)
+    assert [e["step"] for e in evaluations(one)] == [0, 3, 6]
+    for a, b in zip(evaluations(one)[-1:], evaluations(two)[-1:], strict=True):
+        for metric in case.metrics:
+            assert math.isfinite(a[metric])
+            assert a[metric] == pytest.approx(b[metric], rel=1e-4, abs=1e-5), metric
+    first, last = (load_file(one / f"step_0000000{step}" / "model.safetensors") for step in (2, 6))
+    moved = max(np.abs(last[key].astype(float) - first[key]).max() for key in last)
+    assert moved > 1e-3, "a run that learns nothing compares nothing"
+
+    run_ranks(1, script, *given, "--resume", one / "step_00000002", "--output_dir", again).well()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (again / "step_00000006" / file).read_bytes() == (one / "step_00000006" / file).read_bytes()
+
+    out = export.from_checkpoint(str(one / "step_00000006"), str(tmp_path / "exported"))
+    for path in (p for p in (one / "model").rglob("*") if p.is_file() and p.name not in ("README.md", "accel_ddp.json")):
+        same = (out / path.relative_to(one / "model")).read_bytes()
+        if path.name == "adapter_config.json":  # peft writes a set, in any order
+            assert sorted(same) == sorted(path.read_bytes())
+        else:
+            assert same == path.read_bytes(), path.name
+    assert case.loads(str(one / "model")) is not False
+
+
+def test_adapters_are_all_that_a_checkpoint_holds_and_merge_into_an_ordinary_model(options, tmp_path):
+    script, folder = ROOT / "recipes" / "sft.py", tmp_path / "run"
+    run_ranks(1, script, *options("sft with adapters"), "--merge_adapters", "--output_dir", folder).well()
+    saved = load_file(folder / "step_00000006" / "model.safetensors")
+    assert saved
+    assert all("lora_" in name for name in saved)
+    assert not any("lora_" in name for name in load_file(folder / "model" / "model.safetensors"))
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    alone = export.from_checkpoint(str(folder), str(tmp_path / "adapters"))
+    merged = export.from_checkpoint(str(folder), str(tmp_path / "merged"), merge=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        outputs = [AutoModelForCausalLM.from_pretrained(place)(ids).logits for place in (folder / "model", alone, merged)]
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], atol=1e-5, rtol=1e-5)
+
+    refused = run_ranks(
+        1, script, *options("sft with adapters"), "--resume", folder / "step_00000004", "--output_dir", tmp_path / "other",
+        "--model", folder / "model", "--allow_config_change",
+    )  # fmt: skip
+    assert refused.codes == [2]
+    assert "were trained on other weights" in refused.text
+    shutil.rmtree(folder)
