@@ -206,7 +206,8 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     except world.Stopped as stopped:
         return _leave(str(stopped))
     except UserError as error:
-        text = f"{world.unsaved} And: {error}" if world.unsaved else f"error: {error}"
+        said = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader's worker puts its traceback before it
+        text = f"{world.unsaved} And: {said}" if world.unsaved else f"error: {said}"
         world.first_failure(text)
         return _leave(text)
     except Exception as error:

@@ -36,24 +36,25 @@ def _load_conll(option: str, file: Path) -> "datasets.Dataset":
 
     if not file.is_file():
         raise UserError(f"{option} {file}: there is no such file (looked in {Path.cwd()}).")
-    sentences, words, width = [], [], 0
+    sentences, width = [[]], 0
     try:
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 # Between tabs a word may hold blanks. Other white space (a no-break space) is part of a word.
-                columns = re.split("\t+" if "\t" in line.strip() else " +", line.strip(" \t\n"))
-                if not line.strip() or columns[0] == "-DOCSTART-":
-                    sentences, words = [*sentences, words] if words else sentences, []
+                columns = [part.strip(" ") for part in line.rstrip("\n").split("\t" if "\t" in line else " ")]
+                columns = [part for part in columns if part]
+                if not columns or columns[0] == "-DOCSTART-":
+                    sentences += [[]] if sentences[-1] else []
                     continue
-                if len(columns) < 2:
-                    raise UserError(f"{option} {file}: line {number} has one column: {columns[0]!r}. It needs a word and a tag.")
                 width = width or len(columns)
+                if len(columns) == 1:
+                    raise UserError(f"{option} {file}: line {number} has one column: {columns[0]!r}. It needs a word and a tag.")
                 if len(columns) != width:  # else its last column may be something else than a tag
                     raise UserError(f"{option} {file}: line {number} has {len(columns)} columns, the lines before it {width}.")
-                words.append((columns[0], columns[-1]))
+                sentences[-1].append((columns[0], columns[-1]))
     except UnicodeDecodeError as error:
         raise UserError(f"{option} {file}: is not UTF-8 text: {error}") from error
-    sentences += [words] if words else []
+    sentences = [sentence for sentence in sentences if sentence]
     if not sentences:
         raise UserError(f"{option} {file}: has no rows.")
     return datasets.Dataset.from_dict({
@@ -84,9 +85,13 @@ class Tags:
             for name, rows in (("training", train), ("evaluation", test))
         }
         names = getattr(getattr(train.features[column], "feature", None), "names", None)  # the dataset knows its tags
-        values = list(range(len(names))) if names else sorted(found["training"] | (found["evaluation"] if of_both else set()))
+        values = (
+            list(range(len(names)))
+            if names
+            else sorted(found["training"] | (found["evaluation"] if of_both else set()), key=_order)
+        )
         for name, those in found.items():
-            unknown = sorted(those - set(values))
+            unknown = sorted(those - set(values), key=_order)
             if unknown:
                 known = "the dataset does not declare" if names else "the training data lack"
                 raise UserError(
@@ -97,12 +102,19 @@ class Tags:
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the tag {names[0]}; there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
-            say(f"tags without B- or I- ({', '.join(plain[:3])}, ...): each word that has one is scored as an entity of its own.")
+            say(
+                f"tags without B- or I- ({', '.join(plain[:3])}): each word that has one is scored as an entity of its own. For "
+                "scores of whole entities name tags like B-PER, I-PER, O."
+            )
         return cls(column, names, {value: number for number, value in enumerate(values)})
 
     def for_model(self) -> dict[str, Any]:
         """What the config of a model with these tags holds."""
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
+
+
+def _order(value: str | int) -> tuple[bool, str | int]:
+    return isinstance(value, str), value
 
 
 def problem(tokens: Any, tags: Any) -> str:

@@ -3,11 +3,10 @@
     python benchmarks/recipes.py --data FOLDER --peer
     python benchmarks/recipes.py --data FOLDER --peer --only tag embed --seeds 0 1 2 --jobs 4 --out results.json
 
-FOLDER has the data as they are published; `read_data` names the files. They become rows that both sides read.
-
-A peer is given the recipe's own command line, so that model, data, batch, learning rates, epochs and precision are the same;
-the order of the data and the start of new weights are not, so that figures differ by chance. What each side has saved is
-measured by the same functions, in float32. "before" is the recipe's own evaluation before its first step.
+FOLDER has the data as they are published; `read_data` names the files. A peer is given the recipe's own command line, so that
+model, data, batch, learning rates, epochs and precision are the same; the order of the data and the start of new weights are
+not, so that figures differ by chance. What each side has saved is measured by the same functions, in float32. "before" is the
+recipe's own evaluation before its first step.
 """
 
 import argparse
@@ -15,24 +14,24 @@ import csv
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from seqeval.metrics import f1_score
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 
 from accel_ddp.config import parse_config
@@ -42,10 +41,8 @@ from accel_ddp.models import locate
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PADDING = {"pad_to_multiple_of": 8 if DEVICE == "cuda" else None}  # as the recipes
 Rows = list[dict[str, Any]]
-
-
-# ------------------------------------------------------------------------------------- data
 
 
 def read_data(name: str, data: Path) -> list[Rows]:
@@ -71,8 +68,8 @@ def read_data(name: str, data: Path) -> list[Rows]:
             rows = json.loads((data / "alpaca/alpaca_en_demo.json").read_text("utf-8"))
             return [rows[:-100], rows[-100:]]
         case "seq2seq-scan":
-            form = re.compile("IN: (?P<source>.*) OUT: (?P<target>.*)")
-            return [[form.fullmatch(line).groupdict() for line in lines(f"scan/{part}_simple.txt")] for part in ("train", "test")]
+            pairs = [[line[4:].split(" OUT: ") for line in lines(f"scan/{part}_simple.txt")] for part in ("train", "test")]
+            return [[{"source": source, "target": target} for source, target in some] for some in pairs]
         case "images-mnist":
             arrays = np.load(data / "mnist/mnist_10000_2000.npz")
             pairs = [zip(arrays[f"x_{part}"], arrays[f"y_{part}"]) for part in ("train", "test")]
@@ -88,10 +85,10 @@ def read_data(name: str, data: Path) -> list[Rows]:
 
 
 def prepare(name: str, data: Path, folder: Path, quick: bool) -> dict[str, str]:
-    """Write the rows, and for SCAN a model; return the options that name them."""
-    recipe, splits = TASKS[name].recipe, dict(zip(("train", "test"), read_data(name, data)))
+    """The options that name the rows, which it writes, and for SCAN a model."""
+    recipe, splits = TASKS[name][0].recipe, dict(zip(("train", "test"), read_data(name, data)))
     if quick:
-        few = 6 if recipe == "sft" else 150  # one of each of 150 intents
+        few = {"sft": 6, "classify": 150}.get(recipe, 64)  # one of each of 150 intents
         splits = {part: rows[:: max(1, len(rows) // few)][:few] for part, rows in splits.items()}
     folder.mkdir(parents=True, exist_ok=True)
     if recipe == "images":
@@ -105,20 +102,16 @@ def prepare(name: str, data: Path, folder: Path, quick: bool) -> dict[str, str]:
 
 def word_level_t5(folder: Path, rows: Rows) -> str:
     """A small T5 of random weights, whose tokens are whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     words = [*special.values(), *sorted({word for row in rows for text in row.values() for word in text.split()})]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=128, **special)
-    tokenizer.save_pretrained(folder)
-    shape = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=128, **special).save_pretrained(folder)
+    shape = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
+    config = transformers.T5Config(vocab_size=len(words), decoder_start_token_id=0, dropout_rate=0.0, **shape)
     torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=len(words), **shape, **ids))
-    model.save_pretrained(folder)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)  # T5 pads with 0 and ends with 1, as above
     return str(folder)
 
 
@@ -138,18 +131,13 @@ def padded(tokenizer: Any, texts: list, cfg: Any, **more: Any) -> Any:
     return tokenizer(texts, truncation=True, max_length=cfg.max_length, padding=True, return_tensors="pt", **more).to(DEVICE)
 
 
-def with_labels(kind: Any, place: str, labels: set[str]) -> tuple[Any, dict[str, int]]:
-    """A model with a new head for these labels, and their numbers."""
-    numbers = {label: number for number, label in enumerate(sorted(labels))}
-    return kind.from_pretrained(place, label2id=numbers, id2label={n: label for label, n in numbers.items()}), numbers
-
-
 def peer_classify(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     rows = read_rows(cfg.train_file)
-    model, numbers = with_labels(transformers.AutoModelForSequenceClassification, place, {row["label"] for row in rows})
+    names = sorted({row["label"] for row in rows})
     inputs = [tokenizer(row["text"], truncation=True, max_length=cfg.max_length) for row in rows]
-    rows = [{**tokens, "labels": numbers[row["label"]]} for tokens, row in zip(inputs, rows)]
-    return {"model": model, "rows": rows, "collator": transformers.DataCollatorWithPadding}
+    rows = [{**tokens, "labels": names.index(row["label"])} for tokens, row in zip(inputs, rows)]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(place, id2label=dict(enumerate(names)))
+    return {"model": model, "train_dataset": rows, "data_collator": transformers.DataCollatorWithPadding(tokenizer, **PADDING)}
 
 
 def score_classify(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
@@ -162,24 +150,23 @@ def score_classify(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
 
 def peer_tag(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     items, rows = [], read_rows(cfg.train_file)
-    tags = {tag for row in rows for tag in row["tags"]}
-    model, numbers = with_labels(transformers.AutoModelForTokenClassification, place, tags)
+    names = sorted({tag for row in rows for tag in row["tags"]})
     for row in rows:
         tokens = tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=cfg.max_length)
-        words = pairwise([None, *tokens.word_ids()])
-        items.append({**tokens, "labels": [-100 if w in (None, last) else numbers[row["tags"][w]] for last, w in words]})
-    return {"model": model, "rows": items, "collator": transformers.DataCollatorForTokenClassification}
+        words = zip(tokens.word_ids(), [None, *tokens.word_ids()])
+        items.append({**tokens, "labels": [-100 if w in (None, last) else names.index(row["tags"][w]) for w, last in words]})
+    model = transformers.AutoModelForTokenClassification.from_pretrained(place, id2label=dict(enumerate(names)))
+    collate = transformers.DataCollatorForTokenClassification(tokenizer, **PADDING)
+    return {"model": model, "train_dataset": items, "data_collator": collate}
 
 
 def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     (model, tokenizer), rows, found = loaded("AutoModelForTokenClassification", folder), read_rows(cfg.eval_file), []
     for row in rows:
-        inputs, tags = padded(tokenizer, [row["tokens"]], cfg, is_split_into_words=True), ["O"] * len(row["tokens"])
-        answers = model(**inputs).logits[0].argmax(-1).tolist()
-        for word, answer in reversed(list(zip(inputs.word_ids(), answers))):  # the first sub-word has the last say
-            if word is not None:
-                tags[word] = model.config.id2label[answer]
-        found.append(tags)
+        inputs = padded(tokenizer, [row["tokens"]], cfg, is_split_into_words=True)
+        pairs = zip(inputs.word_ids(), model(**inputs).logits[0].argmax(-1).tolist())
+        tags = {word: model.config.id2label[answer] for word, answer in reversed(list(pairs))}  # the first sub-word's stays
+        found.append([tags.get(word, "O") for word in range(len(row["tokens"]))])  # O: words beyond --max_length
     return {"f1": float(f1_score([row["tags"] for row in rows], found))}
 
 
@@ -192,7 +179,8 @@ def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_r, lora_alpha=cfg.lora_alpha))
-    return {"model": model, "rows": rows, "collator": transformers.DataCollatorForTokenClassification}
+    collate = transformers.DataCollatorForTokenClassification(tokenizer, **PADDING)
+    return {"model": model, "train_dataset": rows, "data_collator": collate}
 
 
 def score_lm(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
@@ -214,7 +202,8 @@ def peer_seq2seq(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str,
     rows = [{"input_ids": source, "labels": target} for source, target in pairs]
     kinds = {"trainer": transformers.Seq2SeqTrainer, "arguments": transformers.Seq2SeqTrainingArguments}
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(place)
-    return {"model": model, "rows": rows, "collator": transformers.DataCollatorForSeq2Seq, **kinds}
+    collate = transformers.DataCollatorForSeq2Seq(tokenizer, **PADDING)
+    return {"model": model, "train_dataset": rows, "data_collator": collate, **kinds}
 
 
 def score_seq2seq(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
@@ -237,7 +226,7 @@ def pictures(path: str, part: str) -> Rows:
 def peer_images(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     model = MiniResNetForImageClassification(MiniResNetConfig(norm=cfg.norm, num_labels=10))
     loss = lambda outputs, labels, num_items_in_batch=None: F.cross_entropy(outputs.logits, labels)
-    return {"model": model, "rows": pictures(cfg.train_file, "train"), "compute_loss_func": loss}
+    return {"model": model, "train_dataset": pictures(cfg.train_file, "train"), "compute_loss_func": loss}
 
 
 def score_images(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
@@ -256,7 +245,7 @@ def peer_embed(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, A
     model.max_seq_length, loss = cfg.max_length, MultipleNegativesRankingLoss(model, scale=cfg.scale)
     arguments = lambda **options: st.SentenceTransformerTrainingArguments(**options, batch_sampler="no_duplicates")
     kinds = {"trainer": st.SentenceTransformerTrainer, "arguments": arguments, "loss": loss}
-    return {"model": model, "rows": Dataset.from_list(read_rows(cfg.train_file)), **kinds}
+    return {"model": model, "train_dataset": Dataset.from_list(read_rows(cfg.train_file)), **kinds}
 
 
 def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
@@ -271,41 +260,31 @@ def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     return {"recall_at_1": float((rank == 1).double().mean()), "mrr": float(torch.where(rank <= 10, 1 / rank, 0.0).mean())}
 
 
-KINDS = {
-    "classify": (peer_classify, score_classify), "tag": (peer_tag, score_tag), "sft": (peer_lm, score_lm),
-    "pretrain_mlm": (peer_lm, score_lm), "seq2seq": (peer_seq2seq, score_seq2seq), "images": (peer_images, score_images),
-    "embed": (peer_embed, score_embed),
-}  # fmt: skip
-
-
-class Task(NamedTuple):
-    recipe: str
-    metrics: tuple[str, ...]
-    options: dict[str, Any]
-
-
-SFT = {"model": "embedded:SmolLM2-135M-Instruct", "max_length": 512, "epochs": 2, "global_batch_size": 16, "warmup_ratio": 0.05}
-SCAN = {"global_batch_size": 64, "lr": 1e-3, "warmup_ratio": 0.05, "epochs": 15, "max_new_tokens": 56, "eval_batch_size": 512}
-CLINC = {"global_batch_size": 64, "lr": 2e-4, "warmup_ratio": 0.1, "epochs": 10, "max_length": 64}
-MLM = {"model": "embedded:all-MiniLM-L6-v2", "global_batch_size": 32, "lr": 5e-4, "warmup_ratio": 0.1, "epochs": 3}
+Kind = namedtuple("Kind", ["recipe", "peer", "score", "metrics"])
+CLASSIFY = Kind("classify", peer_classify, score_classify, ["accuracy"])
+TAG = Kind("tag", peer_tag, score_tag, ["f1"])
+SFT = Kind("sft", peer_lm, score_lm, ["perplexity"])
+SEQ2SEQ = Kind("seq2seq", peer_seq2seq, score_seq2seq, ["exact_match"])
+IMAGES = Kind("images", peer_images, score_images, ["accuracy"])
+EMBED = Kind("embed", peer_embed, score_embed, ["recall_at_1", "mrr"])
+MLM = Kind("pretrain_mlm", peer_lm, score_lm, ["loss"])
+SMOLLM2 = {"model": "embedded:SmolLM2-135M-Instruct", "max_length": 512, "global_batch_size": 16, "epochs": 2}
 TASKS = {  # the longest first, so that with --jobs the others fill the gaps
-    "seq2seq-scan": Task("seq2seq", ("exact_match",), SCAN),
-    "classify-sst2": Task("classify", ("accuracy",), {"global_batch_size": 32, "lr": 5e-5, "epochs": 1}),
-    "classify-clinc150": Task("classify", ("accuracy",), CLINC),
-    "sft-full": Task("sft", ("perplexity",), {**SFT, "lr": 5e-5}),
-    "sft-lora": Task("sft", ("perplexity",), {**SFT, "lr": 1e-3, "lora_r": 16, "merge_adapters": True}),
-    "classify-agnews": Task("classify", ("accuracy",), {"global_batch_size": 32, "lr": 5e-5, "epochs": 2}),
-    "tag-wikigold": Task("tag", ("f1",), {"global_batch_size": 16, "lr": 3e-4, "warmup_ratio": 0.1, "epochs": 10}),
-    "images-mnist": Task("images", ("accuracy",), {"global_batch_size": 64, "lr": 3e-3, "epochs": 5, "augment": "none"}),
-    "mlm-wikitext2": Task("pretrain_mlm", ("loss",), MLM),
-    "embed-sick": Task("embed", ("recall_at_1", "mrr"), {"global_batch_size": 64, "lr": 5e-5, "epochs": 3}),
+    "seq2seq-scan": (SEQ2SEQ, {"global_batch_size": 64, "epochs": 20, "lr": 1e-3, "max_new_tokens": 56, "eval_batch_size": 512}),
+    "classify-sst2": (CLASSIFY, {"global_batch_size": 32, "epochs": 1, "lr": 5e-5}),
+    "classify-clinc150": (CLASSIFY, {"global_batch_size": 64, "epochs": 10, "lr": 2e-4, "warmup_ratio": 0.1, "max_length": 64}),
+    "sft-full": (SFT, {**SMOLLM2, "lr": 5e-5}),
+    "sft-lora": (SFT, {**SMOLLM2, "lr": 1e-3, "lora_r": 16, "merge_adapters": True}),
+    "classify-agnews": (CLASSIFY, {"global_batch_size": 32, "epochs": 2, "lr": 5e-5}),
+    "tag-wikigold": (TAG, {"global_batch_size": 16, "epochs": 10, "lr": 3e-4, "warmup_ratio": 0.1}),
+    "images-mnist": (IMAGES, {"global_batch_size": 64, "epochs": 5, "lr": 3e-3, "augment": "none"}),
+    "mlm-wikitext2": (MLM, {"global_batch_size": 32, "epochs": 3, "lr": 5e-4, "model": "embedded:all-MiniLM-L6-v2"}),
+    "embed-sick": (EMBED, {"global_batch_size": 64, "epochs": 3, "lr": 5e-5}),
 }
 
 
-# ------------------------------------------------------------------------------------- runs
-
-
 def main(options: argparse.Namespace, work: Path) -> None:
+    transformers.utils.logging.disable_progress_bar()
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
     # On the first GPU: with several, Trainer would spread the batch over them.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -316,11 +295,11 @@ def main(options: argparse.Namespace, work: Path) -> None:
     found, one_at_a_time = [], threading.Lock()
 
     def run(job: tuple[int, str, str]) -> None:
-        (seed, name, side), task = job, TASKS[job[1]]
-        folder = work / name / f"{side}-{seed}"
-        values = {**task.options, "micro_batch_size": task.options["global_batch_size"], **shared, "seed": seed, **files[name]}
+        seed, name, side = job
+        (kind, chosen), folder = TASKS[name], work / name / f"{side}-{seed}"
+        values = {**chosen, "micro_batch_size": chosen["global_batch_size"], **shared, "seed": seed, **files[name]}
         words = [part for key, value in values.items() for part in ([f"--{key}"] if value is True else [f"--{key}", str(value)])]
-        ours = [str(RECIPES / f"{task.recipe}.py"), *words, *never, "--output_dir", str(folder)]
+        ours = [str(RECIPES / f"{kind.recipe}.py"), *words, *never, "--output_dir", str(folder)]
         command = ours if side == "ours" else [__file__, "--peer_of", name, "--work", str(folder), *words]
         try:
             if not (folder / "result.json").exists():  # else of an earlier call with the same --work
@@ -329,20 +308,17 @@ def main(options: argparse.Namespace, work: Path) -> None:
                     subprocess.run([sys.executable, *command], check=True, stdout=log, stderr=subprocess.STDOUT)
                 facts = facts_of(folder) if side == "ours" else json.loads((folder / "facts.json").read_text())
                 with one_at_a_time, torch.no_grad():
-                    facts["scores"] = KINDS[task.recipe][1](*recipe_and_options(name, words), folder / "model")
+                    facts["scores"] = kind.score(*recipe_and_options(name, words), folder / "model")
                 (folder / "result.json").write_text(json.dumps({"task": name, "side": side, "seed": seed, **facts}))
+            with one_at_a_time:
+                found.append(json.loads((folder / "result.json").read_text()))
+                print(f"{name} {side} {seed}: {found[-1]['scores']}", flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps({"jobs": options.jobs, "runs": found}, indent=1))
         except Exception as error:  # the other runs go on
             print(f"{name} {side} {seed} failed, see {folder.with_suffix('.log')}: {error}", flush=True)
-            return
-        with one_at_a_time:
-            found.append(json.loads((folder / "result.json").read_text()))
-            print(f"{name} {side} {seed}: {found[-1]['scores']}", flush=True)
-            if options.out:
-                device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-                options.out.write_text(json.dumps({"device": device, "jobs": options.jobs, "runs": found}, indent=1))
 
-    sides = ["ours", "peer"] if options.peer else ["ours"]
-    jobs = [(seed, name, side) for seed in options.seeds for name in names for side in sides]
+    jobs = [(seed, name, side) for seed in options.seeds for name in names for side in ("ours", "peer")[: 1 + options.peer]]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, jobs))
     print_table(found, names, with_seconds=options.jobs == 1)
@@ -352,8 +328,8 @@ def main(options: argparse.Namespace, work: Path) -> None:
 def facts_of(folder: Path) -> dict[str, Any]:
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     before, *_, after = [event for event in events if event["event"] == "evaluate"]
-    end = [event["time"] for event in events if event["event"] == "update"][-1]
-    return {"before": before, "own_evaluation": after, "seconds": end - before["time"]}
+    last = [event for event in events if event["event"] == "update"][-1]
+    return {"before": before, "own_evaluation": after, "seconds": last["time"] - before["time"]}
 
 
 def print_table(found: list[dict[str, Any]], names: list[str], with_seconds: bool) -> None:
@@ -361,39 +337,33 @@ def print_table(found: list[dict[str, Any]], names: list[str], with_seconds: boo
     span = lambda values: f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
     title = "  seconds, ours and peer" if with_seconds else ""
     print(f"\n{'task':19}{'metric':12}{'before':>9}  {'ours':28}{'peer':28}{'difference':>10}{title}")
-    for name, metric in [(task, metric) for task in names for metric in TASKS[task].metrics]:
+    for name, metric in [(task, metric) for task in names for metric in TASKS[task][0].metrics]:
         ours, peer = ([run for run in found if (run["task"], run["side"]) == (name, side)] for side in ("ours", "peer"))
         a, b = ([run["scores"][metric] for run in runs] for runs in (ours, peer))
         cells = [f"{mean(values):.4f}{span(values):20}  " for values in (a, b)]
         cells += [f"{mean(a) - mean(b):+10.4f}"]
         cells += [f"{mean([run['seconds'] for run in runs]):12.1f}" for runs in (ours, peer) if with_seconds]
         print(f"{name:19}{metric:12}{mean([run['before'][metric] for run in ours]):9.4f}  {''.join(cells)}")
-    print("Several seeds: mean (least to most). Of loss and perplexity less is better.")
-    if not with_seconds:
-        print("Runs shared the device (--jobs), so that their seconds say nothing and are not shown.")
+    why = "" if with_seconds else " Runs shared the device (--jobs): their seconds would say nothing and are not shown."
+    print(f"Several seeds: mean (least to most). Of loss and perplexity less is better.{why}")
 
 
 def recipe_and_options(name: str, words: list[str]) -> tuple[Any, Any]:
     sys.path.append(str(RECIPES))
-    recipe = import_module(TASKS[name].recipe)
+    recipe = import_module(TASKS[name][0].recipe)
     return recipe, parse_config(recipe.Config, words)
 
 
-def run_peer(name: str, words: list[str], folder: Path) -> None:
+def train_peer(name: str, words: list[str], folder: Path) -> None:
+    """With transformers' Trainer, unless the peer names another; what else it names is for the trainer."""
     recipe, cfg = recipe_and_options(name, words)
     transformers.set_seed(cfg.seed)
     place = "" if cfg.model == "mini-resnet" else locate(cfg.model, cfg.cache_dir)
     tokenizer = transformers.AutoTokenizer.from_pretrained(place, padding_side="right") if place else None
-    train_peer(cfg, folder, tokenizer, **KINDS[TASKS[name].recipe][0](recipe, cfg, place, tokenizer))
-
-
-def train_peer(
-    cfg: Any, folder: Path, tokenizer: Any, *, model: Any, rows: Any, collator=None, trainer=None, arguments=None, **more: Any
-) -> None:
-    """With transformers' Trainer and its arguments, unless others are given. `more` is for the trainer."""
-    on_gpu, steps = DEVICE == "cuda", cfg.steps or math.ceil(len(rows) / cfg.global_batch_size) * cfg.epochs
+    parts = TASKS[name][0].peer(recipe, cfg, place, tokenizer)
+    on_gpu, steps = DEVICE == "cuda", cfg.steps or math.ceil(len(parts["train_dataset"]) / cfg.global_batch_size) * cfg.epochs
     num_workers = max(1, min(4, (os.cpu_count() or 1) - 1)) if on_gpu else 0  # as the recipe
-    arguments = (arguments or transformers.TrainingArguments)(
+    arguments = parts.pop("arguments", transformers.TrainingArguments)(
         output_dir=str(folder), seed=cfg.seed, use_cpu=not on_gpu, num_train_epochs=cfg.epochs, max_steps=cfg.steps or -1,
         per_device_train_batch_size=cfg.global_batch_size, learning_rate=cfg.lr, lr_scheduler_type=cfg.lr_schedule,
         warmup_steps=math.ceil(cfg.warmup_ratio * steps), weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm,
@@ -402,13 +372,10 @@ def train_peer(
         dataloader_prefetch_factor=4 if num_workers else None, remove_unused_columns=False, eval_strategy="no",
         save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    if collator:
-        more["data_collator"] = collator(tokenizer, pad_to_multiple_of=8 if on_gpu else None)
-    trainer = (trainer or transformers.Trainer)(model=model, args=arguments, train_dataset=rows, **more)
-    began = time.monotonic()
+    trainer, began = parts.pop("trainer", transformers.Trainer)(args=arguments, **parts), time.monotonic()
     trainer.train()
     (folder / "facts.json").write_text(json.dumps({"seconds": time.monotonic() - began}))
-    (model.merge_and_unload() if cfg.lora_r else model).save_pretrained(str(folder / "model"))
+    (parts["model"].merge_and_unload() if cfg.lora_r else parts["model"]).save_pretrained(str(folder / "model"))
     if tokenizer:
         tokenizer.save_pretrained(folder / "model")
 
@@ -426,7 +393,7 @@ if __name__ == "__main__":
     parser.add_argument("--peer_of", choices=TASKS, help=argparse.SUPPRESS)  # a peer's own process, in --work
     options, words = parser.parse_known_args()
     if options.peer_of:
-        run_peer(options.peer_of, words, options.work)
+        train_peer(options.peer_of, words, options.work)
     elif words or not options.data:
         parser.error(f"unknown: {' '.join(words)}" if words else "--data is needed")
     else:

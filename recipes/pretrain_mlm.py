@@ -26,8 +26,8 @@ class Config(RecipeConfig):
     mask_share: float = 0.15  # of the words
     max_length: int = 128  # tokens of a block; texts are put one after the other and cut into blocks
     epochs: float = 4.0  # passes over the training items; --steps overrides it
-    global_batch_size: int = 32  # blocks per update, over all ranks: the result depends on it
-    lr: float = 2e-3  # the highest learning rate of the run; to go on with a pretrained model 5e-5 to 1e-4
+    global_batch_size: int = 16  # blocks per update, over all ranks: the result depends on it
+    lr: float = 1e-3  # the highest learning rate of the run; to go on with a pretrained model 5e-5 to 1e-4
     warmup_ratio: float = 0.1  # share of all updates until --lr is reached, where --warmup_steps is 0
 
     def validate(self) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_ddp import data, masking
+from accel_ddp import masking
 from accel_ddp.config import RecipeConfig, UserError
-from accel_ddp.seeds import mixed, seed_host
+from accel_ddp.seeds import seed_host
 from accel_ddp.stream import _SeededItems
 
 TEXT = "the unbelievable tokenizer splits extraordinarily long words, and [MASK] is text like any other: naïve 東京 ok"
@@ -101,7 +101,6 @@ def test_evaluations_always_see_the_same_masks(tokenizer, blocks):
     assert before == after, "nothing is drawn from the generators of the training"
     other = masking.Masked(blocks, tokenizer, 0.15, seed=4)
     assert [other[i] for i in range(30)] != seen
-    assert mixed(3, "masks", 0) != mixed(3, "masks", 1)
 
 
 def test_whole_words_are_hidden_in_the_right_shares(tokenizer):
@@ -277,4 +276,3 @@ def test_the_last_tenth_of_the_lines_is_set_aside_in_their_order(tmp_path):
     assert (train["text"][:], test["text"][:]) == (lines[:90], lines[90:])
     train, test = masking.load_texts(RecipeConfig(train_file=str(tmp_path), eval_file=str(tmp_path / "0.txt"), max_eval_items=7))
     assert (train["text"][:], test["text"][:]) == (lines, lines[:7])
-    assert data.FILE_FORMATS[".txt"] == "text"
