@@ -62,7 +62,9 @@ def at_the_end(
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(f"model saved in {folder}")
-        if try_it:
+        if has_adapters(model) and not merge:
+            print("as one model: the same command with --merge_adapters, or accel-ddp export --merge of a checkpoint")
+        elif try_it:
             print(f'try:  python -c "{try_it.format(folder=folder)}"')
         print("next: your own data with --train_file or --dataset; all options with --help")
 

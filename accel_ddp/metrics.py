@@ -66,12 +66,16 @@ def evaluate(
         for name, value in measure(module, batch).items():
             parts.setdefault(name, []).append(value)
     module.train(was_training)
-    mine = {name: _joined([value.cpu().numpy() for value in values]) for name, values in parts.items()}
+    mine = {name: _joined([_as_array(value) for value in values]) for name, values in parts.items()}
     shares = world.gathered(None if is_cut_short else mine)
     # A rank may have been through before it heard of the stop: all go by what the first to hear of it did.
     if world.agreed(shares is not None and any(share is None for share in shares)):
         raise stop.EvaluationStopped
     return world.agreed(summarize(_in_order(shares, batches.num_items)) if shares else None)
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()  # numpy has no bfloat16
 
 
 def _in_order(shares: list[Rows], num_items: int) -> Rows:

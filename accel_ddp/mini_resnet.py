@@ -24,6 +24,8 @@ class MiniResNetConfig(PretrainedConfig):
     ):
         """Each stage halves the image, but for the first. `norm` is "batch", or "group" with 8 groups of channels."""
         self.num_channels, self.widths, self.blocks_per_stage, self.norm = num_channels, list(widths), blocks_per_stage, norm
+        classes = {"AutoConfig": "MiniResNetConfig", "AutoModelForImageClassification": "MiniResNetForImageClassification"}
+        more.setdefault("auto_map", {auto: f"mini_resnet.{name}" for auto, name in classes.items()})
         super().__init__(**more)
 
 

@@ -44,7 +44,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
             f"--model {name}: the folder has no tokenizer ({', '.join(files[:2])}). "
             "Save one there: tokenizer.save_pretrained(folder)."
         )
-    tokenizer = _from_pretrained(AutoTokenizer, name, place)
+    tokenizer = from_pretrained(AutoTokenizer, name, place)
     if tokenizer.pad_token is None:  # GPT-2 and its kind; what is padded is masked, so any token will do
         tokenizer.pad_token = tokenizer.eos_token
     if max_length > tokenizer.model_max_length:
@@ -72,7 +72,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options["attn_implementation"] = cfg.attn_implementation
     if cfg.quantize != "no":
         options |= _quantized(cfg)
-    model = _from_pretrained(auto_class, cfg.model, locate(cfg.model, cfg.cache_dir), **options)
+    model = from_pretrained(auto_class, cfg.model, locate(cfg.model, cfg.cache_dir), **options)
     rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
     if tokenizer is not None and len(tokenizer) > rows:
         world.say(f"the tokenizer has {len(tokenizer):,} tokens and the model {rows:,}: it gets embeddings for the new ones.")
@@ -93,7 +93,7 @@ def _quantized(cfg: RecipeConfig) -> dict[str, Any]:
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
-def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> Any:
+def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> Any:
     offline = prepare_hub()
     try:
         return auto_class.from_pretrained(place, **options)
@@ -111,7 +111,7 @@ def _from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> 
 def ready(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_task: str = "") -> nn.Module:
     """Adapters, frozen parts, gradient checkpointing, batch norm, as the options say. Before the optimizer is built."""
     if cfg.gradient_checkpointing:
-        if not hasattr(model, "gradient_checkpointing_enable"):
+        if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError("--gradient_checkpointing: this model does not offer it.")
         # Reentrant checkpointing breaks under DDP's find_unused_parameters, and where the first layers are frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -46,8 +46,10 @@ def start(cfg: TrainConfig) -> Accelerator:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
-    if use_gpu and cfg.tf32:
-        torch.set_float32_matmul_precision("high")
+    if use_gpu:
+        torch.backends.cudnn.allow_tf32 = cfg.tf32  # of convolutions, where torch's default is to
+        if cfg.tf32:
+            torch.set_float32_matmul_precision("high")
 
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
@@ -198,9 +200,10 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
         main(cfg)
         if world.unsaved:
             return _leave(world.unsaved)
-        if dist.is_initialized():
+        if world.store:
             _part()
             world.stop_listening()
+        if dist.is_initialized():  # torchrun makes a group also of one rank
             dist.destroy_process_group()
         return 0
     except world.Stopped as stopped:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel_ddp.config import UserError
 from accel_ddp.world import say
 
 if TYPE_CHECKING:
@@ -18,13 +19,26 @@ def are_cut(tokenizer: Any, texts: list[str], rows: list[list[int]], max_length:
     return [len(row) == max_length and len(tokenizer(text)["input_ids"]) > max_length for text, row in zip(texts, rows)]
 
 
-def say_what_is_cut(tables: list["datasets.Dataset"], columns: dict[str, str], cfg: Any) -> list["datasets.Dataset"]:
-    """Training and evaluation rows without the `columns`, which are named as the option that cuts, and true where it did."""
+def say_what_is_cut(tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+    """Training and evaluation rows without the columns that say whether the option of that name has cut something."""
+    columns = {"max_length": "sources", "max_target_length": "targets"}
     for option, what in columns.items():
         for rows, name in zip(tables, ("training", "evaluation")):
             if number := sum(rows[option][:]):
                 say(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {what} are cut.")
+    if number := sum(len(row) > cfg.max_new_tokens for row in tables[1]["labels"][:]):
+        say(f"--max_new_tokens {cfg.max_new_tokens}: too few to write {number:,} of {len(tables[1]):,} evaluation targets.")
     return [rows.remove_columns(list(columns)) for rows in tables]
+
+
+def require_decoder(model: Any, cfg: Any) -> None:
+    """A UserError where the model has no decoder that takes targets, or one that takes only shorter ones."""
+    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        raise UserError(f"--model {cfg.model}: {type(model).__name__} does not say what its decoder reads. Use T5, BART or kin.")
+    most = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    for option in ("max_length", "max_target_length", "max_new_tokens"):
+        if getattr(cfg, option) > most:
+            raise UserError(f"--{option} {getattr(cfg, option)}: {cfg.model} takes at most {most} tokens.")
 
 
 def generation_config(known: Any, max_new_tokens: int, num_beams: int) -> Any:

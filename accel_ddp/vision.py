@@ -27,11 +27,9 @@ from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassifica
 if TYPE_CHECKING:
     import datasets
 
-# Known to transformers by name, and saved with its source, so that a folder loads also where accel_ddp is not installed.
 AutoConfig.register("mini-resnet", MiniResNetConfig)
 AutoModelForImageClassification.register(MiniResNetConfig, MiniResNetForImageClassification)
-MiniResNetConfig.register_for_auto_class()
-MiniResNetForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+MiniResNetConfig.register_for_auto_class()  # its source is saved with it, for where accel_ddp is not installed
 
 ROW = "row of the file"  # a column: where a part is set aside for the evaluation, rows are no longer in the file's order
 
@@ -253,7 +251,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: Checked) -> Any:
     files = ("preprocessor_config.json", "processor_config.json")
     channels = 1 if _mode(model) == "L" else 3
     if place and (not Path(place).is_dir() or any((Path(place) / name).is_file() for name in files)):
-        processor = models._from_pretrained(AutoImageProcessor, cfg.model, place)
+        processor = models.from_pretrained(AutoImageProcessor, cfg.model, place)
     else:
         # What transformers 4 has under this name needs no torchvision; in transformers 5 that is another one.
         kind = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor

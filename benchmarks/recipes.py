@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from accel_ddp.config import parse_config
 from accel_ddp.masking import Masked
 from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
-from accel_ddp.models import locate
+from accel_ddp.models import load_tokenizer, locate
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,9 +119,6 @@ def read_rows(path: str) -> Rows:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------- what a peer trains, how both are measured
-
-
 def loaded(kind: str, folder: Path) -> tuple[Any, Any]:
     model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
     return model, transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
@@ -134,8 +131,8 @@ def padded(tokenizer: Any, texts: list, cfg: Any, **more: Any) -> Any:
 def peer_classify(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     rows = read_rows(cfg.train_file)
     names = sorted({row["label"] for row in rows})
-    inputs = [tokenizer(row["text"], truncation=True, max_length=cfg.max_length) for row in rows]
-    rows = [{**tokens, "labels": names.index(row["label"])} for tokens, row in zip(inputs, rows)]
+    ids = tokenizer([row["text"] for row in rows], truncation=True, max_length=cfg.max_length)["input_ids"]
+    rows = [{"input_ids": tokens, "labels": names.index(row["label"])} for tokens, row in zip(ids, rows)]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(place, id2label=dict(enumerate(names)))
     return {"model": model, "train_dataset": rows, "data_collator": transformers.DataCollatorWithPadding(tokenizer, **PADDING)}
 
@@ -172,6 +169,7 @@ def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
 
 def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     """sft and pretrain_mlm: the recipe's own tokens and labels; hidden words are others each time."""
+    tokenizer.padding_side = "right"
     rows, is_masked = recipe.build_data(cfg, tokenizer)[0], hasattr(cfg, "mask_share")
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
     model, rows = kind.from_pretrained(place), Masked(rows, tokenizer, cfg.mask_share) if is_masked else rows
@@ -260,7 +258,7 @@ def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     return {"recall_at_1": float((rank == 1).double().mean()), "mrr": float(torch.where(rank <= 10, 1 / rank, 0.0).mean())}
 
 
-Kind = namedtuple("Kind", ["recipe", "peer", "score", "metrics"])
+Kind = namedtuple("Kind", ["recipe", "peer", "score", "metrics"])  # `peer` is what it trains, `score` measures either side
 CLASSIFY = Kind("classify", peer_classify, score_classify, ["accuracy"])
 TAG = Kind("tag", peer_tag, score_tag, ["f1"])
 SFT = Kind("sft", peer_lm, score_lm, ["perplexity"])
@@ -316,7 +314,7 @@ def main(options: argparse.Namespace, work: Path) -> None:
                 if options.out:
                     options.out.write_text(json.dumps({"jobs": options.jobs, "runs": found}, indent=1))
         except Exception as error:  # the other runs go on
-            print(f"{name} {side} {seed} failed, see {folder.with_suffix('.log')}: {error}", flush=True)
+            print(f"{name} {side} {seed} failed, see {folder.with_suffix('.log')}: ...{str(error)[-200:]}", flush=True)
 
     jobs = [(seed, name, side) for seed in options.seeds for name in names for side in ("ours", "peer")[: 1 + options.peer]]
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -335,16 +333,15 @@ def facts_of(folder: Path) -> dict[str, Any]:
 def print_table(found: list[dict[str, Any]], names: list[str], with_seconds: bool) -> None:
     mean = lambda values: sum(values) / len(values) if values else math.nan
     span = lambda values: f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
-    title = "  seconds, ours and peer" if with_seconds else ""
-    print(f"\n{'task':19}{'metric':12}{'before':>9}  {'ours':28}{'peer':28}{'difference':>10}{title}")
+    titles = f"\n{'task':19}{'metric':12}{'before':>9}  {'ours':28}{'peer':28}{'difference':>10}"
+    print(titles + "  seconds, ours and peer" * with_seconds)
     for name, metric in [(task, metric) for task in names for metric in TASKS[task][0].metrics]:
         ours, peer = ([run for run in found if (run["task"], run["side"]) == (name, side)] for side in ("ours", "peer"))
         a, b = ([run["scores"][metric] for run in runs] for runs in (ours, peer))
-        cells = [f"{mean(values):.4f}{span(values):20}  " for values in (a, b)]
-        cells += [f"{mean(a) - mean(b):+10.4f}"]
+        cells = [*(f"{mean(values):.4f}{span(values):20}  " for values in (a, b)), f"{mean(a) - mean(b):+10.4f}"]
         cells += [f"{mean([run['seconds'] for run in runs]):12.1f}" for runs in (ours, peer) if with_seconds]
         print(f"{name:19}{metric:12}{mean([run['before'][metric] for run in ours]):9.4f}  {''.join(cells)}")
-    why = "" if with_seconds else " Runs shared the device (--jobs): their seconds would say nothing and are not shown."
+    why = "" if with_seconds else " Runs shared the device (--jobs), so that no seconds are shown."
     print(f"Several seeds: mean (least to most). Of loss and perplexity less is better.{why}")
 
 
@@ -359,7 +356,7 @@ def train_peer(name: str, words: list[str], folder: Path) -> None:
     recipe, cfg = recipe_and_options(name, words)
     transformers.set_seed(cfg.seed)
     place = "" if cfg.model == "mini-resnet" else locate(cfg.model, cfg.cache_dir)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place, padding_side="right") if place else None
+    tokenizer = load_tokenizer(cfg) if place else None  # with a padding token where the model has none
     parts = TASKS[name][0].peer(recipe, cfg, place, tokenizer)
     on_gpu, steps = DEVICE == "cuda", cfg.steps or math.ceil(len(parts["train_dataset"]) / cfg.global_batch_size) * cfg.epochs
     num_workers = max(1, min(4, (os.cpu_count() or 1) - 1)) if on_gpu else 0  # as the recipe
@@ -381,7 +378,8 @@ def train_peer(name: str, words: list[str], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)  # --seed is a recipe's
     parser.add_argument("--data", type=Path, help="the folder of the data")
     parser.add_argument("--only", nargs="+", help=f"tasks, or how their names begin; there are {', '.join(TASKS)}")
     parser.add_argument("--peer", action="store_true", help="train the peers too")

@@ -5,9 +5,9 @@
         --model microsoft/resnet-18 --train_file photos/train --eval_file photos/test --augment crop_flip --lr 1e-4
 
 Batch norm computes with the statistics of a micro-batch: of one rank, or of all ranks with --sync_batchnorm (GPUs). So the
-result depends on --micro_batch_size, and is that of one rank with the whole batch only with --sync_batchnorm and
-ranks x micro-batch = --global_batch_size. --norm group, or a model without batch norm, is exact for every split.
-Evaluations and checkpoints have the running statistics of rank 0.
+result depends on the micro-batch, and is that of one rank with the whole batch only with --sync_batchnorm and ranks x
+micro-batch = --global_batch_size. --norm group, or a model without batch norm, is exact for every split. Evaluations and
+checkpoints have the running statistics of rank 0.
 
 Your own data or model: change `build_data`, `build_model`. Your own loop: recipes/own_loop.py has it written out.
 """
@@ -44,7 +44,7 @@ class Config(RecipeConfig):
         if self.norm == "group" and self.model != "mini-resnet":
             raise UserError(f"--norm group: is for --model mini-resnet; {self.model} has its own.")
         if self.model == "mini-resnet" and (self.gradient_checkpointing or self.dtype != "float32"):
-            raise UserError("--gradient_checkpointing and --dtype: are for other models than mini-resnet.")
+            raise UserError("--gradient_checkpointing, --dtype: are for other models than mini-resnet.")
 
 
 class Task:
@@ -59,9 +59,9 @@ class Task:
             self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
             facts["the data"] = train.fingerprint + test.fingerprint
         images = accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
-        eval_images = accel_ddp.vision.Images(test, self.processor, self.model)
         self.train = accel_ddp.TrainBatches(images, default_collate, train.fingerprint)
-        self.eval_batches = accel_ddp.metrics.EvalBatches(eval_images, default_collate, cfg.eval_batch_size, accelerator, cfg)
+        images = accel_ddp.vision.Images(test, self.processor, self.model)
+        self.eval_batches = accel_ddp.metrics.EvalBatches(images, default_collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
@@ -132,12 +132,10 @@ def main(cfg: Config) -> None:
     )
     if accelerator.is_main_process:
         print(task.table)
-    image = "image = 'YOUR_IMAGE.png'"
-    if cfg.dataset.startswith("embedded:") and not cfg.train_file:
-        image = f"from accel_ddp import embedded; image = embedded.load_dataset('{cfg.dataset}')['validation'][0]['image']"
-    pipe = "from transformers import pipeline; pipe = pipeline('image-classification', '{folder}', trust_remote_code=True)"
-    try_it = f"{image}; {pipe}; print(pipe(image))"
-    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, try_it)
+    ours = f"from accel_ddp import embedded; image = embedded.load_dataset('{cfg.dataset}')['validation'][0]['image']"
+    image = ours if cfg.dataset.startswith("embedded:") and not cfg.train_file else "image = 'YOUR_IMAGE.png'"
+    use = "from transformers import pipeline; use = pipeline('image-classification', '{folder}', trust_remote_code=True)"
+    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, f"{image}; {use}; print(use(image))")
 
 
 if __name__ == "__main__":

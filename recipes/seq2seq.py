@@ -11,7 +11,7 @@ The loss is a mean over target tokens, however these lie on ranks and micro-batc
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, UserError, run
+from accel_ddp.config import RecipeConfig, run
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,6 @@ class Config(RecipeConfig):
     max_new_tokens: int = 64  # of a text that is written, in evaluations and by the exported model
     num_beams: int = 1  # of the search for such a text; 1: greedy
     epochs: float = 7.0  # passes over the training items; --steps overrides it
-    global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
     micro_batch_size: int = 32  # items a rank holds in memory at once: only dropout's masks depend on it
     lr: float = 4e-3  # the highest learning rate of the run; for pretrained models 5e-5 to 5e-4
     warmup_ratio: float = 0.05  # updates until --lr is reached, as a share of all, where --warmup_steps is 0
@@ -50,10 +49,9 @@ class Task:
             self.model = build_model(cfg, accelerator, self.tokenizer)
             fingerprint = accel_ddp.data.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.data.fingerprint(self.eval_rows)
+        multiple = 8 if accelerator.device.type == "cuda" else None
         # Gives the decoder its inputs, so that the model computes no loss of its own.
-        collate = DataCollatorForSeq2Seq(
-            self.tokenizer, self.model, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None
-        )
+        collate = DataCollatorForSeq2Seq(self.tokenizer, self.model, pad_to_multiple_of=multiple)
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -94,27 +92,22 @@ def build_data(cfg: Config, tokenizer):
         inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
         labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
         return {
-            **{name: inputs[name] for name in ("input_ids", "attention_mask")},
-            **{"labels": labels, "source": sources, "target": targets},
+            **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
+            **{"source": sources, "target": targets, "problem": accel_ddp.data.empty(list(columns.values()), texts)},
             "max_length": accel_ddp.textscores.are_cut(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
             "max_target_length": accel_ddp.textscores.are_cut(tokenizer, targets, labels, cfg.max_target_length),
-            "problem": accel_ddp.data.empty(list(columns.values()), texts),
         }
 
     depends_on = [accel_ddp.models.identity(tokenizer), columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
     encoded = [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    cut = {"max_length": "sources", "max_target_length": "targets"}
-    return accel_ddp.textscores.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cut, cfg)
+    return accel_ddp.textscores.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg)
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForSeq2SeqLM
 
     model = accel_ddp.models.load(AutoModelForSeq2SeqLM, cfg, tokenizer)
-    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        raise UserError(
-            f"--model {cfg.model}: {type(model).__name__} does not say what its decoder is given. Use T5, BART or kin."
-        )
+    accel_ddp.textscores.require_decoder(model, cfg)
     model.generation_config = accel_ddp.textscores.generation_config(model.generation_config, cfg.max_new_tokens, cfg.num_beams)
     return accel_ddp.models.ready(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
 

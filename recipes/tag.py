@@ -119,7 +119,7 @@ def main(cfg: Config) -> None:
     if accelerator.is_main_process:
         print(task.table)
     try_it = (
-        "from transformers import pipeline; tag = pipeline('token-classification', '{folder}', aggregation_strategy='simple'); "
+        "from transformers import pipeline; tag = pipeline('token-classification', '{folder}', aggregation_strategy='first'); "
         "print(*tag('def area(width, height): return width * height'), sep='\\n')"
     )
     accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, try_it)

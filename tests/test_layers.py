@@ -21,7 +21,7 @@ ALLOWED = {
     "chat": {"config", "world"},
     "contrast": {"data"},
     "tagging": {"config", "data", "world"},
-    "textscores": {"world"},
+    "textscores": {"config", "world"},
     "mini_resnet": set(),
     "vision": {"config", "data", "labels", "mini_resnet", "models", "world"},
     "masking": {"config", "data", "models", "seeds", "world"},

@@ -229,10 +229,9 @@ def test_a_saved_model_is_the_same_with_and_without_accel_ddp(tmp_path, folder, 
     model.train()(torch.randn(4, 3, 8, 8))  # running statistics that are not those of a new model
     processor = vision.load_processor(cfg, model.eval(), train)
     place = tmp_path / "model"
-    place.mkdir()
+    model.save_pretrained(place)
     for name, content in export.files_of(model, processor).items():
         (place / name).write_bytes(content)
-    model.save_pretrained(place)
 
     ours = AutoModelForImageClassification.from_pretrained(place)
     assert type(ours) is vision.MiniResNetForImageClassification
