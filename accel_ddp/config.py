@@ -101,7 +101,8 @@ class TrainConfig:
             "eval_every": 0, "save_every": 0, "keep_last": 2, "stop_after": 0, "num_workers": -1, "prefetch_factor": 1,
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
             "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1, "max_train_items": 0,
-            "max_eval_items": 0, "max_target_length": 1, "max_new_tokens": 1, "num_beams": 1, "samples": 0, "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0,
+            "max_eval_items": 0, "max_target_length": 1, "max_new_tokens": 1, "num_beams": 1, "samples": 0,
+            "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0,
         }  # fmt: skip
         if self.ddp_timeout_seconds == 0:
             raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")

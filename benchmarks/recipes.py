@@ -3,10 +3,9 @@
     python benchmarks/recipes.py --data FOLDER --peer
     python benchmarks/recipes.py --data FOLDER --peer --only tag embed --seeds 0 1 2 --jobs 4 --out results.json
 
-FOLDER has the data as they are published; `read_data` names the files. A peer is given the recipe's own command line, so that
-model, data, batch, learning rates, epochs and precision are the same; the order of the data and the start of new weights are
-not, so that figures differ by chance. What each side has saved is measured by the same functions, in float32. "before" is the
-recipe's own evaluation before its first step.
+FOLDER has the data as they are published; `read_data` names the files. A peer is given the recipe's own command line: model,
+data, batch, learning rates, epochs and precision are the same, but not the order of the data and the start of new weights, so
+that figures differ by chance. Both saved models are measured by the same functions; "before" is the recipe's own evaluation.
 """
 
 import argparse
@@ -40,6 +39,7 @@ from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassifica
 from accel_ddp.models import load_tokenizer, locate
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+transformers.utils.logging.disable_progress_bar()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PADDING = {"pad_to_multiple_of": 8 if DEVICE == "cuda" else None}  # as the recipes
 Rows = list[dict[str, Any]]
@@ -282,20 +282,21 @@ TASKS = {  # the longest first, so that with --jobs the others fill the gaps
 
 
 def main(options: argparse.Namespace, work: Path) -> None:
-    transformers.utils.logging.disable_progress_bar()
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
     # On the first GPU: with several, Trainer would spread the batch over them.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     names = [name for name in TASKS if not options.only or name.startswith(tuple(options.only))]
     files = {name: prepare(name, options.data, work / name, options.quick) for name in names}
-    shared = {"mixed_precision": "bf16" if DEVICE == "cuda" else "no", **({"steps": 3} if options.quick else {})}
+    shared = {"mixed_precision": "bf16" if DEVICE == "cuda" else "no"}
+    shared |= {"steps": 3, "global_batch_size": 4} if options.quick else {}
     never = ["--eval_every", str(10**9), "--save_every", str(10**9)]  # but at the end, as the peer
     found, one_at_a_time = [], threading.Lock()
 
     def run(job: tuple[int, str, str]) -> None:
         seed, name, side = job
-        (kind, chosen), folder = TASKS[name], work / name / f"{side}-{seed}"
-        values = {**chosen, "micro_batch_size": chosen["global_batch_size"], **shared, "seed": seed, **files[name]}
+        kind, folder = TASKS[name][0], work / name / f"{side}-{seed}"
+        values = {**TASKS[name][1], **shared, "seed": seed, **files[name]}
+        values["micro_batch_size"] = values["global_batch_size"]
         words = [part for key, value in values.items() for part in ([f"--{key}"] if value is True else [f"--{key}", str(value)])]
         ours = [str(RECIPES / f"{kind.recipe}.py"), *words, *never, "--output_dir", str(folder)]
         command = ours if side == "ours" else [__file__, "--peer_of", name, "--work", str(folder), *words]
@@ -387,7 +388,7 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on one device; then no seconds are shown")
     parser.add_argument("--out", type=Path, help="a .json file for the results, written after every run")
     parser.add_argument("--work", type=Path, help="keep everything here; a run that is whole there is not done again")
-    parser.add_argument("--quick", action="store_true", help="three steps on a few rows, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="three steps of four rows, to see that it works")
     parser.add_argument("--peer_of", choices=TASKS, help=argparse.SUPPRESS)  # a peer's own process, in --work
     options, words = parser.parse_known_args()
     if options.peer_of:

@@ -1,6 +1,7 @@
 """Helpers that start real processes. Nothing here is a stand-in for torch, accelerate, the network or the disk."""
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -13,9 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forking
+
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent
+OUTSIDE = dict(os.environ)  # libraries that a test imports here add to os.environ what processes of a user do not have
 
 
 @dataclass
@@ -44,36 +48,48 @@ def free_port() -> int:
 def clean_environment(**more: str) -> dict[str, str]:
     """Of a new user: nothing left over that changes a run, and no GPU even where the machine has one."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "WANDB_API_KEY", "WANDB_MODE")
-    env = {name: value for name, value in os.environ.items() if name not in drop}
+    env = {name: value for name, value in OUTSIDE.items() if name not in drop}
     return {**env, "PATH": f"{BIN}{os.pathsep}{env['PATH']}", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **more}
 
 
-def run_all(commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 300, cwd: Path = ROOT) -> Ended:
+@functools.cache
+def fork_server() -> forking.Server:
+    return forking.Server(clean_environment())
+
+
+def started(
+    commands: list[list[str]], environments: list[dict[str, str]], folders: list[Path], new_session: bool, fresh: bool
+) -> list[subprocess.Popen | forking.Forked]:
+    """Python scripts as forks, where their environments allow it. All or none: ranks have one parent, as from a launcher."""
+    places = list(zip(commands, environments, folders, strict=True))
+    is_script = [command[0] == sys.executable and command[1].endswith(".py") for command in commands]
+    if not fresh and all(is_script) and all(fork_server().fits(env) for env in environments):
+        return [fork_server().fork(command[1:], env, cwd, new_session) for command, env, cwd in places]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen(command, env=env, cwd=cwd, start_new_session=new_session, **pipes) for command, env, cwd in places]
+
+
+def run_all(
+    commands: list[list],
+    environments: list[dict[str, str]],
+    timeout: float = 300,
+    cwd: Path | list[Path] = ROOT,
+    fresh: bool = False,
+) -> Ended:
     """Start the commands together; wait for all."""
-    began = time.monotonic()
-    started = [
-        subprocess.Popen([str(w) for w in command], env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command, env in zip(commands, environments, strict=True)
-    ]
-    try:
-        texts = [process.communicate(timeout=timeout)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return Ended([process.returncode for process in started], texts, time.monotonic() - began)
+    return Running(commands, environments, cwd, new_session=False, fresh=fresh).ended(timeout)
 
 
 class Running:
-    """Processes that are watched while they run."""
+    """Processes that are watched while they run. `fresh`: each in an interpreter of its own, see tests/forking.py."""
 
-    def __init__(self, commands: list[list], environments: list[dict[str, str]]):
-        self.processes = [
-            subprocess.Popen(
-                [str(word) for word in command], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
-            )
-            for command, env in zip(commands, environments, strict=True)
-        ]  # fmt: skip
+    def __init__(
+        self, commands: list[list], environments: list[dict[str, str]], cwd: Path | list[Path] = ROOT, new_session: bool = True,
+        fresh: bool = False,
+    ):  # fmt: skip
+        words = [[str(word) for word in command] for command in commands]
+        folders = cwd if isinstance(cwd, list) else [cwd] * len(words)
+        self.processes = started(words, environments, folders, new_session, fresh)
         self.read = [""] * len(commands)
 
     def until(self, words: str, of: int = 0, timeout: float = 120) -> None:
@@ -86,23 +102,37 @@ class Running:
                 late.cancel()
                 return
         late.cancel()
+        late.join()
         self.kill()
         raise AssertionError(f"{words!r} was never said:\n{self.read[of]}")
 
     def kill(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-            process.kill()
+            if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for child in psutil.Process(process.pid).children(recursive=True):
+                        child.kill()
+                process.kill()
 
     def ended(self, timeout: float = 120) -> Ended:
+        """Wait for all of them; their families are ended if they do not."""
         began = time.monotonic()
+
+        def read_on(number: int) -> None:  # Popen.communicate leaves out what `until` has read ahead
+            for line in self.processes[number].stdout:
+                self.read[number] += line
+
+        readers = [threading.Thread(target=read_on, args=(number,), daemon=True) for number in range(len(self.processes))]
         try:
-            texts = [before + process.communicate(timeout=timeout)[0] for before, process in zip(self.read, self.processes)]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join(max(0, began + timeout - time.monotonic()))
+            assert not any(reader.is_alive() for reader in readers), f"not ended after {timeout} s:\n" + "\n".join(self.read)
+            codes = [process.wait(10) for process in self.processes]
         finally:
             self.kill()
-        return Ended([process.returncode for process in self.processes], texts, time.monotonic() - began)
+        return Ended(codes, self.read, time.monotonic() - began)
 
 
 def rank_environments(ranks: int, **more: str) -> list[dict[str, str]]:
@@ -118,16 +148,21 @@ def rank_environments(ranks: int, **more: str) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def run_ranks(ranks: int, script: Path | str, *args: object, timeout: float = 300, **env: str) -> Ended:
+def node_environments(nodes: int, **more: str) -> list[dict[str, str]]:
+    """Of ranks that are each alone on their node."""
+    return [{**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for env in rank_environments(nodes, **more)]
+
+
+def run_ranks(ranks: int, script: Path | str, *args: object, timeout: float = 300, fresh: bool = False, **env: str) -> Ended:
     """Each rank a process that we start ourselves, so that each one's exit code and words can be seen."""
-    return run_all([[sys.executable, script, *args]] * ranks, rank_environments(ranks, **env), timeout)
+    return run_all([[sys.executable, script, *args]] * ranks, rank_environments(ranks, **env), timeout, fresh=fresh)
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> str:
     """One folder of tokenised data for the whole session: what is tokenised in one test is found by the next."""
-    os.environ["ACCEL_DDP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    return os.environ["ACCEL_DDP_CACHE"]
+    os.environ["ACCEL_DDP_CACHE"] = OUTSIDE["ACCEL_DDP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    return OUTSIDE["ACCEL_DDP_CACHE"]
 
 
 @pytest.fixture(scope="session")

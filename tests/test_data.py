@@ -29,7 +29,8 @@ def test_the_order_is_as_good_as_random():
     places = np.zeros((10, 10))
     following = 0
     for seed in range(3000):
-        order = [Shuffle(10, seed).at(place) for place in range(10)]
+        shuffle = Shuffle(10, seed)
+        order = [shuffle.at(place) for place in range(10)]
         places[range(10), order] += 1
         following += sum(b == (a + 1) % 10 for a, b in itertools.pairwise(order))
     chi_squared = ((places - 300) ** 2 / 300).sum()

@@ -4,14 +4,24 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from PIL import Image
 
-from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, rank_environments, run_all, run_ranks
+from tests.conftest import (
+    BIN,
+    PROGRAMS,
+    ROOT,
+    Running,
+    clean_environment,
+    free_port,
+    node_environments,
+    rank_environments,
+    run_all,
+    run_ranks,
+)
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
 
@@ -237,25 +247,20 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
 def test_a_second_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
     """Also the rank that waits inside a collective for one that is stuck, and so cannot come to the end of its step."""
     command = [sys.executable, PROGRAMS / "goes_wrong.py", "--how", "endless", "--output_dir", tmp_path / "run"]
-    ranks = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-        for env in rank_environments(2)
-    ]
-    for line in ranks[1].stdout:
-        if "now it hangs" in line:
-            break
+    ranks = Running([command] * 2, rank_environments(2))
+    ranks.until("now it hangs", of=1)
     time.sleep(1)  # rank 0 is in the all-reduce by now
     began = time.monotonic()
     for _ in (1, 2):
-        for rank in ranks:
+        for rank in ranks.processes:
             os.killpg(rank.pid, signal.SIGINT)  # what the terminal does
         time.sleep(0.5)
-    texts = [rank.communicate(timeout=20)[0] for rank in ranks]
+    ended = ranks.ended(timeout=20)
     assert time.monotonic() - began < 5
-    assert [rank.returncode for rank in ranks] == [130, 130]
-    assert "".join(texts).count("Ctrl-C again ends at once") == 1
-    assert "".join(texts).count("interrupted") == 1
-    assert "Traceback" not in "".join(texts)
+    assert ended.codes == [130, 130]
+    assert ended.text.count("Ctrl-C again ends at once") == 1
+    assert ended.text.count("interrupted") == 1
+    assert "Traceback" not in ended.text
 
 
 def test_nodes_with_different_data_or_precision_are_refused_and_need_no_shared_disk(tmp_path, tiny_model, cache):
@@ -266,14 +271,22 @@ def test_nodes_with_different_data_or_precision_are_refused_and_need_no_shared_d
         (tmp_path / node / "train.csv").write_text("\n".join(["text,label", *rows]))
 
     def both(*arguments, **of_second):
-        environments = [{**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for env in rank_environments(2)]
+        environments = node_environments(2)
         environments[1].update(of_second)
-        started = [
-            ["bash", "-c", f'cd {tmp_path / node} && exec "$@"', "-", sys.executable, CLASSIFY, "--model", tiny_model, "--steps",
-             "4", "--save_every", "2", "--output_dir", "run", *arguments]
-            for node in ("a", "b")
-        ]  # fmt: skip
-        return run_all(started, environments)
+        command = [
+            sys.executable,
+            CLASSIFY,
+            "--model",
+            tiny_model,
+            "--steps",
+            4,
+            "--save_every",
+            2,
+            "--output_dir",
+            "run",
+            *arguments,
+        ]
+        return run_all([command] * 2, environments, cwd=[tmp_path / "a", tmp_path / "b"])
 
     ended = both("--train_file", "train.csv")
     assert ended.codes == [2, 2]

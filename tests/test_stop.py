@@ -12,7 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, PROGRAMS, Running, clean_environment, free_port, rank_environments, run_ranks
+from tests.conftest import (
+    BIN,
+    PROGRAMS,
+    Running,
+    clean_environment,
+    free_port,
+    node_environments,
+    rank_environments,
+    run_all,
+    run_ranks,
+)
 
 TRAINS = PROGRAMS / "trains.py"
 WORDS = ["--num_workers", "2"]  # of every run, so that they can be compared
@@ -93,7 +103,7 @@ def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tm
     victim.kill()
     assert running.ended().codes.count(0) == 0
     assert 4 in steps_saved(folder)
-    nodes("--output_dir", folder, "--resume").ended().well()
+    run_all([[sys.executable, TRAINS, *WORDS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
     assert last(folder) == straight, f"killed at step {at}"
 
 

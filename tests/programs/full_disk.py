@@ -94,9 +94,15 @@ def main(cfg: Config) -> None:
     results["exit"] = {}
     read_only = disk("read_only", "size=10m")
     subprocess.run(["mount", "-o", "remount,ro", read_only], check=True)
-    for name, folder in (("exit code", disk("exit_code", "size=80k")), ("read only", read_only)):
-        ended = subprocess.run([sys.executable, trains, "--output_dir", folder / "run"], capture_output=True, text=True)
-        results["exit"][name] = [ended.returncode, ended.stdout + ended.stderr]
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, trains, "--output_dir", folder / "run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for name, folder in (("exit code", disk("exit_code", "size=80k")), ("read only", read_only))
+    }
+    for name, process in started.items():
+        text = process.communicate()[0]
+        results["exit"][name] = [process.returncode, text]
     Path(cfg.out).write_text(json.dumps(results))
 
 
