@@ -49,8 +49,8 @@ class Server:
         atexit.register(self.end)
 
     def end(self) -> None:
-        self.connection.close()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.wait()
 
     def fits(self, environment: dict[str, str]) -> bool:
         changed = {name for name, _ in environment.items() ^ self.environment.items()}

@@ -53,6 +53,15 @@ def test_its_pid_is_its_own_until_its_end_was_asked_for():
         assert time.monotonic() < deadline
 
 
+def test_one_that_a_test_has_left_does_no_harm():
+    process = fork_server().fork([str(AS_STARTED), "at once"], clean_environment(), ROOT, new_session=True)
+    process.report.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(process.pid):
+        assert time.monotonic() < deadline
+    assert run_ranks(1, AS_STARTED, "exit").codes == [75]
+
+
 def test_nobody_waits_for_a_server_that_is_gone():
     server = forking.Server(clean_environment())
     server.process.kill()

@@ -18,8 +18,9 @@ def test_the_first_command_sets_up_trains_and_says_what_next():
     command = blocks("bash")[0]
     assert "pip install -q -c constraints.txt -e" in command
     ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
-    accuracy = float(ended.text.split("\naccuracy ")[1].split()[0])
+    before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
     assert accuracy > 0.7, "far above chance, which is 0.5"
+    assert accuracy > before + 0.1
     assert "model saved in runs/classify/" in ended.text
     tried = re.search(r"^try:  (.*)$", ended.text, flags=re.MULTILINE)[1]
     tried = run_all([["bash", "-ec", f". .venv/bin/activate && {tried}"]], [clean_environment()]).well()

@@ -5,6 +5,7 @@ uses the libraries for nothing but importing them. Neither accel_ddp nor a recip
 environment when they are imported is the environment of the test.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -49,7 +50,8 @@ class Children:
             os.close(descriptor)
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            os.write(report, str(code).encode())
+            with contextlib.suppress(BrokenPipeError):  # a test that failed has left it
+                os.write(report, str(code).encode())
             self.reported[report] = pid
             self.poll.register(report, 0)  # the reader closes it
         else:
