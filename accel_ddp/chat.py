@@ -47,6 +47,12 @@ class Format:
                 "The data need a column of chats (--messages_column), two of prompts and answers (--prompt_column, "
                 f"--answer_column), or one of texts (--text_column). They have: {', '.join(rows.column_names)}."
             )
+        ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
+        if ignored:
+            raise UserError(
+                f"{' '.join(ignored)}: the rows would be read as {self.kind} ({', '.join(self.columns)}). Give --messages_column "
+                "alone, --prompt_column with --answer_column, or --text_column alone."
+            )
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
                 f"--model {cfg.model}: its tokenizer has no chat template, so that chats cannot be spelled out. Take a model "
@@ -88,24 +94,34 @@ class Format:
                 done["problem"].append(problem or ("" if learns or done["cut"][-1] else "there is nothing to learn in it"))
         return done
 
-    def prompt_and_answer(self, row: dict[str, Any]) -> tuple[str, str]:
-        """Of a row that is shown as a sample: all before its last answer, and that answer."""
-        try:
-            pieces = self._pieces(tuple(row[column] for column in self.columns))
-        except _Broken:
-            return "", ""
-        if self.kind == "texts":
+    def samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list[tuple[str, str]]:
+        """(all before the last answer, that answer) of the first rows that can be used, with prompts of at most `max_tokens`."""
+        found: list[tuple[str, str]] = []
+        for row in rows.select(range(min(len(rows), 100))):
+            if len(found) == number:
+                break
+            try:
+                pieces = self._pieces(tuple(row[column] for column in self.columns))
+            except _Broken:
+                continue
             words = pieces[0][0].split(" ")
-            return " ".join(words[:8]), " ".join(words[8:40])
-        return "".join(text for text, _ in pieces[:-1]), pieces[-1][0]
+            is_text = self.kind == "texts"
+            prompt = " ".join(words[:8]) if is_text else "".join(text for text, _ in pieces[:-1])
+            answer = " ".join(words[8:40]) if is_text else pieces[-1][0]
+            if prompt and len(self.tokenizer(prompt)["input_ids"]) <= max_tokens:
+                found.append((prompt, answer))
+        return found
 
     def _pieces(self, row: tuple) -> list[tuple[str, bool]]:
         """(text, whether it is learned) one after the other."""
         if self.kind == "texts":
             return [(_text(row[0], self.columns[0]) + (self.tokenizer.eos_token or ""), True)]
         if self.kind == "chats":
-            return self._spelled([_message(message) for message in row[0] or []])
-        *asked, answer = (_text(value, column, column == "input") for value, column in zip(row, self.columns))
+            if not isinstance(row[0], list):
+                raise _Broken(f"its {self.columns[0]} are no list of messages")
+            return self._spelled([_message(message) for message in row[0]])
+        extra = len(row) == 3  # alpaca's `input`, which may be empty
+        *asked, answer = (_text(value, column, extra and i == 1) for i, (value, column) in enumerate(zip(row, self.columns)))
         prompt = "\n\n".join(text for text in asked if text)
         if self.tokenizer.chat_template:
             return self._spelled([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
@@ -121,6 +137,8 @@ class Format:
                 continue
             if not message["content"].strip():
                 raise _Broken("an answer is empty")
+            if i == 0:
+                raise _Broken("it begins with an answer")
             try:
                 before = self.tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
                 after = self.tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
@@ -136,8 +154,10 @@ class Format:
 
     def _tokens(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
         """Piece by piece, as when the model is used: a prompt is tokenised before there is an answer."""
-        ids: list[int] = []
-        labels: list[int] = []
+        first = self.tokenizer("")["input_ids"][:1]  # some models are used to a token before every text
+        spells_it = not pieces or pieces[0][0].startswith(self.tokenizer.bos_token or "\0")
+        ids: list[int] = first if first == [self.tokenizer.bos_token_id] and not spells_it else []
+        labels: list[int] = [-100] * len(ids)
         for text, is_learned in pieces:
             new = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += new
@@ -159,6 +179,8 @@ def _text(value: Any, column: str, may_be_empty: bool = False) -> str:
 
 def _message(message: Any) -> dict[str, str]:
     """{role, content}; also {from, value} with ShareGPT's names of roles."""
+    if not isinstance(message, dict):
+        raise _Broken("a message has no role and content")
     roles = {"human": "user", "gpt": "assistant", "bot": "assistant"}
     role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
     if not isinstance(role, str) or not isinstance(content, str | None):

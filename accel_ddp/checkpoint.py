@@ -48,6 +48,7 @@ class Checkpoints:
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper adds nothing that is saved
         self.folder = Path(cfg.output_dir)
+        self.frozen = frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, also of its earlier lives
         self.ranking: list[int] = []  # steps by the metric of `--keep_best`, the best first
@@ -88,7 +89,7 @@ class Checkpoints:
         scaler = self.accelerator.scaler
         run = {
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
-            "data": self.data, "frozen": frozen(self.model),
+            "data": self.data, "frozen": self.frozen,
             "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
             "config": as_plain_dict(self.cfg), "versions": versions(), "host": world.HOST,
             "optimizer": type(self.optimizer).__name__, "values": values,
@@ -141,7 +142,7 @@ class Checkpoints:
         """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
         self.evaluations[step] = metrics
         self.rank()
-        if self.ranking[:1] == [step] and step:  # what was there before training is no checkpoint of it
+        if self.ranking[:1] == [step]:
             self.save(step)
         if self.accelerator.is_main_process:
             self._pending.append(self._writer.submit(self._write_evaluations, dict(self.evaluations)))
@@ -156,7 +157,7 @@ class Checkpoints:
                 if self.cfg.keep_best not in metrics:
                     raise UserError(f"--keep_best {self.cfg.keep_best}: step {step} measured {', '.join(metrics)}.")
             sign = -1 if higher_is_better(self.cfg.keep_best) else 1
-            values = {step: sign * metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items()}
+            values = {step: sign * metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items() if step}
             self.ranking = sorted(values, key=lambda step: (math.isnan(values[step]), values[step], step))
 
     def _write_evaluations(self, evaluations: dict[int, Metrics]) -> None:
@@ -285,7 +286,7 @@ class Checkpoints:
         there = world.agreed(there, source)
         refuse_another_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
 
-        if run.get("frozen", "") != frozen(self.model):
+        if run.get("frozen", "") != self.frozen:
             raise UserError(
                 f"--resume: the adapters in {path} were trained on other weights than --model has now. Give the model of the "
                 f"run: {run['config'].get('model')}."

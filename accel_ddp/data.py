@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from accelerate import Accelerator
 
-from accel_ddp import __version__, embedded
+from accel_ddp import embedded
 from accel_ddp.config import RecipeConfig, TrainConfig, UserError, is_voice_of_node
 from accel_ddp.seeds import mixed
 from accel_ddp.world import say
@@ -176,6 +176,16 @@ def without_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list[
     return [_sound(rows, cfg, what) for rows, what in zip(tables, ("training", "evaluation"))]
 
 
+def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
+    """The same tables; how many of their rows fill `--max_length`, beyond which nothing is seen, is said."""
+    for rows, name in zip(tables, ("training", "evaluation")):
+        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # of a row with several
+        full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
+        if full:
+            say(f"{full:,} of {len(rows):,} {name} rows fill --max_length {max_length}: what goes beyond it is cut.")
+    return tables
+
+
 def _sound(rows: "datasets.Dataset", cfg: RecipeConfig, what: str) -> "datasets.Dataset":
     problems = rows["problem"][:]
     broken = [i for i, problem in enumerate(problems) if problem]
@@ -200,6 +210,7 @@ def padded(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] 
     import torch
     from transformers import DataCollatorWithPadding
 
+    tokenizer.padding_side = "right"  # as the columns `per_token`, and as whoever takes a text's first token expects
     pad = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
 
     def collate(rows: list[dict[str, Any]]) -> Any:
@@ -231,6 +242,15 @@ def fingerprint(rows: "datasets.Dataset") -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _code() -> str:
+    """Of all sources of this package, whose functions `function` calls: other code, other result."""
+    import hashlib
+
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
 def map_once(
     rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
 ) -> "datasets.Dataset":
@@ -243,7 +263,7 @@ def map_once(
     import datasets
     from filelock import FileLock, Timeout
 
-    words = json.dumps([__version__, fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
+    words = json.dumps([_code(), fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
     final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
     lock, began = FileLock(f"{final}.lock"), time.monotonic()
     try:

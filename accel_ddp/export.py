@@ -14,7 +14,7 @@ from accel_ddp import snapshot, world
 from accel_ddp.checkpoint import Metrics
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 from accel_ddp.data import prepare_hub
-from accel_ddp.state import has_adapters, kept, versions
+from accel_ddp.state import frozen, has_adapters, kept, versions
 
 BASE = "base"  # the folder with the config of the model below adapters
 
@@ -40,6 +40,9 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
         config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
         if base.can_generate():
             base.generation_config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        if getattr(processor, "is_fast", False):  # else the file tells whether the rows came from the cache
+            processor.backend_tokenizer.no_truncation()
+            processor.backend_tokenizer.no_padding()
         processor.save_pretrained(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {**{str(path.relative_to(folder)): path.read_bytes() for path in paths}, **(more or {})}
@@ -141,6 +144,8 @@ def _model_of(path: Path) -> Any:
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")
+    if frozen(model) != snapshot.run_of(path).get("frozen", ""):
+        raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
     model.load_state_dict(weights, strict=False)  # tied weights are there once
     return model
 

@@ -181,6 +181,8 @@ class EarlyStopping(Hook):
     def on_evaluate(self, step, metrics):
         if self.metric not in metrics:
             raise UserError(f"--best_metric {self.metric}: this recipe measures {', '.join(metrics)}.")
+        if step == 0:  # a warm-up may begin with a dip
+            return False
         value = self.sign * metrics[self.metric]
         self.best, self.since = (value, 0) if value > self.best else (self.best, self.since + 1)
         return self.since >= self.patience

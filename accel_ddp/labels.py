@@ -24,7 +24,10 @@ class Labels:
         if cfg.num_labels == 1:
             labels = cls.of_values(train, test, cfg.label_column)
         else:
-            labels = cls.of(train, test, cfg.label_column, of_both=bool(cfg.train_file and not cfg.eval_file))
+            # Rows that were set aside, or left out, may have the only ones of a rare class.
+            labels = cls.of(
+                train, test, cfg.label_column, of_both=bool((cfg.train_file and not cfg.eval_file) or cfg.max_train_items)
+            )
             if cfg.num_labels not in (0, len(labels.names)):
                 raise UserError(
                     f"--num_labels {cfg.num_labels}: the data have {len(labels.names)} ({', '.join(labels.names[:20])}). "

@@ -132,7 +132,9 @@ def fit(
             f"stopped: asked by {reason}; step {step} of {total_steps} is saved. Go on with it: the same command with "
             f"--resume --output_dir {cfg.output_dir}"
         )
-        if unsaved:
+        if not step:
+            text = f"stopped: asked by {reason} before the first step; there is nothing to save."
+        elif unsaved:
             text = f"unsaved: asked to stop by {reason}, but {unsaved}. --resume goes on from an older one."
         if world.lasting:
             world.lasting.set("stopped", text)

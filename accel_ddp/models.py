@@ -46,7 +46,9 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
         )
     tokenizer = from_pretrained(AutoTokenizer, name, place)
     if tokenizer.pad_token is None:  # GPT-2 and its kind; what is padded is masked, so any token will do
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"--model {name}: its tokenizer has no token to pad with. Save one: tokenizer.pad_token = ...")
     if max_length > tokenizer.model_max_length:
         raise UserError(f"--max_length {max_length}: {name} takes at most {tokenizer.model_max_length} tokens.")
     return tokenizer
@@ -72,12 +74,28 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options["attn_implementation"] = cfg.attn_implementation
     if cfg.quantize != "no":
         options |= _quantized(cfg)
-    model = from_pretrained(auto_class, cfg.model, locate(cfg.model, cfg.cache_dir), **options)
+    options["output_loading_info"] = True
+    model, info = from_pretrained(auto_class, cfg.model, locate(cfg.model, cfg.cache_dir), **options)
+    missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
+    model._made_anew = sorted({name.rpartition(".")[0] for name in missing})  # under adapters these are trained too
+    _require_positions(model, cfg)
     rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
     if tokenizer is not None and len(tokenizer) > rows:
+        if cfg.lora_r:
+            raise UserError(
+                f"--lora_r {cfg.lora_r}: the tokenizer has {len(tokenizer):,} tokens and the model embeddings of {rows:,}. The "
+                "new ones would be frozen before they have learned anything. Train all weights, or take a tokenizer that fits."
+            )
         world.say(f"the tokenizer has {len(tokenizer):,} tokens and the model {rows:,}: it gets embeddings for the new ones.")
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def _require_positions(model: nn.Module, cfg: RecipeConfig) -> None:
+    """Tokenizers do not always know how many tokens their model can take."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most and getattr(cfg, "max_length", 0) > most > 0:
+        raise UserError(f"--max_length {cfg.max_length}: {cfg.model} takes at most {most} tokens.")
 
 
 def _quantized(cfg: RecipeConfig) -> dict[str, Any]:
@@ -147,8 +165,9 @@ def _with_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = list(cfg.lora_targets) or (None if model.config.model_type in known else "all-linear")
     kind = peft.LoraConfig(
-        task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets
-    )
+        task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets,
+        modules_to_save=model._made_anew or None,  # random, and in no file: frozen they would be lost with this process
+    )  # fmt: skip
     try:
         with torch.random.fork_rng():
             torch.manual_seed(mixed(cfg.seed, "adapters") % 2**63)  # also where the head drew more on another rank

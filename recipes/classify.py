@@ -95,7 +95,7 @@ def build_data(cfg: Config, tokenizer):
 
     depends_on = [accel_ddp.models.identity(tokenizer), columns, cfg.max_length, labels.identity]
     encoded = [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    return (*accel_ddp.data.without_broken(encoded, cfg), labels)
+    return (*accel_ddp.data.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length), labels)
 
 
 def build_model(cfg: Config, accelerator, tokenizer, labels):

@@ -39,6 +39,8 @@ class Config(RecipeConfig):
         super().validate()
         if self.global_batch_size < 2 and not self.negative_columns:
             raise UserError(f"--global_batch_size {self.global_batch_size}: a row alone has no negatives. Use 32 or more.")
+        if self.scale <= 0:
+            raise UserError(f"--scale {self.scale}: must be more than 0; 20 is usual.")
         if any(size < 1 for size in self.matryoshka):
             raise UserError(f"--matryoshka {' '.join(map(str, self.matryoshka))}: are numbers of dimensions.")
 
@@ -103,9 +105,8 @@ def build_data(cfg: Config, tokenizer):
         return {"input_ids": ids, "keys": accel_ddp.contrast.keys_of(texts), "problem": accel_ddp.data.empty(columns, texts)}
 
     depends_on = [accel_ddp.models.identity(tokenizer), columns, prefixes, cfg.max_length]
-    return accel_ddp.data.without_broken(
-        [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg
-    )
+    encoded = [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    return accel_ddp.data.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length)
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -94,7 +94,9 @@ def logits(model, batch):
 def build_data(cfg: Config):
     """Training and evaluation images, all of which can be decoded, and the names of the labels."""
     tables = accel_ddp.vision.load_rows(cfg)
-    labels = accel_ddp.labels.Labels.of(*tables, cfg.label_column, of_both=bool(cfg.train_file and not cfg.eval_file))
+    labels = accel_ddp.labels.Labels.of(
+        *tables, cfg.label_column, of_both=bool((cfg.train_file and not cfg.eval_file) or cfg.max_train_items)
+    )
     if labels.several:
         raise UserError(f"--label_column {cfg.label_column}: holds lists; here each image has one label.")
     return (*accel_ddp.vision.checked(tables, labels, cfg), labels)

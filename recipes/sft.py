@@ -17,6 +17,7 @@ from accel_ddp.config import RecipeConfig, run
 
 @dataclass(kw_only=True)
 class Config(RecipeConfig):
+    harmless = (*RecipeConfig.harmless, "samples", "max_new_tokens")
     model: str = "embedded:tiny-llama"  # hub name, folder, or embedded (real: embedded:SmolLM2-135M-Instruct)
     dataset: str = "embedded:questions"  # hub name (name:configuration) or embedded; --train_file overrides it
     messages_column: str = ""  # chats; default: messages or conversations
@@ -48,10 +49,10 @@ class Task:
         collate = accel_ddp.data.padded(self.tokenizer, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-        self.said: list[list[str]] = []  # answers to the samples, at each evaluation
+        self.said: list[list[str]] = []  # answers to the samples, before training and at each evaluation
 
     def loss_sum(self, model, batch, reduction="sum"):
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
         return accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], reduction)
 
     def count(self, batch):
@@ -85,8 +86,7 @@ def build_data(cfg: Config, tokenizer):
     depends_on = [accel_ddp.models.identity(tokenizer), form.identity]
     encoded = [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     sound = accel_ddp.chat.without_cut_off(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length)
-    shown = tables[1].select(range(min(cfg.samples, len(tables[1]))))
-    return (*sound, [form.prompt_and_answer(row) for row in shown])
+    return (*sound, form.samples(tables[1], cfg.samples, max_tokens=cfg.max_length))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
@@ -113,7 +113,8 @@ def main(cfg: Config) -> None:
         files=files,
     )
     if accelerator.is_main_process and task.said:
-        print(accel_ddp.chat.table_of_samples(task.samples, task.said[0] if len(task.said) > 1 else None, task.said[-1]))
+        before = task.said[0] if cfg.eval_first and not cfg.resume and len(task.said) > 1 else None
+        print(accel_ddp.chat.table_of_samples(task.samples, before, task.said[-1]))
     try_it = (
         "from transformers import pipeline; print(pipeline('text-generation', '{folder}')([dict(role='user', content='Hi')]))"
     )

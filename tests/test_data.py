@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from accel_ddp.config import RecipeConfig, TrainConfig, UserError
-from accel_ddp.data import fingerprint, load_rows, map_once
+from accel_ddp.data import fingerprint, load_rows, map_once, padded
 from accel_ddp.labels import Labels
+from accel_ddp.losses import of_tokens
 from accel_ddp.seeds import mixed
 from accel_ddp.stream import Shuffle
 from tests.conftest import PROGRAMS, run_ranks
@@ -100,6 +101,28 @@ def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_time
     assert ended.text.count("tokenised 3 rows") == 1
     assert ended.text.count("sees [1, 2, 3]") == 2
     assert "waiting for another process to tokenise" in ended.text
+
+
+def test_labels_of_tokens_stay_with_their_tokens_whatever_side_a_tokenizer_pads(tiny_model):
+    from accelerate import Accelerator
+    from transformers import AutoTokenizer
+
+    rows = [{"input_ids": [5, 6, 7], "labels": [1, 2, 3]}, {"input_ids": [8], "labels": [4]}]
+    for side in ("left", "right"):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side=side)
+        batch = padded(tokenizer, Accelerator(cpu=True), per_token=("labels",))(rows)
+        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
+            assert {i: label for i, label in zip(ids, labels) if label != -100} in ({5: 1, 6: 2, 7: 3}, {8: 4})
+
+
+def test_losses_of_half_precision_are_summed_in_float32():
+    import torch
+
+    logits, labels = torch.randn(8, 512, 50) * 3, torch.randint(0, 50, (8, 512))
+    for kind in (torch.bfloat16, torch.float16):
+        found = of_tokens(logits.to(kind), labels)
+        assert found.dtype == torch.float32
+        assert found.item() == pytest.approx(of_tokens(logits.to(kind).double(), labels).item(), rel=1e-5)
 
 
 def test_labels_are_named_and_checked():

@@ -86,6 +86,22 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "skipped": {"train_file": str(folder / "gap.jsonl"), "skip_broken": True},
         "no such columns": {"recipe": "sft", "train_file": good, "model": "embedded:tiny-llama", "prompt_column": "ask"},
         "no known columns": {"recipe": "sft", "train_file": file("x.csv", "a,b\n1,2\n" * 9), "model": "embedded:tiny-llama"},
+        "half of a pair": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "prompt_column": "question",
+            "train_file": lines("half.jsonl", *[{"question": "why", "text": "because"}] * 9),
+        },
+        "messages are texts": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "train_file": lines("texts.jsonl", *[{"messages": "Hi"}] * 9),
+        },
+        "answer first": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "train_file": lines("first.jsonl", *[{"messages": chat("Hi", "Hello")["messages"][1:]}] * 9),
+        },
         "no template": {"recipe": "sft", "train_file": lines("chat.jsonl", *[chat("Hi", "Hello")] * 9)},
         "no answer": {
             "recipe": "sft",
@@ -160,6 +176,9 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "label is no number": ["row 0 of the training data holds", "no number"],
         "no such columns": ["--prompt_column ask", "text, label"],
         "no known columns": ["--messages_column", "--prompt_column", "--text_column", "a, b"],
+        "half of a pair": ["--prompt_column question", "--answer_column"],
+        "messages are texts": ["are no list of messages", "--skip_broken"],
+        "answer first": ["begins with an answer"],
         "no template": ["no chat template"],
         "no answer": ["of 10 training rows", "an answer is empty", "--skip_broken"],
         "no answer is left": ["--max_length 4", "Give a higher one"],

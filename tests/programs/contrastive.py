@@ -1,6 +1,6 @@
-"""One contrastive update on a tiny model; what it learned goes into a file, to be compared between worlds.
+"""A few contrastive updates of a tiny model; what it learned is in its checkpoint, to be compared between worlds.
 
-Dropout is on: the pieces of a batch that does not fit are embedded twice, and must draw the same both times.
+With --drop: the pieces of a batch that does not fit are embedded twice, and must draw the same both times.
 """
 
 from dataclasses import dataclass
