@@ -135,7 +135,7 @@ def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path, straight, how
 def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, straight):
     """Rank 0 is asked, in the evaluation after step 6, which would take long."""
     folder = tmp_path / "run"
-    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60)
+    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60, "--no_eval_first")
     running.until("evaluating")
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
@@ -144,6 +144,20 @@ def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, straight):
     assert steps_saved(folder) == [4, 6]
     again = ranks(2, "--output_dir", folder, "--resume").ended().well()
     assert "step 6  evaluation:" in again.text, "what was cut short is made up for"
+    assert last(folder) == straight
+
+
+def test_a_stop_in_the_evaluation_before_training_says_that_nothing_was_saved(tmp_path, straight):
+    folder = tmp_path / "run"
+    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60)
+    running.until("evaluating")
+    running.processes[1].send_signal(signal.SIGTERM)
+    ended = running.ended()
+    assert ended.codes == [75, 75], ended.text
+    assert ended.seconds < 20
+    assert "before the first step; there is nothing to save" in ended.text
+    assert steps_saved(folder) == []
+    ranks(2, "--output_dir", folder, "--resume").ended().well()
     assert last(folder) == straight
 
 
