@@ -91,9 +91,12 @@ def test_other_recipes_on_two_nccl_nodes_learn_what_one_learns(tmp_path, recipe)
 
 
 def test_synchronised_batch_norm_of_two_ranks_is_that_of_one_with_the_whole_batch(tmp_path):
-    """Weights and running statistics. One micro-batch in each step: batch norm never sees more than that."""
+    """Weights and running statistics. One micro-batch in each step: batch norm never sees more than that.
+
+    Three steps: this net doubles rounding in each. After ten, two runs on one H200 were less than 1e-5 and 3e-4 apart.
+    """
     exact = [
-        "--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.05", "--steps", "10",
+        "--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.05", "--steps", "3",
         "--global_batch_size", "16", "--eval_every", "100", "--no_eval_first",
     ]  # fmt: skip
     whole = ["--micro_batch_size", "16", "--output_dir", tmp_path / "whole"]
@@ -108,8 +111,8 @@ def test_synchronised_batch_norm_of_two_ranks_is_that_of_one_with_the_whole_batc
         assert one.keys() == two.keys()
         assert any(key.endswith("running_var") for key in one)
         difference[name] = max(np.abs(one[key] - two[key]).max() for key in one)
-    assert difference["synchronised"] < 1e-5
-    assert difference["apart"] > 1e-3, "the comparison would not notice statistics of half of the batch"
+    assert difference["synchronised"] < 1e-4
+    assert difference["apart"] > 1e-2, "the comparison would not notice statistics of half of the batch"
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
