@@ -1,4 +1,4 @@
-"""accel-ddp export | verify: what is done beside a training."""
+"""accel-ddp doctor | export | verify: what is done beside a training."""
 
 import argparse
 import sys
@@ -9,6 +9,8 @@ from accel_ddp.config import UserError
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="accel-ddp", description="Tools beside a training. Each has a --help.")
     commands = parser.add_subparsers(dest="command", required=True)
+
+    commands.add_parser("doctor", help="name whatever is wrong with the cluster, on every node, within seconds", add_help=False)
 
     export = commands.add_parser("export", help="make an ordinary transformers folder of a checkpoint")
     export.add_argument("checkpoint", help="runs/.../step_00000012, or a run's folder: its best one, or else its newest")
@@ -29,6 +31,10 @@ def main(words: list[str] | None = None) -> int:
 
     # What follows the recipe is the recipe's; what is before it and not ours is of `accelerate launch`.
     words = sys.argv[1:] if words is None else words
+    if words[:1] == ["doctor"]:
+        from accel_ddp.doctor.command import main as doctor
+
+        return doctor(words[1:])
     recipe = next((i for i, word in enumerate(words) if word.endswith(".py") and words[0] == "verify"), len(words))
     given, launch = parser.parse_known_args(words[:recipe])
     if launch and given.command != "verify":

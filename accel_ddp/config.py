@@ -6,8 +6,10 @@ Standard library, yaml and tyro only: a mistyped option is reported before torch
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import sys
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,13 @@ class TrainConfig:
         "pin_memory", "cache_dir", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "best_metric",
         "early_stopping_patience", "report_to", "project", "run_name", "stop_signal", "stop_after", "push_to_hub",
         "eval_batch_size", "eval_file", "eval_split", "max_eval_items", "eval_first", "attn_implementation",
-        "merge_adapters",
+        "merge_adapters", "preflight", "preflight_wait",
+    )  # fmt: skip
+    # Options of which each node may have its own; any other that differs would train something else on each. `model` and
+    # the files are places: what lies there is compared, or rank 0's is sent to all.
+    may_differ: typing.ClassVar[tuple[str, ...]] = (
+        "output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project",
+        "model", "dataset", "train_file", "eval_file", "preflight_wait",
     )  # fmt: skip
 
     output_dir: str = ""  # folder of this run; default: runs/RECIPE/DATE-TIME
@@ -72,6 +80,10 @@ class TrainConfig:
     broadcast_buffers: bool | None = None  # DDP: rank 0's buffers for all; default: where there is batch norm
     sync_batchnorm: bool = False  # batch norm over the micro-batches of all ranks (GPU only)
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # DDP: gradients travel compressed
+    preflight: Literal["on", "off"] = (
+        "on"  # on several nodes: look for what is wrong with them first, see `accel-ddp doctor --help`
+    )
+    preflight_wait: float = 300  # seconds to wait there for nodes that are not started yet
     ddp_timeout_seconds: int = _DDP_TIMEOUT  # a rank waits this long for another; also DDP_TIMEOUT_SECONDS in the environment
 
     num_workers: int = -1  # processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU
@@ -102,7 +114,7 @@ class TrainConfig:
             "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
             "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1, "max_train_items": 0,
             "max_eval_items": 0, "max_target_length": 1, "max_new_tokens": 1, "num_beams": 1, "samples": 0,
-            "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0,
+            "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0, "preflight_wait": 1,
         }  # fmt: skip
         if self.ddp_timeout_seconds == 0:
             raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
@@ -217,10 +229,16 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
     try:
         cfg = parse_config(cls)
+        from accel_ddp import doctor
+
+        doctor.preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
     except UserError as error:
         if is_voice_of_node():
             print(f"error: {error}", file=sys.stderr)
+        tell_the_launcher(f"error: {error}")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster
     # (6 and 20 items/s beside one other process), and elsewhere as fast. Read when torch is imported, the next line.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -231,6 +249,13 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+def tell_the_launcher(text: str) -> None:
+    """torchrun prints it as the root cause, instead of nothing."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
 
 
 class _NeverFails:
@@ -305,6 +330,11 @@ def _plain_flags(argv: list[str], kinds: dict[str, Any]) -> list[str]:
             elif kinds.get(name) == bool | None:
                 words[at] = value.capitalize()
     return words
+
+
+def must_be_the_same(cfg: TrainConfig) -> dict[str, Any]:
+    """The options that every node must have alike."""
+    return {name: value for name, value in as_plain_dict(cfg).items() if name not in cfg.may_differ}
 
 
 def as_plain_dict(cfg: TrainConfig) -> dict[str, Any]:

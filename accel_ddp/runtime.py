@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -20,7 +19,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp import checkpoint, snapshot, stop, world
-from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
+from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node, tell_the_launcher
+from accel_ddp.doctor import place
 from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
@@ -28,8 +28,8 @@ from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 def start(cfg: TrainConfig) -> Accelerator:
     """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
     _refuse_what_we_do_not_train()
-    world.refuse_what_was_not_asked_for()
-    if "TORCHELASTIC_RUN_ID" in os.environ or world.asked_of_accelerate():
+    place.refuse_what_was_not_asked_for()
+    if "TORCHELASTIC_RUN_ID" in os.environ or place.asked_of_accelerate():
         # A launcher that is killed, and that of a single process also by SIGTERM, leaves its ranks to train on, unseen.
         world.end_with_the_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _known_trackers(cfg.report_to)
@@ -255,9 +255,7 @@ def _leave(text: str) -> int:
         first = True
     if first:
         print(text, file=sys.stderr, flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it as the root cause, instead of nothing
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message}))
+    tell_the_launcher(text)
     with contextlib.suppress(Exception):
         deadline = time.monotonic() + 5
         leaving = store.add("leaving", 1) if store else NUM_RANKS

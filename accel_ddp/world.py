@@ -5,7 +5,6 @@ exit code 0 when the launcher, the environment and the hardware do not fit, drop
 no way to wait for a slow rank without a timeout.
 """
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -16,24 +15,17 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node
+from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, must_be_the_same
 
 HOST = socket.gethostname()
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
 LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-# Options of which each node may have its own; any other that differs would train something else on each.
-MAY_DIFFER = ("output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project")
-# Places: what lies there is compared, or rank 0's is sent to all.
-MAY_DIFFER += ("model", "dataset", "train_file", "eval_file")
 
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
 lasting: dist.Store | None = None  # the same for all attempts of a launcher that restarts its ranks
@@ -167,54 +159,6 @@ def cpu_is_wanted() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
-def refuse_what_was_not_asked_for() -> None:
-    """`accelerate launch` rounds num_processes down, and starts one process for MULTI_CPU or --cpu, without a word."""
-    asked = asked_of_accelerate()
-    processes, machines = asked.get("num_processes"), asked.get("num_machines") or 1
-    if not isinstance(processes, int) or processes < 1:
-        return
-    below = processes // machines * machines
-    if processes != below:
-        raise UserError(
-            f"num_processes {processes} (the total over all nodes) cannot be divided by num_machines {machines}: accelerate "
-            f"has started {NUM_RANKS}. Use num_processes {below or machines} or {below + machines}."
-        )
-    if processes != NUM_RANKS:
-        raise UserError(
-            f"accelerate was asked for {processes} processes but started {NUM_RANKS}: `--cpu`, use_cpu and "
-            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
-            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
-        )
-
-
-def asked_of_accelerate() -> dict[str, Any]:
-    """num_processes and num_machines as given to the `accelerate launch` that started this process, if one did."""
-    import yaml
-    from accelerate.commands.config.config_args import default_config_file
-
-    for parent in psutil.Process().parents()[:2]:
-        try:
-            words = parent.cmdline()
-        except psutil.Error:
-            continue
-        at = [
-            i for i, word in enumerate(words) if Path(word).name in ("launch", "accelerate-launch", "accelerate.commands.launch")
-        ]
-        if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
-            continue
-        words = words[at[0] + 1 :]
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-        parser.add_argument("--config_file", "--config-file")
-        parser.add_argument("--num_processes", "--num-processes", type=int)
-        parser.add_argument("--num_machines", "--num-machines", type=int)
-        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
-        file = Path(given.pop("config_file", default_config_file))
-        base = yaml.safe_load(file.read_text()) if file.is_file() else {}
-        return {**(base if isinstance(base, dict) else {}), **given}
-    return {}
-
-
 def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
     global store, lasting, _patient, _listener
@@ -229,8 +173,7 @@ def meet(cfg: TrainConfig, precision: str) -> bool:
     if lasting.check(["stopped"]):  # the launcher takes an agreed stop for a failure, and starts the ranks again
         raise Stopped(lasting.get("stopped").decode())
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
-    options = {**as_plain_dict(cfg), "mixed_precision": precision}
-    options = {name: value for name, value in options.items() if name not in MAY_DIFFER}
+    options = {**must_be_the_same(cfg), "mixed_precision": precision}
     mine = {"host": HOST, "gpus": gpus, "local": LOCAL_RANKS, "rank": RANK, "options": options}
     store.set(f"rank/{RANK}", json.dumps(mine))
     ranks = [json.loads(_wait_for(f"rank/{rank}", rank, cfg)) for rank in range(NUM_RANKS)]

@@ -1,0 +1,89 @@
+"""Names whatever is wrong with the cluster, on every node, within seconds, before torch is imported.
+
+    accel-ddp doctor --config_file accelerate_configs/2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
+
+The same on every node, with its own --machine_rank; every recipe on more than one node does it by itself first. Standard
+library (and psutil and yaml, which take 50 ms) for everything but `deep`.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from accel_ddp.config import UserError
+
+if TYPE_CHECKING:
+    from accel_ddp.config import TrainConfig
+    from accel_ddp.doctor.visit import Outcome
+
+
+def preflight(cfg: "TrainConfig") -> None:
+    """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
+    from accel_ddp.doctor import place, visit
+
+    mine = place.of_this_rank()
+    if cfg.preflight == "off" or mine.nodes <= 1:
+        place.refuse_what_was_not_asked_for()
+        return
+    wanted = of_options(cfg, script=sys.argv[0])
+    wanted.wait, wanted.wait_was_given = cfg.preflight_wait, cfg.preflight_wait != type(cfg).preflight_wait
+    wanted.measure, wanted.sets_interface = False, True
+    began = time.monotonic()
+    outcome = asyncio.run(visit.examine(mine, wanted, say if mine.local_rank == 0 else lambda text: None))
+    refuse(outcome)
+    place.refuse_what_was_not_asked_for()
+    if mine.local_rank == 0:
+        tell_warnings(outcome)
+    if mine.local_rank == 0 and outcome.node == 0:
+        print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other ({time.monotonic() - began:.1f} s)")
+
+
+def say(text: str) -> None:
+    from accel_ddp.doctor.here import HOST
+
+    print(f"{HOST}: {text}", file=sys.stderr, flush=True)
+
+
+def refuse(outcome: "Outcome") -> None:
+    from accel_ddp.doctor import report
+
+    if outcome.is_bad:
+        lines = [report.text_of(outcome.findings), *outcome.table, "Nothing was started. --preflight off starts all the same."]
+        raise UserError(f"preflight: {report.summary(outcome.findings)}\n" + "\n".join(lines))
+
+
+def tell_warnings(outcome: "Outcome") -> None:
+    from accel_ddp.doctor import report
+
+    if outcome.findings:
+        print(report.text_of(outcome.findings, report.has_colour(sys.stderr)), file=sys.stderr, flush=True)
+
+
+def of_options(cfg: "TrainConfig", script: str):
+    """What the doctor looks at for the run that these options describe."""
+    from accel_ddp.config import must_be_the_same
+    from accel_ddp.doctor.visit import Wanted
+
+    files = {}
+    for name in ("train_file", "eval_file", "model", "dataset"):
+        value = getattr(cfg, name, "")
+        if value and os.path.exists(os.path.expanduser(value)):
+            files[f"content of --{name}"] = value
+        elif value and (name.endswith("_file") or value.startswith(("/", "./", "~"))):
+            files[f"content of --{name}"] = value  # will be named as missing, on this node
+    model = os.path.expanduser(getattr(cfg, "model", "") or "")
+    weights = sum(os.path.getsize(file) for file in _weights(model)) if os.path.isdir(model) else 0
+    kept = cfg.keep_last + 1 + bool(cfg.keep_best)  # one more is written before an old one goes
+    needed = 0 if getattr(cfg, "lora_r", 0) else 3 * weights * kept  # weights and the two moments of AdamW
+    return Wanted(
+        recipe={name: str(value) for name, value in must_be_the_same(cfg).items()}, files=files, script=script,
+        output_dir=cfg.output_dir or "runs", needed=needed,
+    )  # fmt: skip
+
+
+def _weights(folder: str) -> list[str]:
+    found = [os.path.join(folder, name) for name in os.listdir(folder)]
+    safe = [name for name in found if name.endswith(".safetensors")]
+    return safe or [name for name in found if name.endswith(".bin")]

@@ -1,0 +1,84 @@
+"""The doctor inside the launchers of our recipes: `accelerate launch` and torchrun wait for the other nodes before they start
+a process of ours, up to 30 minutes without a word. What happens there can only be said from there.
+
+torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), which is how packages add ways to
+rendezvous. It adds one, `accel_ddp` (static, with the doctor first), and lets the doctor go before the usual ones where
+the script that is launched uses this package on several nodes. Any other script is left alone.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.config import UserError
+
+
+def add_to_torchrun():
+    """Called by torch when a launcher starts; returns what makes the rendezvous of the backend `accel_ddp`."""
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+    ways = rendezvous_handler_registry._registry  # `register` refuses a second maker for a name
+    usual = {name: ways[name] for name in ("static", "c10d") if name in ways}
+    if words := script_of(sys.argv[1:]):
+        for name, make in usual.items():
+            ways[name] = lambda params, name=name, make=make: _first_the_doctor(params, name, make, words)
+    return lambda params: _first_the_doctor(params, "static", usual["static"], words or ["?"])
+
+
+def script_of(words: list[str]) -> list[str]:
+    """The script that a launcher starts, with its words, if it uses this package; else nothing."""
+    for at, word in enumerate(words):
+        if word in ("-m", "--module") and words[at + 1 : at + 2] == ["accel_ddp.doctor"]:
+            return words[at + 1 :]
+        if word.endswith(".py"):
+            try:
+                return words[at:] if "accel_ddp" in Path(word).read_text(errors="replace") else []
+            except OSError:
+                return []  # the launcher will say so
+    return []
+
+
+def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
+    is_off = "--preflight=off" in words or ("--preflight", "off") in zip(words, words[1:])
+    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and not is_off:
+        try:
+            _preflight(params, backend, words)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+    return make(params)
+
+
+def _preflight(params: Any, backend: str, words: list[str]) -> None:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from accel_ddp import doctor
+    from accel_ddp.doctor import place as places
+    from accel_ddp.doctor import visit
+
+    address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
+    asked = places.of_accelerate_words(sys.orig_argv) or {}
+    place = places.Place(
+        node=int(params.config["rank"]) if "rank" in params.config else None, nodes=params.max_nodes,
+        ranks=_ranks(asked, params.max_nodes), address=address, port=port, config=asked,
+    )  # fmt: skip
+    wanted = visit.Wanted(script=words[0], measure=False, sets_interface=True, token=os.environ.get("ACCEL_DDP_TOKEN", ""))
+    for at, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in ("--preflight_wait", "--wait"):
+            wanted.wait, wanted.wait_was_given = float(value or words[at + 1]), True
+    doctor.refuse(asyncio.run(visit.examine(place, wanted, doctor.say)))
+
+
+def _ranks(asked: dict[str, Any], nodes: int) -> int:
+    """num_processes, or torchrun's --nproc_per_node; 0 where it is not a number."""
+    if isinstance(asked.get("num_processes"), int):
+        return asked["num_processes"]
+    for at, word in enumerate(sys.argv):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") == "--nproc-per-node":
+            value = value or sys.argv[at + 1]
+            return int(value) * nodes if value.isdigit() else 0
+    return 0 if asked else nodes
