@@ -80,9 +80,7 @@ class TrainConfig:
     broadcast_buffers: bool | None = None  # DDP: rank 0's buffers for all; default: where there is batch norm
     sync_batchnorm: bool = False  # batch norm over the micro-batches of all ranks (GPU only)
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # DDP: gradients travel compressed
-    preflight: Literal["on", "off"] = (
-        "on"  # on several nodes: look for what is wrong with them first, see `accel-ddp doctor --help`
-    )
+    preflight: Literal["on", "off"] = "on"  # on several nodes: first look for what is wrong with them, as `accel-ddp doctor` does
     preflight_wait: float = 300  # seconds to wait there for nodes that are not started yet
     ddp_timeout_seconds: int = _DDP_TIMEOUT  # a rank waits this long for another; also DDP_TIMEOUT_SECONDS in the environment
 

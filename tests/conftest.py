@@ -16,6 +16,8 @@ import pytest
 
 from tests import forking
 
+pytest_plugins = ["tests.nodes"]
+
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent

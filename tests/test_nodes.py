@@ -13,7 +13,6 @@ import pytest
 from tests.conftest import Running, clean_environment, run_all
 from tests.nodes import Node, Nodes, NotPossible, pids_in_network
 
-
 LISTENS = """
 import signal, socket, sys
 servers = [socket.create_server(("", int(port))) for port in sys.argv[1:]]

@@ -41,7 +41,7 @@ def script_of(words: list[str]) -> list[str]:
 
 
 def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
-    is_off = "--preflight=off" in words or ("--preflight", "off") in zip(words, words[1:])
+    is_off = "--preflight=off" in words or " --preflight off " in f" {' '.join(words)} "
     if params.max_nodes > 1 and params.min_nodes == params.max_nodes and not is_off:
         try:
             _preflight(params, backend, words)

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_ddp import doctor
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, parse_config
-from accel_ddp.doctor import here, report, visit
+from accel_ddp.doctor import gpus, here, report, visit
 from accel_ddp.doctor import place as places
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding
@@ -152,7 +152,8 @@ def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:
         print(json.dumps({
             "verdict": report.summary(outcome.findings), "findings": [f.as_dict() for f in report.in_order(outcome.findings)],
             "host": here.HOST, "machine_rank": outcome.node if outcome.node is not None else place.node, "nodes": outcome.roster,
-            "paths": outcome.paths, "collective": figures, "differs": outcome.table, "seconds": round(time.monotonic() - began, 2),
+            "paths": outcome.paths, "collective": figures, "differs": outcome.table,
+            "seconds": round(time.monotonic() - began, 2),
         }))  # fmt: skip
     elif not quiet:
         if outcome.findings:
@@ -164,8 +165,8 @@ def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:
 def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[list[str], list[Finding], dict[str, Any]]:
     """A child for each rank of this node; they make one report, the same on every node."""
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    gpus = here.gpus()[0] if not place.per_node else []
-    local = place.local_ranks if place.local_ranks > 1 else place.per_node or len(gpus) or 1
+    there = gpus.found_by_the_driver()[0] if not place.per_node else []
+    local = place.local_ranks if place.local_ranks > 1 else place.per_node or len(there) or 1
     node = outcome.node or 0
     base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -182,8 +183,8 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
             for one in range(local):
                 results.append(Path(folder) / f"{one}.json")
                 env = {
-                    **base, "RANK": str(node * local + one), "WORLD_SIZE": str(len(outcome.roster) * local), "LOCAL_RANK": str(one),
-                    "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(node), "MASTER_ADDR": main["ip"],
+                    **base, "RANK": str(node * local + one), "WORLD_SIZE": str(len(outcome.roster) * local),
+                    "LOCAL_RANK": str(one), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(node), "MASTER_ADDR": main["ip"],
                     "MASTER_PORT": str(outcome.deep_port),
                 }  # fmt: skip
                 command = [sys.executable, "-m", "accel_ddp.doctor.deep", "--result", str(results[-1]), *options]
@@ -199,7 +200,7 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
                 if child.poll() is None:
                     child.kill()
                     child.wait()
-        for one, file in enumerate(results):
+        for file in results:
             try:
                 report_of_all = json.loads(file.read_text())
                 found = [Finding.from_stranger(finding) for finding in report_of_all["findings"]]
@@ -208,7 +209,8 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
                 continue
         words = (Path(folder) / "0.txt").read_text(errors="replace").strip().splitlines()
         died = here.finding(
-            place, "E_COLLECTIVE_FAILED", f"the processes of the collective ended without a report: {(words or ['no words'])[-1][:300]}",
+            place, "E_COLLECTIVE_FAILED",
+            f"the processes of the collective ended without a report: {(words or ['no words'])[-1][:300]}",
             "python -c 'import torch; print(torch.cuda.is_available())' shows whether torch works here",
         )  # fmt: skip
         return [], [died], {}

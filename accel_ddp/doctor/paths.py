@@ -143,13 +143,13 @@ def judged(results: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[
         )
         open_it = here.get("open") or how_to_open("the main port", "")
         code, saw, fix = {
-            DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped on the way or there", open_it),
+            DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped", open_it),
             REFUSED: ("E_PATH_REFUSED", "refused, although it is listened on: a firewall rejects it", open_it),
             UNREACHABLE: ("E_PATH_UNREACHABLE", "the network says that this host cannot be reached", "check routes: ip route get "
                           f"{there['ip']}"),
             STALLED: ("E_PATH_MTU", f"connects and small messages pass, but {PAYLOAD >> 10} KiB get stuck: large packets are "
-                      "swallowed (MTU)", f"on both nodes lower the MTU of the interface: ip link set dev {here.get('interface') or 'eth0'} "
-                      "mtu 1400; or let ICMP `fragmentation needed` pass"),
+                      "swallowed (MTU)", "on both nodes lower the MTU of the interface: ip link set dev "
+                      f"{here.get('interface') or 'eth0'} mtu 1400; or let ICMP `fragmentation needed` pass"),
             CUT: ("E_PATH_CUT", "connects, but the connection is cut or answered by something else", "look for a proxy or a "
                   "firewall that resets connections between the nodes"),
         }[kind]  # fmt: skip
@@ -176,6 +176,7 @@ def in_a_line(results: list[dict[str, Any]]) -> str:
         return "none works"
     slow, late = min(good, key=lambda r: r["rate"]), max(good, key=lambda r: r["seconds"])
     return (
-        f"{len(good)} of {len(results)} directions work; slowest {slow['from']} -> {slow['to']} {slow['rate'] * 8 / 1e9:.2f} Gbit/s "
-        f"(one TCP stream); longest round trip {late['from']} -> {late['to']} {late['seconds'] * 1e3:.2f} ms"
+        f"{len(good)} of {len(results)} directions work; slowest {slow['from']} -> {slow['to']} "
+        f"{slow['rate'] * 8 / 1e9:.2f} Gbit/s (one TCP stream); longest round trip "
+        f"{late['from']} -> {late['to']} {late['seconds'] * 1e3:.2f} ms"
     )

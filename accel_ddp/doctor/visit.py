@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config import UserError
-from accel_ddp.doctor import here, meeting, paths, wire
+from accel_ddp.doctor import facts, here, meeting, paths, wire
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, how_to_open, is_bad, printable, surroundings, whole
 
@@ -67,7 +67,7 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
     findings += await asyncio.to_thread(here.of_the_name, place, interface, ip, wanted.sets_interface)
     findings += await asyncio.to_thread(here.of_the_limits, place, [wanted.output_dir])
     facts_to_come = asyncio.ensure_future(
-        asyncio.to_thread(here.facts, place, wanted.recipe, wanted.files, wanted.script)
+        asyncio.to_thread(facts.collected, place, wanted.recipe, wanted.files, wanted.script)
     )  # while we look for the main node
     token = wire.token_of(place.port, wanted.token)
     listener = paths.Listener(token)
@@ -76,7 +76,7 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
         if address:
             with contextlib.suppress(OSError):
                 await listener.open(address)
-        may_host = here.is_here(ip)
+        may_host = here.is_here(ip) and place.local_rank == 0
         # Of two nodes on one machine the first to come would keep the port from node 0's launcher: it leaves it some seconds.
         patience = 0.0 if not place.node else 5.0 if ipaddress.ip_address(ip).is_loopback else 0.5
         if may_host and not patience:
@@ -90,13 +90,13 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
             hosted = reached
             reached = await _reach(place, ip, token, wanted, say, None, [], time.monotonic())
             assert not isinstance(reached, (Finding, meeting.Meeting)), reached
-        facts, more = await facts_to_come
+        known, more = await facts_to_come
         findings += more
         hello = {
             "node": place.node, "nodes": place.nodes, "ranks": place.ranks, "local_rank": place.local_rank,
             "local_ranks": place.local_ranks, "pid": os.getpid(), "host": here.HOST, "ip": address or ip, "interface": interface,
             "ports": listener.ports, "open": how_to_open(f"TCP {place.port}"), "needed": wanted.needed, "deep": wanted.deep,
-            "findings": [finding.as_dict() for finding in findings], "facts": {**facts, "time": time.time()},
+            "findings": [finding.as_dict() for finding in findings], "facts": {**known, "time": time.time()},
         }  # fmt: skip
         attending = asyncio.ensure_future(_attend(reached, hello, token, wanted, _unheard if hosted else say))
         if hosted:  # a fault of ours in it must not look like a silent main node
@@ -106,11 +106,12 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
         outcome = await attending
         if hosted:
             await hosted.conducted
-        return Outcome(**{**vars(outcome), "about": here.in_a_line(facts), "interface": interface})
+        return Outcome(**{**vars(outcome), "about": facts.in_a_line(known), "interface": interface})
     except (ConnectionError, asyncio.TimeoutError) as error:
         text = str(error) or "nothing was heard from it"
         lost = here.finding(
-            place, "E_MAIN_LOST", f"the main node {place.address}:{place.port} was there, and was lost before the verdict: {text}",
+            place, "E_MAIN_LOST",
+            f"the main node {place.address}:{place.port} was there, and was lost before the verdict: {text}",
             "look at its screen: was it ended, or did it fail? Start again on every node",
         )  # fmt: skip
         return Outcome([*findings, lost])
@@ -133,9 +134,7 @@ async def _resolved(place: Place, wanted: Wanted, say: Callable[[str], None], be
                 raise
             if waited - told > (meeting.NAMED_EVERY if told else meeting.NAMED_AFTER):
                 told = waited
-                say(
-                    f"waiting for the name {place.address} ({error}), {waited:.0f} of {wanted.wait:.0f} s: is the pod of node 0 started?"
-                )
+                say(f"waiting for the name {place.address} ({error}), {waited:.0f} of {wanted.wait:.0f} s: is that pod started?")
             await asyncio.sleep(1)
 
 
@@ -173,9 +172,9 @@ async def _reach(
         order = ("stranger", paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)
         kind, why = min((answer.partition(": ")[::2] for answer in answers), key=lambda pair: order.index(pair[0]))
         waited = time.monotonic() - first
-        if host_after is not None and kind == paths.REFUSED and waited >= host_after:
-            if hosted := await _host(place, ip, token, wanted, say, findings):
-                return hosted
+        may_host = host_after is not None and kind == paths.REFUSED and waited >= host_after
+        if may_host and (hosted := await _host(place, ip, token, wanted, say, findings)):
+            return hosted
         limit = wanted.wait if kind == paths.REFUSED else quick
         if is_bad(findings):  # this node has something to say that ends the run anyway
             limit = min(limit, 5.0)
@@ -218,15 +217,15 @@ def _unreached(place: Place, ip: str, kind: str, why: str, waited: float) -> Fin
         itself = f"{place.said('main_process_ip')} is this machine itself, and nothing listens on port {ports}"
         return here.finding(place, "E_REFUSED", itself, "give the address of node 0: --main_process_ip")
     code, saw, fix = {
-        paths.REFUSED: ("E_REFUSED", f"{at} is up, but nothing listens there (refused)", "start node 0 (--machine_rank 0), or mend "
-                        f"{place.said('main_process_port')} so that it is node 0's"),
+        paths.REFUSED: ("E_REFUSED", f"{at} is up, but nothing listens there (refused)", "start node 0 (--machine_rank 0), or "
+                        f"mend {place.said('main_process_port')} so that it is node 0's"),
         paths.DROPPED: ("E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
-                        f"check that {ip} is node 0's private address and the node is up; then {how_to_open(f'TCP {place.port}')}"),
-        paths.UNREACHABLE: ("E_UNREACHABLE", f"{at} cannot be reached ({why or 'no route'}): no host with this address is up in this "
-                            "network", f"check {place.said('main_process_ip')} and that node 0 is up (ip route get {ip})"),
+                        f"check that {ip} is node 0's private address and is up; then {how_to_open(f'TCP {place.port}')}"),
+        paths.UNREACHABLE: ("E_UNREACHABLE", f"{at} cannot be reached ({why or 'no route'}): no host with this address is up "
+                            "in this network", f"mend {place.said('main_process_ip')}, or start that node (ip route get {ip})"),
         paths.CUT: ("E_UNREACHABLE", f"{at}: {why or 'the connection failed'}", "look for a proxy or firewall between the nodes"),
         "stranger": ("E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({why})",
-                     "end what is left of an earlier run there, or use another --main_process_port; the --token must be the same"),
+                     "end what is left of an earlier run there, or use another --main_process_port; --token must be the same"),
     }[kind]  # fmt: skip
     return here.finding(place, code, saw, fix)
 
@@ -261,7 +260,8 @@ async def _attend(connection: Any, hello: dict[str, Any], token: bytes, wanted: 
                     [Finding.from_stranger(one) for one in list(message["verdict"])[:1000]],
                     [printable(line) for line in list(message.get("lines") or [])[:100]],
                     [printable(line) for line in list(message.get("table") or [])[:1000]],
-                    _roster(message), list(message.get("paths") or []), whole(message.get("node")), whole(message.get("deep_port")),
+                    _roster(message), list(message.get("paths") or []), whole(message.get("node")),
+                    whole(message.get("deep_port")),
                 )  # fmt: skip
                 await wire.send(writer, {"heard": True})
             elif do == "go":

