@@ -10,12 +10,12 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 ALLOWED = {
     "seeds": set(),
-    "config": {"runtime"},  # inside `run`, after the options have been parsed
+    "config": {"doctor", "runtime"},  # inside `run`, after the options have been parsed
     "world": {"config"},
     "snapshot": {"config"},
     "state": {"config"},
     "stop": {"config", "world"},
-    "runtime": {"config", "seeds", "world", "stop", "snapshot", "checkpoint"},
+    "runtime": {"config", "doctor", "seeds", "world", "stop", "snapshot", "checkpoint"},
     "embedded": {"config", "seeds", "state"},
     "data": {"config", "embedded", "seeds", "world"},
     "chat": {"config", "world"},
@@ -32,7 +32,7 @@ ALLOWED = {
     "models": {"config", "data", "embedded", "seeds", "world"},
     "export": {"checkpoint", "config", "data", "snapshot", "state", "vision", "world"},
     "verify": {"config", "snapshot"},
-    "cli": {"config", "export", "verify"},
+    "cli": {"config", "doctor", "export", "verify"},
     "update": {"config", "seeds"},
     "metrics": {"config", "stream", "stop", "world"},
     "checkpoint": {"config", "snapshot", "state", "world"},
@@ -56,6 +56,18 @@ def test_modules_import_only_what_is_below_them():
     assert found.keys() == ALLOWED.keys()
     for module, uses in found.items():
         assert uses <= ALLOWED[module], f"accel_ddp.{module} may not import {uses - ALLOWED[module]}"
+
+
+def test_the_doctor_stands_alone():
+    """It examines clusters of other trainers too, and must not wait for torch."""
+    for path in (PACKAGE / "doctor").glob("*.py"):
+        assert imported(path) <= {"config", "doctor"}, path
+    names = sorted(path.stem for path in (PACKAGE / "doctor").glob("*.py") if path.stem not in ("__main__", "__init__"))
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(f'accel_ddp.doctor.{{name}}')\n"
+        "assert not {'torch', 'accelerate', 'transformers', 'numpy', 'tyro'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RECIPES.parent)
 
 
 def test_recipes_do_not_import_each_other():

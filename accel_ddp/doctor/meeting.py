@@ -15,7 +15,8 @@ from accel_ddp.doctor.report import Finding, in_order, is_bad, printable, whole
 
 NAMED_AFTER, NAMED_EVERY = 2.0, 10.0  # seconds until those who are missing are named, and again
 GRACE = 0.7  # for nodes that are about to come, when the verdict is clear already
-ANSWER_SECONDS = 15.0  # of a node that was asked to do something
+ANSWER_SECONDS = 12.0  # of a node that was asked to do something
+PER_PATH_SECONDS = 1.0  # more, for each path that it measures
 _LINGER = 0.5  # for nodes that come after a verdict
 _MOST_VISITORS = 256  # at once that have not shown the token; each is dropped after 3 s
 
@@ -50,7 +51,8 @@ class Member:
     said: dict[str, Any]
     writer: asyncio.StreamWriter
     inbox: asyncio.Queue = field(default_factory=lambda: asyncio.Queue(16))
-    gone: bool = False
+    gone: bool = False  # its connection is closed
+    silent: bool = False  # it did not answer: it is not asked again
 
     @property
     def name(self) -> str:
@@ -205,11 +207,14 @@ class Meeting:
     ) -> tuple[dict[int, dict[str, Any]], list[Finding]]:
         """Every node's answer; a finding for each that does not give one."""
 
+        patience = ANSWER_SECONDS + PER_PATH_SECONDS * len(voices)
+
         async def one(member: Member) -> dict[str, Any]:
             await member.tell(message)
             try:
-                return await asyncio.wait_for(member.inbox.get(), ANSWER_SECONDS)
+                return await asyncio.wait_for(member.inbox.get(), patience)
             except asyncio.TimeoutError:
+                member.silent = True
                 return {}
 
         async def tick() -> None:  # those who only wait for the verdict hear that we are here
@@ -223,7 +228,7 @@ class Meeting:
         found = [
             Finding(
                 "E_LEFT" if member.gone else "E_SILENT",
-                f"{member.name} {'left' if member.gone else f'did not answer within {ANSWER_SECONDS:.0f} s'} while {what}",
+                f"{member.name} {'left' if member.gone else f'did not answer within {patience:.0f} s'} while {what}",
                 "look at its screen; start it again", host=member.said["host"], node=member.said["node"],
             )
             for member, answer in zip(voices, answers) if not answer
@@ -262,7 +267,7 @@ class Meeting:
                 findings += paths.judged(results, roster)
                 lines.append(f"paths       {paths.in_a_line(results)}")
             looks, silent = await self._ask(
-                [v for v in voices if not v.gone], {"do": "look", "mark": self.mark}, "looking at the output folder"
+                [v for v in voices if not (v.gone or v.silent)], {"do": "look", "mark": self.mark}, "looking at the output folder"
             )
             findings += silent
             seen = {node: _folder(answer) for node, answer in looks.items()}
@@ -285,7 +290,7 @@ class Meeting:
 
         A node may go only when the door is closed: what it starts next would take our port for the launcher's.
         """
-        everyone = list(self.members)
+        everyone = [member for member in self.members if not member.silent]
         for member in everyone:
             while not member.inbox.empty():
                 member.inbox.get_nowait()

@@ -18,7 +18,7 @@ from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, how_to_open, is_bad, printable, surroundings, whole
 
 SILENT_SECONDS = 8.0  # a host that is up answers, if only with a refusal
-MAIN_SECONDS = meeting.ANSWER_SECONDS * 3  # the main node says something every 2 s
+MAIN_SECONDS = 20.0  # the main node says something every 2 s
 
 
 @dataclass(kw_only=True)
