@@ -1,10 +1,13 @@
 """On a GPU: `pytest -m gpu`. Two NCCL nodes on one GPU: another NCCL_HOSTID for each makes them two hosts that talk TCP."""
 
+import json
 import socket
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -204,3 +207,56 @@ def test_verify_on_one_gpu(tmp_path):
     assert ended.text.count("PASS") == 2, ended.text
     assert "There is one GPU" in ended.text
     print(ended.text)
+
+
+def doctors(*options: object) -> tuple[list[list], list[dict[str, str]]]:
+    """Two NCCL nodes on the one GPU."""
+    usual = ["--num_machines", "2", "--num_processes", "2", "--main_process_port", str(free_port()), *options]
+    commands = [[sys.executable, "-m", "accel_ddp.doctor", *usual, "--machine_rank", str(node)] for node in (0, 1)]
+    return commands, [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
+
+
+def test_the_doctor_tells_what_nccl_does():
+    reports = [json.loads(text) for text in run_all(*doctors("--json")).well().texts]
+    assert reports[0]["findings"] == reports[1]["findings"]
+    assert {finding["code"] for finding in reports[0]["findings"]} == {"W_GPU_SHARED"}
+    figures = reports[1]["collective"]
+    assert figures["backend"] == "nccl"
+    assert "NET/Socket" in figures["transport"]
+    assert "lo" in figures["transport"]
+    assert figures["bus_bytes_per_second"] > 1e8
+    assert figures["flops_per_second"] > 1e13
+    assert [row["nodes"] for row in figures["table"]] == [2, 4, 8, 16]
+
+
+def test_a_rank_that_is_stuck_in_nccl_is_named_on_both_nodes():
+    running = Running(*doctors("--deep_seconds", "40"))
+    running.until("collective  importing torch", of=1)
+    deadline, stopped = time.monotonic() + 60, None
+    while not stopped and time.monotonic() < deadline:  # the rank of node 1, when it has loaded CUDA and NCCL
+        for child in psutil.Process(running.processes[1].pid).children():
+            if any("libnccl" in one.path for one in child.memory_maps()) and child.cpu_times().user > 4:
+                stopped = child
+    time.sleep(3)
+    stopped.suspend()
+    ended = running.ended(90)
+    stopped.kill()
+    assert ended.codes == [1, 1], ended.text
+    for text in ended.texts:
+        assert "E_COLLECTIVE_STUCK" in text or "E_COLLECTIVE_FAILED" in text
+        assert "machine_rank 1, rank 1] " in text
+
+
+def test_a_gpu_that_another_process_uses_is_named():
+    hold = "import torch, time; x = torch.zeros(1 << 30, device='cuda'); print('held', flush=True); time.sleep(60)"
+    other = Running([[sys.executable, "-c", hold]], [on_gpu()])
+    other.until("held")
+    ended = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]], [on_gpu()]).well()
+    wrong = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]], [on_gpu(CUDA_VISIBLE_DEVICES="7")])
+    many = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep", "--num_processes", "64"]], [on_gpu()])
+    other.kill()
+    assert "W_GPU_BUSY" in ended.text
+    assert "GPU 0 has" in ended.text
+    assert "E_CUDA_VISIBLE_DEVICES" in wrong.text
+    assert "64 ranks on this node" in many.text
+    assert wrong.codes == many.codes == [1]

@@ -80,7 +80,8 @@ class Child(Rank):
         )
         self.hosts, self.nodes = sorted({fact["host"] for fact in self.facts}), len({fact["node"] for fact in self.facts})
         nccl = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-        where = f"{self.num_ranks} ranks on {self.nodes} node{'s' * (self.nodes > 1)} ({', '.join(self.hosts)})"
+        ranks, nodes = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}", f"{self.nodes} node{'s' * (self.nodes > 1)}"
+        where = f"{ranks} on {nodes} ({', '.join(self.hosts)})"
         self.say(f"torch {torch.__version__}, {backend}{nccl}: {where}")
 
     def _gathered(self, name: str) -> list[Any]:
@@ -156,6 +157,8 @@ class Child(Rank):
             spans = self._timed(buffer, max(5, min(100, int(min(2.0, seconds / 12) / slow))))
             per_byte = statistics.median(spans) / size
             rows.append({"bytes": size, "seconds": per_byte * size, "bus_bytes_per_second": ring / per_byte, "times": len(spans)})
+            if self.num_ranks == 1:  # nothing travels
+                continue
             text = f"bandwidth: {size // 1_000_000} MB in {_short(per_byte * size)}s (median of {len(spans)}, slowest rank)"
             self.say(f"{text}: algorithm {_short(1 / per_byte)}B/s, bus {_short(ring / per_byte)}B/s")
         self.bus = ring / per_byte
@@ -230,15 +233,16 @@ class Child(Rank):
 
     def estimate_share(self) -> None:
         torch, on_gpu, given = self.torch, self.device.type == "cuda", self.options.step_ms
-        side, times = (4096, 10) if on_gpu else (512, 5)
+        side, times = (4096, 20) if on_gpu else (512, 5)
         matrix = torch.randn(side, side, device=self.device, dtype=torch.bfloat16 if on_gpu else torch.float32)
         spans = []
-        for _ in range(times):
+        for _ in range(5):  # the first ones choose a kernel and wake the clock; many at once, for a launch takes as long as one
             began = time.perf_counter()
-            torch.mm(matrix, matrix)
+            for _ in range(times):
+                torch.mm(matrix, matrix)
             self._finish()
-            spans.append(time.perf_counter() - began)
-        slowest = self._reduce(torch.tensor([statistics.median(spans)], dtype=torch.float64, device=self.device), "MAX").item()
+            spans.append((time.perf_counter() - began) / times)
+        slowest = self._reduce(torch.tensor([min(spans)], dtype=torch.float64, device=self.device), "MAX").item()
         flops = self.figures["flops_per_second"] = 2 * side**3 / slowest
         if self.rank or self.num_ranks == 1:
             self.say("one rank alone: nothing travels, and there is no table of efficiency")
