@@ -73,8 +73,9 @@ def main() -> None:
         seconds = float(two(bare, free_port()).split()[1])
         ratios.append(seconds / largest["seconds"])
         print(
-            f"round {number}: {largest['bytes'] // 10**6} MB over {figures['backend']}: doctor {largest['seconds'] * 1e3:.2f} ms, "
-            f"bare loop {seconds * 1e3:.2f} ms, ratio of bandwidths {ratios[-1]:.3f}; {figures['transport']}; whole doctor {took:.1f} s"
+            f"round {number}: {largest['bytes'] // 10**6} MB over {figures['backend']} ({figures['transport']}): "
+            f"doctor {largest['seconds'] * 1e3:.2f} ms, bare loop {seconds * 1e3:.2f} ms, ratio of bandwidths {ratios[-1]:.3f}; "
+            f"whole doctor {took:.1f} s"
         )
     print(f"median ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
