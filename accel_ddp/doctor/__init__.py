@@ -73,17 +73,19 @@ def of_options(cfg: "TrainConfig", script: str):
             files[f"content of --{name}"] = value
         elif value and (name.endswith("_file") or value.startswith(("/", "./", "~"))):
             files[f"content of --{name}"] = value  # will be named as missing, on this node
-    model = os.path.expanduser(getattr(cfg, "model", "") or "")
-    weights = sum(os.path.getsize(file) for file in _weights(model)) if os.path.isdir(model) else 0
     kept = cfg.keep_last + 1 + bool(cfg.keep_best)  # one more is written before an old one goes
-    needed = 0 if getattr(cfg, "lora_r", 0) else 3 * weights * kept  # weights and the two moments of AdamW
+    needed = (
+        0 if getattr(cfg, "lora_r", 0) else 3 * size_of(getattr(cfg, "model", "")) * kept
+    )  # weights and the two moments of AdamW
     return Wanted(
         recipe={name: str(value) for name, value in must_be_the_same(cfg).items()}, files=files, script=script,
         output_dir=cfg.output_dir or "runs", needed=needed,
     )  # fmt: skip
 
 
-def _weights(folder: str) -> list[str]:
-    found = [os.path.join(folder, name) for name in os.listdir(folder)]
-    safe = [name for name in found if name.endswith(".safetensors")]
-    return safe or [name for name in found if name.endswith(".bin")]
+def size_of(model: str) -> int:
+    """Bytes of the weights in a model's folder; 0 where it is none."""
+    folder = os.path.expanduser(model or "")
+    files = [os.path.join(folder, name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    weights = [name for name in files if name.endswith(".safetensors")] or [name for name in files if name.endswith(".bin")]
+    return sum(map(os.path.getsize, weights))

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_ddp import doctor
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, parse_config
-from accel_ddp.doctor import gpus, here, report, visit
+from accel_ddp.doctor import here, report, visit
 from accel_ddp.doctor import place as places
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding
@@ -142,7 +142,7 @@ def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:
     figures: dict[str, Any] = {}
     if outcome.deep_port and is_voice and not outcome.is_bad:
         tell("collective  importing torch ...")
-        lines, found, figures = deep(place, outcome, given)
+        lines, found, figures = deep(place, outcome, given, wanted.files.get("content of --model", ""))
         outcome.findings += found
         for line in lines:
             tell(line)
@@ -162,11 +162,12 @@ def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:
     return 1 if outcome.is_bad else 0
 
 
-def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[list[str], list[Finding], dict[str, Any]]:
+def deep(
+    place: Place, outcome: Outcome, given: argparse.Namespace, model: str
+) -> tuple[list[str], list[Finding], dict[str, Any]]:
     """A child for each rank of this node; they make one report, the same on every node."""
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    there = gpus.found_by_the_driver()[0] if not place.per_node else []
-    local = place.local_ranks if place.local_ranks > 1 else place.per_node or len(there) or 1
+    local = place.per_node or min(peer["gpus"] for peer in outcome.roster) or 1  # the same on every node
     node = outcome.node or 0
     base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -175,8 +176,7 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
     options = ["--backend", given.backend, "--seconds", str(given.deep_seconds)]
     for name in ("megabytes", "step_ms"):
         options += [f"--{name}", str(getattr(given, name))] if getattr(given, name) else []
-    size = given.model_bytes or (sum(map(os.path.getsize, doctor._weights(given.model))) if os.path.isdir(given.model) else 0)
-    options += ["--model_bytes", str(size)] if size else []
+    options += ["--model_bytes", str(size)] if (size := given.model_bytes or doctor.size_of(given.model or model)) else []
     children, results = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -196,10 +196,7 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
         except subprocess.TimeoutExpired:
             pass
         finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                    child.wait()
+            ways = [_ended(child) for child in children]
         for file in results:
             try:
                 report_of_all = json.loads(file.read_text())
@@ -207,13 +204,25 @@ def deep(place: Place, outcome: Outcome, given: argparse.Namespace) -> tuple[lis
                 return [str(line) for line in report_of_all["lines"]], found, report_of_all["figures"]
             except (OSError, ValueError, KeyError):
                 continue
-        words = (Path(folder) / "0.txt").read_text(errors="replace").strip().splitlines()
-        died = here.finding(
-            place, "E_COLLECTIVE_FAILED",
-            f"the processes of the collective ended without a report: {(words or ['no words'])[-1][:300]}",
-            "python -c 'import torch; print(torch.cuda.is_available())' shows whether torch works here",
-        )  # fmt: skip
-        return [], [died], {}
+        found = []
+        for one, way in enumerate(ways):
+            words = (Path(folder) / f"{one}.txt").read_text(errors="replace").strip().splitlines()
+            saw = f"its process {way}, without a report{f'; its last words: {words[-1][:300]}' if words else ''}"
+            fix = "python -c 'import torch; print(torch.cuda.is_available())' shows whether torch works there; dmesg, nvidia-smi"
+            found.append(Finding("E_COLLECTIVE_FAILED", saw, fix, host=here.HOST, node=node, rank=node * local + one))
+        return [], found, {}
+
+
+def _ended(child: subprocess.Popen) -> str:
+    """How a process ended, which is then over in any case."""
+    if child.poll() is not None:
+        return f"ended with exit code {child.returncode}"
+    import psutil
+
+    state = psutil.Process(child.pid).status()
+    child.kill()
+    child.wait()
+    return f"was still there at the end of its time ({state})"
 
 
 def _free_port() -> int:

@@ -246,7 +246,7 @@ class Meeting:
         lines: list[str] = []
         table: list[str] = []
         roster = [
-            {name: m[name] for name in ("node", "host", "ip", "ports", "interface", "open")}
+            {**{name: m[name] for name in ("node", "host", "ip", "ports", "interface", "open")}, "gpus": len(m["facts"]["gpus"])}
             for m in sorted(said, key=lambda m: m["node"])
         ]
         results: list[dict[str, Any]] = []
@@ -310,8 +310,9 @@ class Meeting:
             await asyncio.sleep(0.005)
 
     async def close(self) -> None:
-        self.conducted.cancel()
         self.server.close()
+        self.conducted.cancel()
+        await asyncio.gather(self.conducted, return_exceptions=True)
 
 
 def _results(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dict[str, Any]]:

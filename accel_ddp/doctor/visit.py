@@ -72,6 +72,7 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
     token = wire.token_of(place.port, wanted.token)
     listener = paths.Listener(token)
     hosted: meeting.Meeting | None = None
+    attending: asyncio.Future | None = None
     try:
         if address:
             with contextlib.suppress(OSError):
@@ -116,10 +117,13 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
         )  # fmt: skip
         return Outcome([*findings, lost])
     finally:
-        facts_to_come.cancel()
         await listener.close()
         if hosted:
             await hosted.close()
+        for task in (facts_to_come, attending):  # Ctrl-C: what they raise now has been said, or is not worth a line
+            if task:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
 
 async def _resolved(place: Place, wanted: Wanted, say: Callable[[str], None], began: float) -> str:
@@ -286,7 +290,7 @@ def _roster(message: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "node": whole(peer["node"]), "host": printable(peer["host"], 300), "ip": str(ipaddress.ip_address(peer["ip"])),
             "ports": [whole(port, 65535) for port in peer["ports"][:2]], "interface": printable(peer["interface"], 300),
-            "open": printable(peer["open"]),
+            "open": printable(peer["open"]), "gpus": whole(peer["gpus"]),
         }
         for peer in list(message.get("roster") or [])[:4096]
     ]  # fmt: skip

@@ -1,0 +1,344 @@
+"""What the doctor reads and refuses: variables of launchers, files, GPUs as a driver tells them, and bytes from strangers."""
+
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accel_ddp.config import UserError
+from accel_ddp.doctor import command, compare, facts, gpus, here, place, report, wire
+from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
+
+DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
+CONFIG = str(ROOT / "accelerate_configs" / "2node.yaml")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Of a machine without any launcher's variables."""
+    known = {name for names in place._VARIABLES.values() for name in names} | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID"}
+    for name in [*known, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SKYPILOT_NODE_IPS", "KUBERNETES_SERVICE_HOST", "HF_HOME"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
+    return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "1234", "NUMBER_OF_NODES": "3", "NUMBER_OF_GPUS": "8"},
+         (1, 3, 24, "10.0.0.5", 1234)),
+        ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "2",
+          "SLURM_JOB_NODELIST": "gpu[07-09,12]"},
+         (1, 4, 8, "gpu07", 29500)),
+        ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a1,b2"}, (0, 2, 2, "a1", 29500)),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
+          "PET_MASTER_PORT": "29500"}, (1, 2, 8, "job-node-0-0.job", 29500)),
+        ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.1.0.1\n10.1.0.2", "SKYPILOT_NUM_NODES": "2",
+          "SKYPILOT_NUM_GPUS_PER_NODE": "1"}, (1, 2, 2, "10.1.0.1", 29500)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "m", "MASTER_PORT": "1"}, (1, 2, 8, "m", 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pytorch-master-0"}, (1, 2, 2, "pytorch-master-0", 29500)),
+        ({}, (0, 2, 2, "127.0.0.1", 29500)),
+    ],
+    ids=["node.env", "slurm", "slurm without GPUs", "kubeflow", "skypilot", "srun", "PyTorchJob", "the file alone"],
+)  # fmt: skip
+def test_a_node_knows_its_place(environment, variables, expected):
+    """The config file is the same on every node; variables say which one this is."""
+    environment(**variables)
+    found = place.find({}, CONFIG)
+    assert (found.node, found.nodes, found.ranks, found.address, found.port) == expected
+    typed = place.find({"machine_rank": 0, "main_process_ip": "10.9.9.9"}, CONFIG)
+    assert (typed.node, typed.address) == (0, "10.9.9.9")
+
+
+def test_wrong_words_are_refused_in_words(environment, tmp_path):
+    environment(NODE_RANK="one")
+    with pytest.raises(UserError, match=r"machine_rank 'one' \(NODE_RANK\): must be a whole number"):
+        place.find({}, CONFIG)
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    with pytest.raises(UserError, match="is no accelerate config"):
+        place.read_config(str(tmp_path / "bad.yaml"))
+    commands = [[*DOCTOR, "--config_file", "none.yaml"], [*DOCTOR, "--machine_rnak", "1"], [*DOCTOR, "none.py"]]
+    ended = run_all(commands, [clean_environment()] * 3)
+    assert ended.codes == [2, 2, 2]
+    assert "--config_file none.yaml: there is no such file" in ended.texts[0]
+    assert "unrecognized arguments: --machine_rnak" in ended.texts[1]
+    assert "none.py: there is no such script" in ended.texts[2]
+    assert "Traceback" not in ended.text
+
+
+def test_ctrl_c_ends_the_doctor_at_once_without_a_traceback():
+    command = [*DOCTOR, "--num_machines", "2", "--main_process_port", str(free_port())]
+    running = Running([command], [clean_environment()])
+    running.until("waiting for machine_rank 1")
+    running.processes[0].send_signal(2)
+    ended = running.ended(5)
+    assert ended.codes == [130]
+    assert "Traceback" not in ended.text
+
+
+def test_where_it_runs_decides_the_words(tmp_path, environment):
+    for words, name in (
+        ("Amazon EC2\n", "ec2"),
+        ("Google Compute Engine", "gcp"),
+        ("Microsoft Corporation", "azure"),
+        ("ACME", ""),
+    ):
+        (tmp_path / "sys_vendor").write_text(words)
+        assert report.surroundings(tmp_path) == name
+    assert "inbound rule `All traffic` whose source is that same group" in report.how_to_open("TCP 29500", "ec2")
+    environment(SLURM_JOB_ID="1")
+    assert report.surroundings(tmp_path) == "slurm"
+    environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert report.surroundings(tmp_path) == "kubernetes"
+
+
+def test_files_have_one_digest_as_long_as_they_are_the_same(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        (folder / "x").mkdir(parents=True)
+        (folder / "x" / "1").write_bytes(bytes(1000))
+        with (folder / "large").open("wb") as file:  # sparse: costs no disk
+            file.truncate(300 << 20)
+    assert facts.digest_of_files(a) == facts.digest_of_files(b)
+    with (b / "large").open("r+b") as file:
+        file.seek(-10, 2)
+        file.write(b"1")
+    assert facts.digest_of_files(a) != facts.digest_of_files(b)
+    assert facts.digest_of_files(a / "x" / "1") == facts.digest_of_files(b / "x" / "1")
+    (b / "x" / "1").write_bytes(b"1" + bytes(999))
+    assert facts.digest_of_files(a / "x" / "1") != facts.digest_of_files(b / "x" / "1")
+
+
+def test_the_commit_and_changes_of_the_code_are_told_apart(tmp_path):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    git("init"), git("add", "."), git("commit", "-m", "one")
+    clean = facts.code_of(str(script))
+    script.write_text("print(2)\n")
+    changed = facts.code_of(str(script))
+    assert clean["git changes"] == "none" != changed["git changes"]
+    assert clean["git commit"] == changed["git commit"]
+    assert clean["code"] != changed["code"]
+
+
+def driver(tmp_path: Path, text: str, exit_code: int = 0, seconds: float = 0) -> str:
+    """A program in the place of nvidia-smi: faults of a GPU cannot be made on purpose. The form is a real driver's (580)."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "smi.xml").write_text(text)
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nsleep {seconds}\ncat {tmp_path}/smi.xml\nexit {exit_code}\n")
+    program.chmod(0o755)
+    return str(tmp_path / "bin")
+
+
+SMI = """<?xml version="1.0" ?><nvidia_smi_log><driver_version>580.1</driver_version><cuda_version>13.0</cuda_version>
+<gpu id="0"><product_name>NVIDIA H200</product_name><uuid>GPU-aa</uuid><fb_memory_usage><total>143771 MiB</total>
+<used>0 MiB</used></fb_memory_usage>
+<ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity></volatile></ecc_errors></gpu>
+<gpu id="1"><product_name>NVIDIA H200</product_name><uuid>GPU-bb</uuid><fb_memory_usage><total>143771 MiB</total>
+<used>40000 MiB</used></fb_memory_usage><ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
+<dram_uncorrectable>3</dram_uncorrectable></volatile></ecc_errors><processes><process_info><pid>77</pid><type>C</type>
+<process_name>python</process_name><used_memory>39000 MiB</used_memory></process_info></processes></gpu></nvidia_smi_log>"""
+
+
+def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, monkeypatch):
+    monkeypatch.setenv("PATH", f"{driver(tmp_path, SMI)}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    mine = place.Place(node=1, nodes=2, ranks=6, address="a", port=1)
+
+    def codes(wanted: str | None = None) -> dict[str, str]:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if wanted is None and "CUDA_VISIBLE_DEVICES" in os.environ else None
+        if wanted is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+        return {finding.code: finding.saw for finding in gpus.judged(mine, *gpus.found_by_the_driver())[1]}
+
+    found = codes()
+    assert "GPU 1 (NVIDIA H200) has 3 uncorrectable memory errors" in found["E_GPU_ECC"]
+    assert "python (pid 77, 39000 MiB)" in found["W_GPU_BUSY"]
+    assert "3 ranks on this node (num_processes 6 is the total over 2 nodes), but 2 GPUs" in found["E_GPU_COUNT"]
+    assert "but its torch is a CPU build" in found["E_GPU_DRIVER"]  # as the tests' torch is
+    assert codes("0").keys() == {"E_GPU_COUNT", "E_GPU_DRIVER"}
+    assert "there is no GPU 5; this host has 0 to 1" in codes("0,5")["E_CUDA_VISIBLE_DEVICES"]
+    assert codes("GPU-bb").keys() >= {"E_GPU_ECC"}
+    driver(tmp_path, SMI, seconds=30)
+    assert "does not answer within 1 s" in gpus.found_by_the_driver(seconds=1)[2]
+    driver(tmp_path, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", exit_code=9)
+    assert "couldn't communicate with the NVIDIA driver" in gpus.found_by_the_driver()[2]
+
+
+def test_a_disk_without_room_or_rights_and_a_clock_are_named(tmp_path):
+    def member(node: int, clock: float = 0.0) -> dict:
+        said = {"node": node, "host": f"node{node}", "ip": "10.0.0.1", "pid": 1, "local_rank": 0, "clock": clock, "facts": {}}
+        return {**said, "nodes": 2, "ranks": 2, "local_ranks": 1}
+
+    both = [member(0), member(1, 83.0)]
+    found, _ = compare.differences(both)
+    assert [finding.code for finding in found] == ["W_CLOCK"]
+    assert "differs by +83 s" in found[0].saw
+    seen = {0: {"folder": "/out", "error": "Permission denied", "free": 1 << 20, "sees": []}, 1: {"folder": "/out", "sees": []}}
+    found, words = compare.storage(both, seen, needed=1 << 30)
+    assert {finding.code for finding in found} == {"E_OUTPUT_DIR", "E_DISK"}
+    assert "is of each node alone" in words
+    readonly = tmp_path / "no"
+    readonly.write_text("a file, not a folder")
+    assert here.existing(str(readonly / "below")) == tmp_path
+
+
+def test_what_other_nodes_send_cannot_move_the_cursor():
+    evil = {"code": "E_X", "saw": "\x1b[2J\x07 gone", "fix": "a\nb", "host": "h", "node": 1}
+    text = report.text_of([report.Finding.from_stranger(evil)])
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    for bad in ({"code": "X"}, [], {"code": "E_X", "saw": 1}, {"code": "E_X", "node": "0"}, {"code": "E_X", "rank": -1}):
+        with pytest.raises(ValueError, match="not a"):
+            report.Finding.from_stranger(bad)
+
+
+# ---- strangers
+
+
+def listening_ports(pid: int) -> list[int]:
+    return sorted(c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+
+
+def with_token(port: int, token: bytes) -> socket.socket:
+    """A connection that has shown the token."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=3)
+    mine = os.urandom(16)
+    sock.sendall(wire.MAGIC + mine)
+    theirs = sock.recv(16, socket.MSG_WAITALL)
+    sock.sendall(wire._proof(token, b"comes", mine, theirs))
+    assert sock.recv(32, socket.MSG_WAITALL) == wire._proof(token, b"hosts", theirs, mine)
+    return sock
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
+    """Random and malformed bytes at every open port, and malformed messages from one who has the token."""
+    chance, port = random.Random(0), free_port()
+    usual = [*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "120"]
+    main = Running([[*usual, "--machine_rank", "0"]], [clean_environment()])
+    main.until("waiting for machine_rank 1")
+    pid = main.processes[0].pid
+    ports = listening_ports(pid)
+    assert len(ports) == 3
+    assert port in ports
+    before = psutil.Process(pid).memory_info().rss
+    token = wire.token_of(port, "")
+    hello = {
+        "node": 1,
+        "nodes": 2,
+        "ranks": 2,
+        "local_rank": 0,
+        "local_ranks": 1,
+        "pid": 1,
+        "ip": "127.0.0.1",
+        "facts": {"time": 0},
+    }
+    bad_hellos = [
+        b"", b"{", b"[]", b"null", b"[" * 100_000, b'{"node": 1}', b"\xff\xfe", b'{"facts": ' * 5000,
+        *(json.dumps({**hello, name: value}).encode() for name, value in [
+            ("node", "1"), ("node", -1), ("nodes", None), ("ranks", 1e99), ("ip", "nowhere"), ("ip", None), ("ports", 7),
+            ("ports", ["x"]),
+            ("facts", []), ("facts", {"time": "now"}), ("facts", {"time": 0, "versions": []}), ("findings", [{"code": 1}]),
+            ("pid", [1]),
+            ("host", {"a": 1}), ("facts", {"time": 0, "recipe": {str(i): 0 for i in range(501)}}), ("findings", {"a": 1}),
+        ]),
+    ]  # fmt: skip
+    learned = 0
+    for number in range(1000):
+        to = ports[number % 3]
+        kind = chance.randrange(6)
+        if kind == 0:
+            data = chance.randbytes(chance.randrange(5000))
+        elif kind == 1:
+            data = wire.MAGIC + chance.randbytes(chance.randrange(200))
+        elif kind == 2:
+            data = wire.MAGIC[: chance.randrange(len(wire.MAGIC))]
+        elif kind == 3:
+            data = chance.choice([b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x00" * 9000, b"\x16\x03\x01\x02"])
+        elif kind == 4 and to == port:
+            with with_token(port, token) as sock:
+                good = frame(chance.choice(bad_hellos))
+                sock.sendall(
+                    chance.choice([good, struct.pack(">I", 1 << 31), good[: len(good) // 2], b"\x00\x00\x00\xff" + bytes(3)])
+                )
+            continue
+        elif kind == 4:
+            with with_token(to, token) as sock:  # a payload larger than is taken, or another number
+                sock.sendall(
+                    frame(chance.choice([b'{"bytes": 9999999999}', b'{"bytes": "x"}', b'{"bytes": -5}', b"{}"]) + b" " * 3)
+                )
+            continue
+        else:
+            data = b""
+        try:
+            with socket.create_connection(("127.0.0.1", to), timeout=3) as sock:
+                sock.sendall(data)
+                if chance.random() < 0.1:
+                    sock.shutdown(socket.SHUT_WR)
+                    learned = max(learned, len(sock.recv(4096)))
+        except OSError:
+            pass
+    assert learned <= 16, "nothing but a random number"
+    grown = psutil.Process(pid).memory_info().rss - before
+    assert grown < 32 << 20, f"{grown >> 20} MiB"
+    held = [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(300)]  # more than are let in at once
+    second = Running([[*usual, "--machine_rank", "1"]], [clean_environment()])
+    ended = [main.ended(60), second.ended(60)]
+    assert [one.codes for one in ended] == [[0], [0]], ended
+    assert all("verdict: healthy" in one.text for one in ended)
+    for sock in held:
+        sock.close()
+
+
+def test_the_memory_of_the_doctor_is_bounded():
+    """Ten connections with the token that each announce the largest message and send all but its end, and 200 strangers."""
+    port = free_port()
+    main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
+    main.until("waiting for machine_rank 1")
+    process, token = psutil.Process(main.processes[0].pid), wire.token_of(port, "")
+    before = process.memory_info().rss
+    held = [with_token(port, token) for _ in range(10)]
+    for sock in held:
+        sock.sendall(struct.pack(">I", wire.LARGEST) + bytes(wire.LARGEST - 1))
+    held += [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(200)]
+    for sock in held[10:]:
+        sock.sendall(bytes(20))
+    time.sleep(0.5)
+    grown = process.memory_info().rss - before
+    main.kill()
+    assert grown < 64 << 20, f"{grown >> 20} MiB"
+
+
+def test_the_ports_are_open_on_one_address_only():
+    port = free_port()
+    main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
+    main.until("waiting for machine_rank 1")
+    addresses = {
+        c.laddr.ip for c in psutil.Process(main.processes[0].pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+    main.kill()
+    assert addresses == {"127.0.0.1"}
+
+
+def test_help_says_what_is_looked_at():
+    ended = run_all([[sys.executable, "-m", "accel_ddp.cli", "doctor", "--help"]], [clean_environment()]).well()
+    assert "this machine alone, the way to the main node" in ended.text
+    assert command.ABOUT.splitlines()[0] in ended.text
