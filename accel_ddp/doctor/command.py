@@ -145,7 +145,7 @@ def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:
         lines, found, figures = deep(place, outcome, given, wanted.files.get("content of --model", ""))
         outcome.findings += found
         for line in lines:
-            tell(line)
+            tell(f"            {line}")
     elif wanted.deep and is_voice and outcome.is_bad:
         tell("collective  left out: it would hang or fail for what was found")
     if given.json and is_voice:

@@ -74,7 +74,7 @@ def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]
             values = [str(one.get(name, "-")) for one in facts]
             if len(set(values)) == 1 or (group == "code" and name == "code" and "-" in values):
                 continue
-            if group == "files" and any(value.startswith("!") for value in values):
+            if group == "files" and any(value.startswith(("!", "~")) for value in values):
                 continue  # the node that cannot read it has said so
             as_code = "W_PYTHON" if name in _HARMLESS else code
             label = f"--{name}" if group == "recipe" else f"accelerate {name}" if group == "accelerate" else name
@@ -126,10 +126,10 @@ def storage(members: list[dict[str, Any]], seen: dict[int, dict[str, Any]], need
                     "make room, or use another --output_dir", host=main["host"], node=main["node"])
         )  # fmt: skip
     sharing = sorted(node for node, one in seen.items() if main["node"] in one.get("sees", []))
-    if len(sharing) == len(members):
-        words = f"{folder} is one folder for all nodes"
-    elif len(members) > 1:
-        words = f"{folder} is of each node alone: checkpoints are on {main['host']}, and are sent to the others at resume"
-    else:
+    if len(members) == 1:
         words = folder
+    elif len(sharing) == len(members):
+        words = f"{folder} is one folder for all nodes"
+    else:
+        words = f"{folder} is of each node alone: checkpoints are on {main['host']}, and are sent to the others at resume"
     return found, f"{words}; {gibibytes(of_main.get('free', 0))} free"

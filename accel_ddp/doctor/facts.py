@@ -24,6 +24,7 @@ PACKAGES = (
     "bitsandbytes", "deepspeed",
 )  # fmt: skip
 _SAMPLED_ABOVE = 64 << 20  # bytes: of larger files some pieces are read, so that the check stays under a second
+NOT_READ = "~"  # in the place of a digest
 _OF_ONE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # variables that nodes may have their own of
 
 
@@ -79,11 +80,13 @@ def code_of(script: str) -> dict[str, str]:
     return found
 
 
-def collected(place: Place, recipe: dict[str, Any], paths: dict[str, str], script: str) -> tuple[dict[str, Any], list[Finding]]:
+def collected(
+    place: Place, recipe: dict[str, Any], paths: dict[str, str], script: str, patience: float
+) -> tuple[dict[str, Any], list[Finding]]:
     """What the other nodes compare with their own, and what is wrong with GPUs, limits and files of this one."""
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
         of_gpus, of_versions, of_code = pool.submit(gpus.found_by_the_driver), pool.submit(versions), pool.submit(code_of, script)
-        of_files = {name: pool.submit(_digest_or_words, path) for name, path in paths.items()}
+        of_files = {name: pool.submit(_digest_or_words, path, patience) for name, path in paths.items()}
         visible, wrong = gpus.judged(place, *of_gpus.result())
         found, driver, _ = of_gpus.result()
         values = {
@@ -105,17 +108,21 @@ def collected(place: Place, recipe: dict[str, Any], paths: dict[str, str], scrip
             wrong.append(
                 finding(place, "E_FILES", f"{name} {paths[name]}: {digest[1:]}", "copy it to this node, or mount the disk")
             )
+        if digest == NOT_READ:
+            wrong.append(
+                finding(place, "I_FILES", f"{name} {paths[name]}: too much to read within {patience:.0f} s, not compared", "")
+            )
     return values, wrong
 
 
-def _digest_or_words(path: str) -> str:
+def _digest_or_words(path: str, patience: float) -> str:
     def digest() -> str:
         try:
             return digest_of_files(Path(path).expanduser())
         except OSError as error:
             return f"!{error.strerror}"
 
-    return bounded(digest, 20, "!cannot be read within 20 s")
+    return bounded(digest, patience, NOT_READ)
 
 
 def in_a_line(values: dict[str, Any]) -> str:

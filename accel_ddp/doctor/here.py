@@ -161,8 +161,8 @@ def of_the_place(place: Place, ip: str) -> list[Finding]:
                 place, "E_MAIN_PUBLIC" if public else "E_MAIN_ELSEWHERE", f"{place.said('machine_rank')}, but "
                 f"{place.said('main_process_ip')} is not an address of this host ({', '.join(mine) or 'it has none'})"
                 + (": it is a public address, which a cloud translates and its instances do not have" if public else ""),
-                f"on every node use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'}"
-                + ("" if public else "; or this is not node 0: use --machine_rank 1 here"),
+                ("" if public else "where this is not node 0, use --machine_rank 1 here; where it is, ")
+                + f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node",
             )
         )  # fmt: skip
     loopback = ipaddress.ip_address(ip).is_loopback

@@ -255,7 +255,7 @@ class Meeting:
             lines.append(f"nodes       {len(voices)} of {len(voices)} are here: {names}")
             differ, table = compare.differences(said)
             findings += differ
-            if not is_bad(differ):
+            if not is_bad(differ) and len(voices) > 1:
                 lines.append("            alike in packages, code, options, configs and files")
             if len(voices) > 1:
                 answers, silent = await self._ask(

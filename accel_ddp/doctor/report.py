@@ -82,7 +82,7 @@ def text_of(findings: list[Finding], colour: bool = False) -> str:
     lines = []
     for (code, saw, fix), places in told.items():
         severity = Finding(code, saw, fix).severity
-        where = "; ".join(place for place in places if place)
+        where = "; ".join(place for place in places if place and place.partition(", ")[0] + " (machine_rank" not in saw)
         lines.append(f"{paint.get(severity, '')}{code}{plain}  {f'[{where}] ' if where else ''}{saw}")
         lines += [f"    fix: {fix}"] if fix else []
     return "\n".join(lines)

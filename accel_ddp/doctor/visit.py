@@ -67,7 +67,7 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
     findings += await asyncio.to_thread(here.of_the_name, place, interface, ip, wanted.sets_interface)
     findings += await asyncio.to_thread(here.of_the_limits, place, [wanted.output_dir])
     facts_to_come = asyncio.ensure_future(
-        asyncio.to_thread(facts.collected, place, wanted.recipe, wanted.files, wanted.script)
+        asyncio.to_thread(facts.collected, place, wanted.recipe, wanted.files, wanted.script, 10 if wanted.measure else 2)
     )  # while we look for the main node
     token = wire.token_of(place.port, wanted.token)
     listener = paths.Listener(token)
@@ -164,7 +164,7 @@ async def _reach(
     """A connection to the meeting; or, after `host_after` seconds, the meeting itself; or why there is none."""
     told = time.monotonic() - meeting.NAMED_EVERY + meeting.NAMED_AFTER
     quick = max(wanted.wait, 1) if wanted.wait_was_given else min(wanted.wait, SILENT_SECONDS)
-    first = began
+    first, stranger = began, ""
     while True:
         tries = [asyncio.ensure_future(_knock(ip, port, token)) for port in place.meeting_ports]
         answers = await asyncio.gather(*tries)
@@ -175,6 +175,7 @@ async def _reach(
             return good[0]
         order = ("stranger", paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)
         kind, why = min((answer.partition(": ")[::2] for answer in answers), key=lambda pair: order.index(pair[0]))
+        stranger = why if kind == "stranger" else stranger
         waited = time.monotonic() - first
         may_host = host_after is not None and kind == paths.REFUSED and waited >= host_after
         if may_host and (hosted := await _host(place, ip, token, wanted, say, findings)):
@@ -183,6 +184,8 @@ async def _reach(
         if is_bad(findings):  # this node has something to say that ends the run anyway
             limit = min(limit, 5.0)
         if waited >= limit:
+            if stranger and kind == paths.REFUSED:  # that one has given up; what it said is worth more
+                kind, why = "stranger", stranger
             return _unreached(place, ip, kind, why, waited)
         if time.monotonic() - told >= meeting.NAMED_EVERY:
             told = time.monotonic()
