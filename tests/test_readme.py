@@ -46,6 +46,14 @@ def test_the_two_node_commands_run(tmp_path):
     assert "2 nodes x 1 rank" in ended.texts[0]
 
 
+def test_the_doctors_command_runs_on_every_node():
+    (command,) = blocks("bash every node")
+    command = command.replace("10.0.0.1", "127.0.0.1").replace("recipes/", f"--main_process_port {free_port()} recipes/")
+    environments = [clean_environment(NODE_RANK=str(node)) for node in (0, 1)]
+    ended = run_all([["bash", "-ec", command]] * 2, environments).well()
+    assert all("verdict: healthy" in text for text in ended.texts)
+
+
 def test_files_that_the_readme_names_exist():
     for name in re.findall(r"`((?:accel_ddp|recipes|tests|benchmarks|accelerate_configs)/[\w./]+\.\w+)`", README):
         assert (ROOT / name).is_file(), name
