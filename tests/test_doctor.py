@@ -232,6 +232,7 @@ def test_2f_a_host_name_that_means_loopback_is_mended_for_the_run(nodes, tmp_pat
     ended = Examined(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {}, timeout=120)
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     assert "2 nodes x 1 rank" in ended.texts[0]
+    assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
 
 
 def test_2g_an_interface_that_is_not_there(nodes):
@@ -511,7 +512,7 @@ def test_a_recipe_starts_little_later_for_its_preflight(nodes):
     ended = Examined(
         nodes, {n: [sys.executable, PROGRAMS / "goes_wrong.py", "--output_dir", "/tmp/none"] for n in (0, 1)}, envs, 120
     )
-    assert float(re.search(r"reach each other \(([\d.]+) s\)", ended.texts[0])[1]) < 2
+    assert float(re.search(r"reach each other over eth0 \(([\d.]+) s\)", ended.texts[0])[1]) < 2
 
 
 def test_the_tests_of_nodes_were_run(nodes):

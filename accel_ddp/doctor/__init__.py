@@ -16,6 +16,7 @@ from accel_ddp.config import UserError
 
 if TYPE_CHECKING:
     from accel_ddp.config import TrainConfig
+    from accel_ddp.doctor.report import Finding
     from accel_ddp.doctor.visit import Outcome
 
 
@@ -35,9 +36,10 @@ def preflight(cfg: "TrainConfig") -> None:
     refuse(outcome)
     place.refuse_what_was_not_asked_for()
     if mine.local_rank == 0:
-        tell_warnings(outcome)
+        tell(outcome.findings)
     if mine.local_rank == 0 and outcome.node == 0:
-        print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other ({time.monotonic() - began:.1f} s)")
+        over = f" over {outcome.interface}" if outcome.interface else ""
+        print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
 
 
 def say(text: str) -> None:
@@ -54,11 +56,11 @@ def refuse(outcome: "Outcome") -> None:
         raise UserError(f"preflight: {report.summary(outcome.findings)}\n" + "\n".join(lines))
 
 
-def tell_warnings(outcome: "Outcome") -> None:
+def tell(findings: list["Finding"]) -> None:
     from accel_ddp.doctor import report
 
-    if outcome.findings:
-        print(report.text_of(outcome.findings, report.has_colour(sys.stderr)), file=sys.stderr, flush=True)
+    if findings:
+        print(report.text_of(findings, report.has_colour(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def of_options(cfg: "TrainConfig", script: str):
@@ -79,6 +81,7 @@ def of_options(cfg: "TrainConfig", script: str):
     )  # weights and the two moments of AdamW
     return Wanted(
         recipe={name: str(value) for name, value in must_be_the_same(cfg).items()}, files=files, script=script,
+        places={name: getattr(cfg, name, "") for name in ("model", "dataset")},
         output_dir=cfg.output_dir or "runs", needed=needed,
     )  # fmt: skip
 

@@ -69,7 +69,9 @@ def _preflight(params: Any, backend: str, words: list[str]) -> None:
         name, _, value = word.partition("=")
         if name in ("--preflight_wait", "--wait"):
             wanted.wait, wanted.wait_was_given = float(value or words[at + 1]), True
-    doctor.refuse(asyncio.run(visit.examine(place, wanted, doctor.say)))
+    outcome = asyncio.run(visit.examine(place, wanted, doctor.say))
+    doctor.refuse(outcome)
+    doctor.tell([one for one in outcome.findings if one.code == "I_HOST_NAME"])  # the rest is told by the recipe's own preflight
 
 
 def _ranks(asked: dict[str, Any], nodes: int) -> int:

@@ -72,8 +72,8 @@ def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]
         names = sorted({name for one in facts for name in one})
         for name in names:
             values = [str(one.get(name, "-")) for one in facts]
-            if len(set(values)) == 1 or (group == "code" and name == "code" and "-" in values):
-                continue
+            if len(set(values)) == 1 or (name.startswith("hub commit") and "-" in values):
+                continue  # what is not in the cache yet will be fetched
             if group == "files" and any(value.startswith(("!", "~")) for value in values):
                 continue  # the node that cannot read it has said so
             as_code = "W_PYTHON" if name in _HARMLESS else code

@@ -58,6 +58,18 @@ def digest_of_files(path: Path) -> str:
     return total.hexdigest()[:16]
 
 
+def hub_commits(recipe: dict[str, Any]) -> dict[str, str]:
+    """Of models and datasets of the hub that this node has in its cache: which commit `main` is here."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    found = {}
+    for name, kind in (("model", "models"), ("dataset", "datasets")):
+        value = str(recipe.get(name, "")).partition(":")[0]
+        with contextlib.suppress(OSError):
+            found[f"hub commit of --{name}"] = (hub / f"{kind}--{value.replace('/', '--')}" / "refs" / "main").read_text()[:12]
+    return found
+
+
 def code_of(script: str) -> dict[str, str]:
     """What the code is: digest of this package and of the script, and git's commit with what was changed since."""
     package = Path(__file__).parents[1]
@@ -81,7 +93,7 @@ def code_of(script: str) -> dict[str, str]:
 
 
 def collected(
-    place: Place, recipe: dict[str, Any], paths: dict[str, str], script: str, patience: float
+    place: Place, recipe: dict[str, Any], places: dict[str, Any], paths: dict[str, str], script: str, patience: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """What the other nodes compare with their own, and what is wrong with GPUs, limits and files of this one."""
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
@@ -94,7 +106,7 @@ def collected(
             "code": of_code.result(),
             "recipe": recipe,
             "accelerate": {name: str(value) for name, value in place.config.items() if name not in OF_ONE_NODE},
-            "files": {name: digest.result() for name, digest in of_files.items()},
+            "files": {**{name: digest.result() for name, digest in of_files.items()}, **hub_commits(places)},
             "driver": driver,
             "gpus": [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
             "environment": {

@@ -177,17 +177,47 @@ def of_the_place(place: Place, ip: str) -> list[Finding]:
     return found
 
 
+def real_interfaces() -> list[str]:
+    """Those that may lead to other hosts: not loopback, and not what containers and tunnels add."""
+    inner = (
+        "lo",
+        "docker",
+        "veth",
+        "virbr",
+        "br-",
+        "cni",
+        "flannel",
+        "cali",
+        "kube",
+        "podman",
+        "lxc",
+        "tun",
+        "tap",
+        "wg",
+        "tailscale",
+    )
+    return [name for name in addresses() if not name.startswith(inner)]
+
+
+def set_interface(interface: str, ip_of_main: str) -> list[str]:
+    """Choose the interface that routes to the main node, for what this process starts; returns the variables that were set.
+
+    gloo takes one interface anyhow. NCCL may use several at once, so it is left alone where there are several.
+    """
+    only = real_interfaces() == [interface] or ipaddress.ip_address(ip_of_main).is_loopback
+    names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if only else [])]
+    names = [name for name in names if interface and not os.environ.get(name)]
+    os.environ.update(dict.fromkeys(names, interface))
+    return names
+
+
 def of_the_name(place: Place, interface: str, ip_of_main: str, sets: bool) -> list[Finding]:
     """gloo connects to what the host name resolves to: Debian's 127.0.1.1 makes the others connect to themselves."""
-    missing = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if not os.environ.get(name)]
+    is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
+    were_set = set_interface(interface, ip_of_main) if sets else []
     at = bounded(lambda: resolved(HOST, 2), 3, "")
     bad = at.startswith("127.") or at == "::1" or not at
-    if ipaddress.ip_address(ip_of_main).is_loopback:
-        bad = False  # all nodes are this machine
-    if sets and interface:
-        for name in missing:
-            os.environ[name] = interface
-    if not bad or "GLOO_SOCKET_IFNAME" not in missing:
+    if not bad or is_chosen or ipaddress.ip_address(ip_of_main).is_loopback:  # of the last all nodes are this machine
         return []
     saw = (
         f"the host name {HOST} " + (f"resolves to {at}" if at else "does not resolve") + ": gloo would tell the other nodes that"
@@ -195,9 +225,8 @@ def of_the_name(place: Place, interface: str, ip_of_main: str, sets: bool) -> li
     if not interface:
         return [finding(place, "E_HOST_NAME", saw, "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, see `ip addr`")]
     if sets:
-        return [
-            finding(place, "I_HOST_NAME", f"{saw}; set GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME for this run", "")
-        ]
+        done = " and ".join(f"{name}={interface}" for name in were_set)
+        return [finding(place, "I_HOST_NAME", f"{saw}; set {done} for this run", "")]
     fix = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface} (recipes of accel_ddp do so by themselves)"
     return [finding(place, "W_HOST_NAME", saw, fix)]
 

@@ -265,7 +265,8 @@ class Meeting:
                 for node, answer in answers.items():
                     results += _results(answer, node, {m["node"] for m in roster})
                 findings += paths.judged(results, roster)
-                lines.append(f"paths       {paths.in_a_line(results)}")
+                first, *more = paths.in_lines(results)
+                lines += [f"paths       {first}", *(f"            {line}" for line in more)]
             looks, silent = await self._ask(
                 [v for v in voices if not (v.gone or v.silent)], {"do": "look", "mark": self.mark}, "looking at the output folder"
             )

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from accel_ddp.doctor import wire
-from accel_ddp.doctor.report import Finding, how_to_open, whole
+from accel_ddp.doctor.report import Finding, how_to_open, table, whole
 
 CONNECT_SECONDS = 4.0  # a SYN that was lost is sent again after 1 and 3 s
 STALL_SECONDS = 3.0
@@ -170,13 +170,24 @@ def judged(results: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[
     return found
 
 
-def in_a_line(results: list[dict[str, Any]]) -> str:
-    good = [r for r in results if r["how"] == "ok" and r.get("rate")]
+def in_lines(results: list[dict[str, Any]]) -> list[str]:
+    """The slowest and the longest, and for up to 16 nodes every pair."""
+    good = {(r["from"], r["to"]): r for r in results if r["how"] == "ok" and r.get("rate")}
     if not good:
-        return "none works"
-    slow, late = min(good, key=lambda r: r["rate"]), max(good, key=lambda r: r["seconds"])
-    return (
+        return ["none works"]
+    slow, late = min(good.values(), key=lambda r: r["rate"]), max(good.values(), key=lambda r: r["seconds"])
+    lines = [
         f"{len(good)} of {len(results)} directions work; slowest {slow['from']} -> {slow['to']} "
         f"{slow['rate'] * 8 / 1e9:.2f} Gbit/s (one TCP stream); longest round trip "
         f"{late['from']} -> {late['to']} {late['seconds'] * 1e3:.2f} ms"
-    )
+    ]
+    nodes = sorted({node for r in results for node in (r["from"], r["to"])})
+    if 2 < len(nodes) <= 16:
+
+        def cell(a: int, b: int) -> str:
+            how = next((r["how"] for r in results if (r["from"], r["to"]) == (a, b)), "-")
+            return f"{good[a, b]['rate'] * 8 / 1e9:.2f} ({good[a, b]['seconds'] * 1e3:.2f})" if (a, b) in good else how
+
+        rows = [[str(a), *[cell(a, b) for b in nodes]] for a in nodes]
+        lines += table(["Gbit/s (ms)", *[f"-> {b}" for b in nodes]], rows)
+    return lines

@@ -31,6 +31,7 @@ class Wanted:
     measure: bool = True  # bandwidth of each path, one after the other; without: that they work
     deep: bool = False
     recipe: dict[str, Any] = field(default_factory=dict)  # the resolved options, of which no node may have its own
+    places: dict[str, str] = field(default_factory=dict)  # --model and --dataset, which may be names on the hub
     files: dict[str, str] = field(default_factory=dict)  # option -> path whose content must be the same
     script: str = ""
     output_dir: str = "."
@@ -67,7 +68,9 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
     findings += await asyncio.to_thread(here.of_the_name, place, interface, ip, wanted.sets_interface)
     findings += await asyncio.to_thread(here.of_the_limits, place, [wanted.output_dir])
     facts_to_come = asyncio.ensure_future(
-        asyncio.to_thread(facts.collected, place, wanted.recipe, wanted.files, wanted.script, 10 if wanted.measure else 2)
+        asyncio.to_thread(
+            facts.collected, place, wanted.recipe, wanted.places, wanted.files, wanted.script, 10 if wanted.measure else 2
+        )
     )  # while we look for the main node
     token = wire.token_of(place.port, wanted.token)
     listener = paths.Listener(token)
