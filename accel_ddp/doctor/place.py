@@ -88,16 +88,17 @@ def find(options: dict[str, Any] | None = None, config_file: str = "") -> Place:
         ranks, sources["num_processes"] = per_node * nodes, f"{sources['per_node']} x {sources.get('num_machines', 1)}"
     elastic = values.get("rdzv_backend", "static") != "static"  # machine_rank is then ignored, and the same on every node
     node = None if elastic else _number(values, sources, "machine_rank", 0)
+    local_rank, local_ranks = _of_the_node()
     return Place(
         node=node, nodes=nodes, ranks=ranks, address=str(values.get("main_process_ip") or "127.0.0.1"),
-        port=_number(values, sources, "main_process_port", 29500), config=config, sources=sources,
+        port=_number(values, sources, "main_process_port", 29500), config=config, sources=sources, local_rank=local_rank,
+        local_ranks=local_ranks,
     )  # fmt: skip
 
 
 def of_this_rank() -> Place:
     """Of a process that a launcher or srun started as one rank of a world."""
     place = find()
-    place.local_rank, place.local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     asked = asked_of_accelerate()
     place.config = {name: value for name, value in asked.items() if name not in OF_ONE_NODE}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store is on the main port
@@ -117,6 +118,16 @@ def _from_ranks(values: dict[str, Any], sources: dict[str, str]) -> None:
     if local > 0:
         values["machine_rank"], sources["machine_rank"] = rank // local, "RANK"
         values["num_machines"], sources["num_machines"] = max(1, world // local), "WORLD_SIZE"
+
+
+def _of_the_node() -> tuple[int, int]:
+    """(which, of how many) this process is among those that a launcher, or srun with several tasks per node, has started here."""
+    if "RANK" in os.environ:
+        return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if "SLURM_LOCALID" in os.environ and tasks and int(tasks[0]) > 1:
+        return int(os.environ["SLURM_LOCALID"]), int(tasks[0])
+    return 0, 1
 
 
 def _from_lists(values: dict[str, Any], sources: dict[str, str]) -> None:

@@ -212,9 +212,12 @@ async def _knock(ip: str, port: int, token: bytes) -> Any:
 
 
 def _no_such_name(place: Place, why: str) -> Finding:
+    by_slurm = place.sources.get("main_process_ip", "").startswith("SLURM")
     fix = {
         "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
-        "slurm": 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
+        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {place.address}` (NodeAddr)"
+        if by_slurm
+        else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
     }.get(surroundings(), "use the private IP address of node 0, or add the name to /etc/hosts on every node")
     return here.finding(place, "E_NAME", f"{place.said('main_process_ip')} cannot be resolved on this host: {why}", fix)
 
