@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -51,7 +52,8 @@ def clean_environment(**more: str) -> dict[str, str]:
     """Of a new user: nothing left over that changes a run, and no GPU even where the machine has one."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "WANDB_API_KEY", "WANDB_MODE")
     env = {name: value for name, value in OUTSIDE.items() if name not in drop}
-    return {**env, "PATH": f"{BIN}{os.pathsep}{env['PATH']}", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **more}
+    fixed = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**env, "PATH": f"{BIN}{os.pathsep}{env['PATH']}", **fixed, **more}
 
 
 @functools.cache
@@ -116,6 +118,17 @@ class Running:
                         child.kill()
                 process.kill()
 
+    def abort(self) -> None:
+        """End those that hang so that they say where: each interpreter prints its stacks."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+                    for member in family:
+                        member.send_signal(signal.SIGABRT)
+                        time.sleep(0.2)
+        time.sleep(1)
+
     def ended(self, timeout: float = 120) -> Ended:
         """Wait for all of them; their families are ended if they do not."""
         began = time.monotonic()
@@ -130,7 +143,9 @@ class Running:
                 reader.start()
             for reader in readers:
                 reader.join(max(0, began + timeout - time.monotonic()))
-            assert not any(reader.is_alive() for reader in readers), f"not ended after {timeout} s:\n" + "\n".join(self.read)
+            if any(reader.is_alive() for reader in readers):
+                self.abort()
+                raise AssertionError(f"not ended after {timeout} s:\n" + "\n".join(self.read))
             codes = [process.wait(10) for process in self.processes]
         finally:
             self.kill()

@@ -309,6 +309,10 @@ def test_nodes_with_different_data_or_precision_are_refused_and_need_no_shared_d
 
     ended = both("--train_file", "train.csv")
     assert ended.codes == [2, 2]
+    assert "content of --train_file differs" in ended.texts[0]
+    assert "content of --train_file differs" in ended.texts[1]
+    ended = both("--train_file", "train.csv", "--preflight", "off")
+    assert ended.codes == [2, 2]
     assert "the data differ: rank 1" in ended.text
     ended = both(ACCELERATE_MIXED_PRECISION="bf16")
     assert ended.codes == [2, 2]

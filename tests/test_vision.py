@@ -211,7 +211,7 @@ folder = sys.argv[1]
 model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True).eval()
 image = Image.fromarray(numpy.load(folder + "/pixels.npy"))
 scores = {one["label"]: one["score"] for one in pipeline("image-classification", folder, trust_remote_code=True)(image)}
-assert "accel_ddp" not in sys.modules
+assert "accel_ddp.vision" not in sys.modules  # torch itself loads the doctor's door to its launcher
 numpy.save(folder + "/scores.npy", [scores["boat"], scores["train"]])
 numpy.save(folder + "/logits.npy", model(torch.ones(1, 3, 8, 8)).logits.detach())
 """

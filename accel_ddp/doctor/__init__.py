@@ -6,14 +6,12 @@ The same on every node, with its own --machine_rank; every recipe on more than o
 library (and psutil and yaml, which take 50 ms) for everything but `deep`.
 """
 
-import asyncio
 import os
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from accel_ddp.config import UserError
-
+# Every process that imports torch's launcher loads `at_launch`, and this file with it: what it needs it imports when it is used.
 if TYPE_CHECKING:
     from accel_ddp.config import TrainConfig
     from accel_ddp.doctor.report import Finding
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
 
 def preflight(cfg: "TrainConfig") -> None:
     """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
+    import asyncio
+
     from accel_ddp.doctor import place, visit
 
     mine = place.of_this_rank()
@@ -49,6 +49,7 @@ def say(text: str) -> None:
 
 
 def refuse(outcome: "Outcome") -> None:
+    from accel_ddp.config import UserError
     from accel_ddp.doctor import report
 
     if outcome.is_bad:

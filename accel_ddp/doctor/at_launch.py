@@ -6,13 +6,9 @@ rendezvous. It adds one, `accel_ddp` (static, with the doctor first), and lets t
 the script that is launched uses this package on several nodes. Any other script is left alone.
 """
 
-import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import Any
-
-from accel_ddp.config import UserError
 
 
 def add_to_torchrun():
@@ -34,13 +30,16 @@ def script_of(words: list[str]) -> list[str]:
             return words[at + 1 :]
         if word.endswith(".py"):
             try:
-                return words[at:] if "accel_ddp" in Path(word).read_text(errors="replace") else []
+                with open(word, errors="replace") as file:
+                    return words[at:] if "accel_ddp" in file.read() else []
             except OSError:
                 return []  # the launcher will say so
     return []
 
 
 def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
+    from accel_ddp.config import UserError
+
     is_off = "--preflight=off" in words or " --preflight off " in f" {' '.join(words)} "
     if params.max_nodes > 1 and params.min_nodes == params.max_nodes and not is_off:
         try:
@@ -52,6 +51,8 @@ def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) ->
 
 
 def _preflight(params: Any, backend: str, words: list[str]) -> None:
+    import asyncio
+
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from accel_ddp import doctor

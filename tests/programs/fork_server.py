@@ -117,6 +117,8 @@ if __name__ == "__main__":
     gc.disable()
     for library in LIBRARIES:
         importlib.import_module(library)
+    for name in [name for name in sys.modules if name.startswith("accel_ddp")]:
+        del sys.modules[name]  # torch loads the doctor's door to its launcher
     gc.freeze()  # a collection would touch, and so copy, the memory that all share
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
     # At the bottom of the stack, so that what the script raises ends this interpreter as it would any other.
