@@ -226,9 +226,20 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
     try:
-        cfg = parse_config(cls)
         from accel_ddp import doctor
 
+        try:
+            cfg = parse_config(cls)
+        except UserError as error:
+            if is_voice_of_node():
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            doctor.tell_the_others(str(error))
+            tell_the_launcher(f"error: {error}")
+            sys.exit(2)
+        except SystemExit as ended:  # tyro has said why
+            if ended.code == 2:
+                doctor.tell_the_others("its command line makes no sense")
+            raise
         doctor.preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
     except UserError as error:
         if is_voice_of_node():

@@ -33,6 +33,11 @@ class Examined:
         self.codes = dict(zip(order, ended.codes))
         self.texts = dict(zip(order, ended.texts))
         assert all(nodes.nodes[n].pids() == [] for n in order), "a process is left"
+        self.again = lambda: Examined(nodes, commands, environments, timeout)
+
+    def is_within(self, seconds: float) -> bool:
+        """With the start of the interpreters. A machine that is busy for a moment gets two more tries."""
+        return self.seconds < seconds or any(self.again().seconds < seconds for _ in range(2))
 
     def verdict(self, node: int) -> str:
         """From the first finding on: what must be the same on every node."""
@@ -54,7 +59,7 @@ class Examined:
         assert "Traceback" not in shown
         if same:
             assert len({self.verdict(node) for node in self.texts}) == 1, shown
-        assert self.seconds < within, shown
+        assert self.is_within(within), shown
         return self
 
 
@@ -71,15 +76,28 @@ def examine(
     return Examined(nodes, commands, env or {})
 
 
-def test_a_healthy_cluster_is_called_so_on_every_node(nodes):
+def test_a_healthy_cluster_is_called_so_on_every_node(nodes, tmp_path):
     nodes.require("host names")
-    ended = examine(nodes, of=3)
+    ended = examine(nodes, "--output_dir", tmp_path / "runs", of=3)
     assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.texts
     assert "3 of 3 are here: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2), 2 node2 (10.77.0.3)" in ended.texts[2]
     assert "6 of 6 directions work" in ended.texts[1]
     assert "is one folder for all nodes" in ended.texts[0]
     assert ended.verdict(0) == ended.verdict(1) == ended.verdict(2) == "verdict: healthy\n"
     assert ended.seconds < 5
+    assert list(tmp_path.iterdir()) == [], "nothing is left there"
+
+
+def test_folders_of_their_own_are_fine_and_one_that_cannot_be_written_is_not(nodes, tmp_path):
+    nodes.require("host names")
+    for n in (0, 1):
+        (tmp_path / str(n)).mkdir()
+    apart = examine(nodes, each={n: ["--output_dir", tmp_path / str(n)] for n in (0, 1)})
+    assert apart.codes == {0: 0, 1: 0}
+    assert f"{tmp_path / '0'} is of each node alone: checkpoints are on node0" in apart.texts[1]
+    examine(nodes, each={n: ["--output_dir", "/proc/1" if n == 0 else tmp_path] for n in (0, 1)}).named(
+        "E_OUTPUT_DIR", "[node0, machine_rank 0] /proc/1 cannot be written", within=2
+    )
 
 
 # ---- 1: a node is missing
@@ -235,6 +253,14 @@ def test_2f_a_host_name_that_means_loopback_is_mended_for_the_run(nodes, tmp_pat
     assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
 
 
+def test_2f_a_main_node_that_is_given_by_its_name_which_means_loopback_there(nodes):
+    nodes.require("host names")
+    nodes.nodes[0].hosts({"node0": "127.0.1.1"})
+    ended = examine(nodes, "--main_process_ip", "node0")
+    assert ended.codes == {0: 0, 1: 0}, ended.texts
+    assert "2 of 2 are here: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2)" in ended.texts[0]
+
+
 def test_2g_an_interface_that_is_not_there(nodes):
     nodes.require("host names")
     examine(nodes, env={1: {"GLOO_SOCKET_IFNAME": "ens5"}}).named(
@@ -381,6 +407,18 @@ def test_7_a_script_of_another_trainer_is_compared_by_its_words_its_text_and_its
     ended.named("E_CODE", "code differs", within=2).named("E_OPTIONS", "words of the script differs: --x 0 on node0", within=2)
 
 
+def test_a_mistyped_option_on_one_node_is_heard_by_the_other(nodes):
+    nodes.require("host names")
+    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
+    envs = {n: {**env, "RANK": str(n)} for n in (0, 1)}
+    ended = Examined(nodes, {0: [sys.executable, RECIPE], 1: [sys.executable, RECIPE, "--stpes", 3]}, envs)
+    assert ended.codes == {0: 2, 1: 2}
+    assert "E_OPTIONS  [node1, machine_rank 1] its command line makes no sense" in ended.texts[0]
+    assert "--stpes" in ended.texts[1]
+    assert "Traceback" not in ended.texts[0] + ended.texts[1]
+    assert ended.seconds < 5
+
+
 # ---- ways in
 
 
@@ -398,7 +436,9 @@ def test_a_missing_node_is_named_by_accelerate_launch_itself(nodes, tmp_path):
     other = tmp_path / "other.py"  # a script that is not ours is left alone
     other.write_text("print('runs')\n")
     torchrun = [BIN / "torchrun", "--nnodes", "2", "--rdzv_conf", "timeout=2", "--master_addr", MAIN, "--node_rank", "0", other]
-    assert "E_MISSING" not in Examined(nodes, {0: torchrun}, {}).texts[0]
+    left_alone = Examined(nodes, {0: torchrun}, {}).texts[0]
+    assert "E_MISSING" not in left_alone
+    assert "DistStoreError" in left_alone, "torchrun's own end"
 
 
 def test_torchrun_and_accelerate_start_the_doctor_on_every_rank(nodes):
@@ -475,9 +515,7 @@ def test_a_node_that_is_killed_or_stopped_in_the_meeting_is_named(nodes):
     stopped.kill()
     assert [one.codes for one in ended] == [[1], [1]]
     for one in ended:
-        assert re.search(
-            r"^E_SILENT  \[node1, machine_rank 1\] node1 \(machine_rank 1\) did not answer within 15 s", one.text, re.M
-        )
+        assert re.search(r"^E_SILENT  node1 \(machine_rank 1\) did not answer within", one.text, re.MULTILINE)
 
     main, member = start(0, "--num_machines", 3), start(1, "--num_machines", 3)
     main.until("2 of 3 nodes are here", timeout=10)
@@ -509,6 +547,8 @@ def test_a_recipe_starts_little_later_for_its_preflight(nodes):
     bad = ["--train_file", "/tmp/none.csv", "--preflight", "off"]
     ended = Examined(nodes, {n: [sys.executable, RECIPE, *bad] for n in (0, 1)}, envs, 120)
     assert "preflight" not in ended.texts[0]
+    assert ended.codes == {0: 2, 1: 2}
+    assert "/tmp/none.csv" in ended.texts[0]
     ended = Examined(
         nodes, {n: [sys.executable, PROGRAMS / "goes_wrong.py", "--output_dir", "/tmp/none"] for n in (0, 1)}, envs, 120
     )

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from accel_ddp.config import UserError
-from accel_ddp.doctor import command, compare, facts, gpus, here, place, report, wire
+from accel_ddp.doctor import at_launch, command, compare, facts, gpus, here, paths, place, report, wire
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
@@ -37,8 +37,8 @@ def environment(monkeypatch):
         ({"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "1234", "NUMBER_OF_NODES": "3", "NUMBER_OF_GPUS": "8"},
          (1, 3, 24, "10.0.0.5", 1234)),
         ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "2",
-          "SLURM_JOB_NODELIST": "gpu[07-09,12]"},
-         (1, 4, 8, "gpu07", 29500)),
+          "SLURM_JOB_NODELIST": "r[1-2]gpu[07-09,12],x"},
+         (1, 4, 8, "r1gpu07", 29500)),
         ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a1,b2"}, (0, 2, 2, "a1", 29500)),
         ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job",
           "PET_MASTER_PORT": "29500"}, (1, 2, 8, "job-node-0-0.job", 29500)),
@@ -57,6 +57,22 @@ def test_a_node_knows_its_place(environment, variables, expected):
     assert (found.node, found.nodes, found.ranks, found.address, found.port) == expected
     typed = place.find({"machine_rank": 0, "main_process_ip": "10.9.9.9"}, CONFIG)
     assert (typed.node, typed.address) == (0, "10.9.9.9")
+
+
+def test_a_process_that_is_alone_on_purpose_is_one_node(environment, monkeypatch, tmp_path):
+    """Whatever the wizard's config and Slurm say around it; and the launcher sees what the recipe's file says."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_machines: 2\n")
+    environment(HF_HOME=str(tmp_path), SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_ID="7")
+    assert place.of_this_rank().nodes == 1
+    environment(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="1")
+    mine = place.of_this_rank()
+    assert (mine.node, mine.nodes, mine.ranks, mine.local_rank, mine.local_ranks) == (1, 2, 4, 1, 2)
+    (tmp_path / "run.yaml").write_text("preflight: off\npreflight_wait: 7\n")
+    words = ["recipe.py", "--config", str(tmp_path / "run.yaml")]
+    assert at_launch._option(words, "preflight", "on") == "False"
+    assert at_launch._option([*words, "--preflight=on"], "preflight", "on") == "on"
+    assert at_launch._option(words, "preflight_wait", "") == "7"
 
 
 def test_wrong_words_are_refused_in_words(environment, tmp_path):
@@ -173,6 +189,8 @@ def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, m
     assert codes("0").keys() == {"E_GPU_COUNT", "E_GPU_DRIVER"}
     assert "there is no GPU 5; this host has 0 to 1" in codes("0,5")["E_CUDA_VISIBLE_DEVICES"]
     assert codes("GPU-bb").keys() >= {"E_GPU_ECC"}
+    for none in ("", "-1", "NoDevFiles"):  # on purpose: it trains on the CPU
+        assert codes(none) == {}
     driver(tmp_path, SMI, seconds=30)
     assert "does not answer within 1 s" in gpus.found_by_the_driver(seconds=1)[2]
     driver(tmp_path, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", exit_code=9)
@@ -240,7 +258,8 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
     assert len(ports) == 3
     assert port in ports
     before = psutil.Process(pid).memory_info().rss
-    token = wire.token_of(port, "")
+    token = wire.token_of(port, "", "")
+    facts_of = {"time": 0, "gpus": [], "versions": {"python": "3"}}
     hello = {
         "node": 1,
         "nodes": 2,
@@ -254,12 +273,17 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
     bad_hellos = [
         b"", b"{", b"[]", b"null", b"[" * 100_000, b'{"node": 1}', b"\xff\xfe", b'{"facts": ' * 5000,
         *(json.dumps({**hello, name: value}).encode() for name, value in [
-            ("node", "1"), ("node", -1), ("nodes", None), ("ranks", 1e99), ("ip", "nowhere"), ("ip", None), ("ports", 7),
-            ("ports", ["x"]),
-            ("facts", []), ("facts", {"time": "now"}), ("facts", {"time": 0, "versions": []}), ("findings", [{"code": 1}]),
-            ("pid", [1]),
-            ("host", {"a": 1}), ("facts", {"time": 0, "recipe": {str(i): 0 for i in range(501)}}), ("findings", {"a": 1}),
+            ("node", "1"), ("node", -1), ("nodes", None), ("nodes", 10**9), ("local_ranks", 10**6), ("ranks", 1e99),
+            ("ip", "nowhere"),
+            ("ip", None), ("ports", 7), ("ports", ["x"]), ("ports", [None, None]), ("findings", [{"code": 1}]), ("pid", [1]),
+            ("host", {"a": 1}), ("findings", {"a": 1}), ("node", 10**30),
         ]),
+    ]  # fmt: skip
+    bad_facts = [
+        b"[]", b"{", *(json.dumps({**facts_of, **value}).encode() for value in [
+            {"time": "now"}, {"time": 10**400}, {"versions": []}, {"versions": {"a": 1}}, {"gpus": 7}, {"findings": [7]},
+            {"recipe": {str(i): "0" for i in range(501)}},
+        ]), b'{"time": 1e999}', b'{"time": NaN}',
     ]  # fmt: skip
     learned = 0
     for number in range(1000):
@@ -276,6 +300,8 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         elif kind == 4 and to == port:
             with with_token(port, token) as sock:
                 good = frame(chance.choice(bad_hellos))
+                if chance.random() < 0.3:
+                    good = frame(json.dumps({**hello, "node": None}).encode()) + frame(chance.choice(bad_facts))
                 sock.sendall(
                     chance.choice([good, struct.pack(">I", 1 << 31), good[: len(good) // 2], b"\x00\x00\x00\xff" + bytes(3)])
                 )
@@ -308,12 +334,47 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         sock.close()
 
 
+def test_a_node_that_comes_when_all_have_met_does_not_hear_that_all_is_well():
+    port = free_port()
+    main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
+    main.until("waiting for machine_rank 1")
+    token = wire.token_of(port, "", "")
+    hello = {"node": 1, "nodes": 2, "ranks": 0, "local_rank": 0, "local_ranks": 1, "pid": 1, "ip": "127.0.0.1", "ports": [1, 2]}
+    with with_token(port, token) as first, with_token(port, token) as second:
+        first.sendall(frame(json.dumps({**hello, "host": "first"}).encode()) + frame(b'{"time": 0}'))
+        time.sleep(1)  # the first is asked for its paths now
+        second.sendall(frame(json.dumps({**hello, "host": "second"}).encode()))
+        (size,) = struct.unpack(">I", second.recv(4, socket.MSG_WAITALL))
+        told = json.loads(second.recv(size, socket.MSG_WAITALL))
+    main.kill()
+    assert [finding["code"] for finding in told["verdict"]] == ["E_LATE"]
+    assert "second (machine_rank 1) came when the nodes had met without it" in told["verdict"][0]["saw"]
+
+
+def test_hundreds_of_nodes_are_told_in_few_words():
+    """What deviates is named, and the verdict fits into a message."""
+    members = [
+        {"node": n, "host": f"node{n}", "ip": "10.0.0.1", "pid": n, "local_rank": 0, "local_ranks": 1, "nodes": 256, "ranks": 256,
+         "clock": 0.0, "facts": {"recipe": {"lr": "0.001" if n == 100 else "0.0001"}}, "ports": [1, 2],
+         "interface": "eth0", "open": ""}
+        for n in range(256)
+    ]  # fmt: skip
+    found, lines = compare.differences(members)
+    assert found[0].saw.startswith("--lr differs: 0.001 on node100 (machine_rank 100); 0.0001 on node0")
+    assert len(found[0].saw) < 300
+    assert "100 node100" in lines[0]
+    blocked = [{"from": a, "to": b, "how": "dropped", "port": 1} for a in range(256) for b in range(256) if a != b]
+    found = paths.judged(blocked, members)
+    assert len(found) == 256
+    assert len(json.dumps([one.as_dict() for one in found])) < wire.LARGEST
+
+
 def test_the_memory_of_the_doctor_is_bounded():
     """Ten connections with the token that each announce the largest message and send all but its end, and 200 strangers."""
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
-    process, token = psutil.Process(main.processes[0].pid), wire.token_of(port, "")
+    process, token = psutil.Process(main.processes[0].pid), wire.token_of(port, "", "")
     before = process.memory_info().rss
     held = [with_token(port, token) for _ in range(10)]
     for sock in held:

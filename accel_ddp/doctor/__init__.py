@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from accel_ddp.doctor.visit import Outcome
 
 
+SILENT_SECONDS = 60.0  # in a preflight: the main node may still be booting
+
+
 def preflight(cfg: "TrainConfig") -> None:
     """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
     import asyncio
@@ -27,9 +30,10 @@ def preflight(cfg: "TrainConfig") -> None:
     mine = place.of_this_rank()
     if cfg.preflight == "off" or mine.nodes <= 1:
         place.refuse_what_was_not_asked_for()
+        place.warn_of_tasks_that_train_alone()
         return
     wanted = of_options(cfg, script=sys.argv[0])
-    wanted.wait, wanted.wait_was_given = cfg.preflight_wait, cfg.preflight_wait != type(cfg).preflight_wait
+    wanted.wait, wanted.silent = cfg.preflight_wait, SILENT_SECONDS
     wanted.measure, wanted.sets_interface = False, True
     began = time.monotonic()
     outcome = asyncio.run(visit.examine(mine, wanted, say if mine.local_rank == 0 else lambda text: None))
@@ -40,6 +44,20 @@ def preflight(cfg: "TrainConfig") -> None:
     if mine.local_rank == 0 and outcome.node == 0:
         over = f" over {outcome.interface}" if outcome.interface else ""
         print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
+
+
+def tell_the_others(text: str) -> None:
+    """This node's options make no sense: the others hear that, instead of waiting for it. Takes 5 s at most."""
+    import asyncio
+
+    from accel_ddp.doctor import here, place, visit
+
+    mine = place.of_this_rank()
+    if mine.nodes <= 1 or mine.local_rank:
+        return
+    wrong = here.finding(mine, "E_OPTIONS", text, "see its screen")
+    wanted = visit.Wanted(script=sys.argv[0], measure=False, already=[wrong], wait=5)
+    asyncio.run(visit.examine(mine, wanted, lambda text: None))
 
 
 def say(text: str) -> None:

@@ -6,7 +6,6 @@ rendezvous. It adds one, `accel_ddp` (static, with the doctor first), and lets t
 the script that is launched uses this package on several nodes. Any other script is left alone.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -26,27 +25,61 @@ def add_to_torchrun():
 def script_of(words: list[str]) -> list[str]:
     """The script that a launcher starts, with its words, if it uses this package; else nothing."""
     for at, word in enumerate(words):
-        if word in ("-m", "--module") and words[at + 1 : at + 2] == ["accel_ddp.doctor"]:
-            return words[at + 1 :]
+        if word in ("-m", "--module"):
+            return words[at + 1 :] if _uses_us(_file_of(words[at + 1 : at + 2])) else []
         if word.endswith(".py"):
-            try:
-                with open(word, errors="replace") as file:
-                    return words[at:] if "accel_ddp" in file.read() else []
-            except OSError:
-                return []  # the launcher will say so
+            return words[at:] if _uses_us(word) else []
     return []
+
+
+def _file_of(module: list[str]) -> str:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module[0]).origin or ""
+    except (ImportError, AttributeError, ValueError, IndexError):
+        return ""  # the launcher will say so
+
+
+def _uses_us(file: str) -> bool:
+    try:
+        with open(file, errors="replace") as text:
+            return "accel_ddp" in text.read()
+    except OSError:
+        return False
+
+
+def _option(words: list[str], name: str, default: str) -> str:
+    """Of the recipe's own options: --name VALUE, --name=VALUE, or a line of its --config file."""
+    value = default
+    for at, word in enumerate(words):
+        key, _, given = word.partition("=")
+        given = given or "".join(words[at + 1 : at + 2])
+        if key == "--config":
+            import yaml
+
+            try:
+                with open(given) as file:
+                    value = str((yaml.safe_load(file) or {}).get(name, value))
+            except (OSError, yaml.YAMLError, AttributeError):
+                pass  # the recipe will say so
+        elif key == f"--{name}":
+            value = given
+    return value
 
 
 def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
     from accel_ddp.config import UserError
 
-    is_off = "--preflight=off" in words or " --preflight off " in f" {' '.join(words)} "
-    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and not is_off:
+    is_on = _option(words, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and is_on:
         try:
             _preflight(params, backend, words)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)
     return make(params)
 
 
@@ -63,14 +96,16 @@ def _preflight(params: Any, backend: str, words: list[str]) -> None:
     asked = places.of_accelerate_words(sys.orig_argv) or {}
     place = places.Place(
         node=int(params.config["rank"]) if "rank" in params.config else None, nodes=params.max_nodes,
-        ranks=_ranks(asked, params.max_nodes), address=address, port=port, config=asked,
+        ranks=_ranks(asked, params.max_nodes), address=address, port=port, config=asked, is_launched=True,
     )  # fmt: skip
-    wanted = visit.Wanted(script=words[0], measure=False, sets_interface=True, token=os.environ.get("ACCEL_DDP_TOKEN", ""))
-    for at, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name in ("--preflight_wait", "--wait"):
-            wanted.wait, wanted.wait_was_given = float(value or words[at + 1]), True
+    wanted = visit.Wanted(script=words[0], measure=False, sets_interface=True, silent=doctor.SILENT_SECONDS)
+    wait = _option(words, "wait" if words[0] == "accel_ddp.doctor" else "preflight_wait", "")
+    if wait.replace(".", "", 1).isdigit():
+        wanted.wait = float(wait)
     outcome = asyncio.run(visit.examine(place, wanted, doctor.say))
+    if backend == "c10d" and {one.code for one in outcome.findings if one.severity == "error"} == {"E_PORT_BUSY"}:
+        doctor.say(f"the rendezvous at {address}:{port} is running already: this node joins it without a look at the others")
+        return
     doctor.refuse(outcome)
     doctor.tell([one for one in outcome.findings if one.code == "I_HOST_NAME"])  # the rest is told by the recipe's own preflight
 

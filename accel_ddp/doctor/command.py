@@ -94,7 +94,8 @@ def patient(given: argparse.Namespace, script: list[str]) -> tuple[Place, Wanted
     wanted = _of_the_script(script) if script else Wanted()
     wanted.files |= {f"content of {path}": path for path in [*given.data, *([given.model] if given.model else [])]}
     wanted.output_dir = given.output_dir or wanted.output_dir
-    wanted.wait, wanted.wait_was_given = (300.0, False) if given.wait is None else (given.wait, True)
+    if given.wait is not None:
+        wanted.wait = wanted.silent = given.wait
     wanted.token, wanted.deep = given.token, not given.no_deep
     return place, wanted
 
@@ -104,7 +105,8 @@ def _of_the_script(words: list[str]) -> Wanted:
     path = Path(words[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")
-    if "accel_ddp" in path.read_text(errors="replace"):
+    text = path.read_text(errors="replace")
+    if "accel_ddp" in text and "__main__" in text:  # without that line an import would start the training
         spec = importlib.util.spec_from_file_location("recipe_of_doctor", path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up
@@ -167,7 +169,7 @@ def deep(
 ) -> tuple[list[str], list[Finding], dict[str, Any]]:
     """A child for each rank of this node; they make one report, the same on every node."""
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    local = place.per_node or min(peer["gpus"] for peer in outcome.roster) or 1  # the same on every node
+    local = outcome.local  # the same on every node
     node = outcome.node or 0
     base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -20,6 +20,20 @@ _HARMLESS = {"python"}  # of versions: pickles and results are the same
 _CLOCK_SECONDS = 5.0
 
 
+def told(values: list[str], members: list[dict[str, Any]]) -> str:
+    """Who has which value: the deviating ones by name, also among hundreds."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for value, member in zip(values, members):
+        groups.setdefault(value, []).append(member)
+    if len(members) <= 4:
+        return ", ".join(f"{value[:80]} on {m['host']} (machine_rank {m['node']})" for value, m in zip(values, members))
+    words = []
+    for value, who in sorted(groups.items(), key=lambda item: len(item[1]))[:8]:
+        names = ", ".join(f"{m['host']} (machine_rank {m['node']})" for m in who[:3])
+        words.append(f"{value[:80]} on {names}{f' and {len(who) - 3} more' if len(who) > 3 else ''}")
+    return "; ".join(words)
+
+
 def in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(members, key=lambda m: (m["node"], m["local_rank"], m["ip"], m["pid"]))
 
@@ -31,7 +45,7 @@ def counts(members: list[dict[str, Any]]) -> list[Finding]:
     for key, name in (("nodes", "num_machines"), ("ranks", "num_processes"), ("local_ranks", "ranks of a node")):
         values = {m[key] for m in members if m[key]}
         if len(values) > 1:
-            said = ", ".join(f"{m[key]} on {m['host']} (machine_rank {m['node']})" for m in members)
+            said = told([str(m[key]) for m in members], members)
             found.append(
                 Finding(
                     "E_COUNTS", f"{name} differs: {said}", f"use the same {name} on every node; num_processes is the total of all"
@@ -48,6 +62,7 @@ def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
         claims.setdefault((member["node"], member["local_rank"]), []).append(member)
     for (node, local_rank), who in claims.items():
         if len(who) > 1:
+            who = who[:8]
             names = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in who)
             taken = {m["node"] for m in members}
             free = [n for n in range(max(m["nodes"] for m in members)) if n not in taken]
@@ -57,7 +72,8 @@ def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
                     "E_DUPLICATE",
                     f"machine_rank {node}{f', local rank {local_rank}' if local_rank else ''} is claimed by {names}",
                     f"give each node its own: one of them is {other}" if free else
-                    "give each node its own machine_rank, and end what is left of an earlier run", node=node,
+                    "give each node its own machine_rank; end what is left of an earlier run; a second job needs another "
+                    "--main_process_port", node=node,
                 )
             )  # fmt: skip
     return found
@@ -72,28 +88,33 @@ def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]
         names = sorted({name for one in facts for name in one})
         for name in names:
             values = [str(one.get(name, "-")) for one in facts]
-            if len(set(values)) == 1 or (name.startswith("hub commit") and "-" in values):
-                continue  # what is not in the cache yet will be fetched
+            known = [value for value in values if value != "-"]
+            may_lack = group in ("code", "accelerate") or name.startswith(
+                "hub commit"
+            )  # no git there; a default; not fetched yet
+            if len(set(known if may_lack else values)) <= 1:
+                continue
             if group == "files" and any(value.startswith(("!", "~")) for value in values):
                 continue  # the node that cannot read it has said so
-            as_code = "W_PYTHON" if name in _HARMLESS else code
+            as_code = "W_PYTHON" if name in _HARMLESS else "W_HUB" if name.startswith("hub commit") else code
             label = f"--{name}" if group == "recipe" else f"accelerate {name}" if group == "accelerate" else name
-            said = ", ".join(f"{value[:80]} on {m['host']} (machine_rank {m['node']})" for value, m in zip(values, members))
-            found.append(Finding(as_code, f"{label} differs: {said}", fix))
-            rows.append([label, *[value[:40] for value in values], Finding(as_code, "", "").severity])
-    kinds = [m["facts"].get("gpus") or [] for m in members]
-    listed = [f"{len(one)} x {one[0]}" if one else "no GPU" for one in kinds]
+            found.append(Finding(as_code, f"{label} differs: {told(values, members)}", fix))
+            rows.append((label, values, Finding(as_code, "", "").severity))
+    seen = [
+        m for m in members if m["facts"].get("gpus") is not None and not m["facts"].get("wants_cpu")
+    ]  # of the others it is unknown
+    listed = [f"{len(m['facts']['gpus'])} x {m['facts']['gpus'][0]}" if m["facts"]["gpus"] else "no GPU" for m in seen]
     if len(set(listed)) > 1:
-        mixed = any(kinds) and not all(kinds)
-        said = ", ".join(f"{words} on {m['host']} (machine_rank {m['node']})" for words, m in zip(listed, members))
+        mixed = "no GPU" in listed
         found.append(
-            Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {said}", "check nvidia-smi, CUDA_VISIBLE_DEVICES and "
-                    "the torch build there, or set ACCELERATE_USE_CPU=true on every node")
+            Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {told(listed, seen)}", "check nvidia-smi, "
+                    "CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node")
             if mixed else
-            Finding("W_GPU_KINDS", f"GPUs differ: {said}", "a step takes as long as the slowest: choose "
+            Finding("W_GPU_KINDS", f"GPUs differ: {told(listed, seen)}", "a step takes as long as the slowest: choose "
                     "--micro_batch_size for the smallest")
         )  # fmt: skip
-        rows.append(["GPUs", *[words[:40] for words in listed], found[-1].severity])
+        if len(seen) == len(members):
+            rows.append(("GPUs", listed, found[-1].severity))
     clocks = [m["clock"] for m in members]
     if max(clocks) - min(clocks) > _CLOCK_SECONDS:
         late = max(members, key=lambda m: abs(m["clock"] - members[0]["clock"]))
@@ -102,11 +123,24 @@ def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]
                     f"{members[0]['host']}: logs cannot be put side by side", "timedatectl set-ntp true",
                     host=late["host"], node=late["node"])
         )  # fmt: skip
-        rows.append(["clock (s)", *[f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"])
-    if not rows:
-        return found, []
-    header = ["differs", *[f"{m['node']} {m['host']}" for m in members], ""]
-    return found, table(header, rows)
+        rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
+    return found, _table(members, rows) if rows else []
+
+
+def _table(members: list[dict[str, Any]], rows: list[tuple[str, list[str], str]]) -> list[str]:
+    """A column for each node; of many nodes for the first and for those that differ from it."""
+    columns = [i for i in range(len(members)) if i == 0 or any(values[i] != values[0] for _, values, _ in rows)]
+    columns = columns[:8] if len(members) > 8 else list(range(len(members)))
+    header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
+    return table(header, [[label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows])
+
+
+def local_ranks(members: list[dict[str, Any]]) -> int:
+    """Ranks of each node, as far as one of them says; else as many as each has GPUs."""
+    ranks, nodes = max((m["ranks"] for m in members), default=0), max((m["nodes"] for m in members), default=1)
+    if ranks // nodes:
+        return ranks // nodes
+    return min((len(m["facts"].get("gpus") or []) for m in members), default=0) or 1
 
 
 def storage(members: list[dict[str, Any]], seen: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:

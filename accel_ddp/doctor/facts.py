@@ -38,13 +38,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-def digest_of_files(path: Path) -> str:
-    """Of a file, or of all files below a folder: names, sizes and contents; of large ones pieces from all over them."""
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}")
-    )
+def digest_of_files(path: Path, seconds: float = 1e9) -> str:
+    """Of a file, or of all files below a folder: names, sizes and contents; of large ones pieces from all over them. NOT_READ
+    where that takes too long: it must not go on beside the training."""
+    deadline, files = time.monotonic() + seconds, []
+    for one in [path] if path.is_file() else path.rglob("*"):
+        if time.monotonic() > deadline:
+            return NOT_READ
+        if one.is_file() and (one == path or "/." not in f"/{one.relative_to(path)}"):
+            files.append(one)
+    files.sort()
+    if not files and not path.exists():
+        raise FileNotFoundError(2, "there is no such file")
     total = hashlib.sha256()
     for file in files:
+        if time.monotonic() > deadline:
+            return NOT_READ
         size = file.stat().st_size
         total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
@@ -86,7 +95,7 @@ def code_of(script: str) -> dict[str, str]:
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if commit := git("rev-parse", "--short=12", "HEAD").strip():
-            changed = git("diff", "HEAD", "--", "*.py", "*.yaml", "*.toml")
+            changed = git("diff", "HEAD", "--", "*.py", "*.toml")
             found["git commit"] = commit
             found["git changes"] = hashlib.sha256(changed.encode()).hexdigest()[:12] if changed else "none"
     return found
@@ -108,12 +117,12 @@ def collected(
             "accelerate": {name: str(value) for name, value in place.config.items() if name not in OF_ONE_NODE},
             "files": {**{name: digest.result() for name, digest in of_files.items()}, **hub_commits(places)},
             "driver": driver,
-            "gpus": [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
+            "gpus": None if visible is None else [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
+            "wants_cpu": gpus.cpu_is_wanted(),
             "environment": {
                 name: value for name, value in os.environ.items()
                 if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(_OF_ONE_NODE)
             },
-            "time": time.time(),
         }  # fmt: skip
     for name, digest in values["files"].items():
         if digest.startswith("!"):
@@ -124,23 +133,32 @@ def collected(
             wrong.append(
                 finding(place, "I_FILES", f"{name} {paths[name]}: too much to read within {patience:.0f} s, not compared", "")
             )
+    for group in ("versions", "code", "recipe", "accelerate", "files", "driver", "environment"):
+        values[group] = {str(name)[:100]: _short(str(value)) for name, value in list(values[group].items())[:500]}
     return values, wrong
+
+
+def _short(value: str) -> str:
+    """A value that can be sent; of a long one its beginning, and what tells it from others that begin so."""
+    return value if len(value) <= 250 else f"{value[:200]}... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:12]})"
 
 
 def _digest_or_words(path: str, patience: float) -> str:
     def digest() -> str:
         try:
-            return digest_of_files(Path(path).expanduser())
+            return digest_of_files(Path(path).expanduser(), patience)
         except OSError as error:
             return f"!{error.strerror}"
 
-    return bounded(digest, patience, NOT_READ)
+    return bounded(digest, patience + 1, NOT_READ)
 
 
 def in_a_line(values: dict[str, Any]) -> str:
     """What this node is, for a person."""
-    kinds = {kind: values["gpus"].count(kind) for kind in values["gpus"]}
-    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "no GPU"
+    if not values:
+        return ""
+    kinds = {kind: values["gpus"].count(kind) for kind in values["gpus"] or []}
+    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or ("GPUs unknown" if values["gpus"] is None else "no GPU")
     driver = f", driver {values['driver']['driver']} (CUDA {values['driver']['cuda']})" if values["driver"].get("driver") else ""
     names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in values["versions"]]
     packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {values['versions'][name]}" for name in names)

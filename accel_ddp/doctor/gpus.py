@@ -13,19 +13,27 @@ from accel_ddp.doctor.here import finding
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, gibibytes
 
+HANGS = "nvidia-smi does not answer"
 
-def found_by_the_driver(seconds: float = 8) -> tuple[list[dict[str, Any]], dict[str, str], str]:
-    """(GPUs, driver and CUDA versions, what went wrong) as the driver tells; no GPU and no words where there is no driver."""
+
+def cpu_is_wanted() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def found_by_the_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict[str, str], str]:
+    """(GPUs, driver and CUDA versions, what went wrong) as the driver tells; None instead of GPUs where it does not tell."""
     if not (command := shutil.which("nvidia-smi")):
         there = Path("/dev/nvidia0").exists()
-        return [], {}, "this host has /dev/nvidia0 but no nvidia-smi" if there else ""
+        return (None, {}, "this host has /dev/nvidia0 but no nvidia-smi: its GPUs were not looked at") if there else ([], {}, "")
+    said = ""
     try:
         ended = subprocess.run([command, "-q", "-x"], capture_output=True, text=True, timeout=seconds)
+        said = (ended.stdout + ended.stderr).strip()
         tree = ElementTree.fromstring(ended.stdout)
     except subprocess.TimeoutExpired:
-        return [], {}, f"nvidia-smi does not answer within {seconds:.0f} s: a GPU or the driver hangs"
-    except (OSError, ElementTree.ParseError):
-        return [], {}, f"nvidia-smi fails: {(ended.stdout + ended.stderr).strip().splitlines()[-1:] or ['no output']}"
+        return None, {}, f"{HANGS} within {seconds:.0f} s: a GPU or the driver hangs"
+    except (OSError, ElementTree.ParseError) as error:
+        return None, {}, f"nvidia-smi fails: {said.splitlines()[-1] if said else error}"
 
     def text(gpu: ElementTree.Element, path: str) -> str:
         return (gpu.findtext(path) or "").strip()
@@ -48,26 +56,30 @@ def found_by_the_driver(seconds: float = 8) -> tuple[list[dict[str, Any]], dict[
             "name": text(gpu, "product_name"), "uuid": text(gpu, "uuid"),
             "bytes": number(text(gpu, "fb_memory_usage/total")) << 20, "used": number(text(gpu, "fb_memory_usage/used")) << 20,
             "ecc": sum(number((e.text or "").strip()) for e in uncorrected),
-            "processes": processes, "mig": text(gpu, "mig_mode/current_mig") == "Enabled",
+            "processes": processes,
         })  # fmt: skip
     return found, {"driver": text(tree, "driver_version"), "cuda": text(tree, "cuda_version")}, ""
 
 
-def judged(place: Place, found: list[dict[str, Any]], driver: dict[str, str], trouble: str) -> tuple[list[int], list[Finding]]:
-    """(indices of the GPUs that this node would use, what is wrong with them)."""
-    wrong = (
-        [finding(place, "E_GPU_DRIVER", trouble, "restart the node, or install the NVIDIA driver and its tools")]
-        if trouble
-        else []
-    )
+def judged(
+    place: Place, found: list[dict[str, Any]] | None, driver: dict[str, str], trouble: str
+) -> tuple[list[int] | None, list[Finding]]:
+    """(indices of the GPUs that this node would use, what is wrong with them); None where they are not known."""
+    if cpu_is_wanted():
+        return [], []
+    if found is None:
+        code = "E_GPU_DRIVER" if trouble.startswith(HANGS) else "W_GPU_DRIVER"
+        return None, [finding(place, code, trouble, "restart the node, or install the NVIDIA driver and its tools")]
+    wrong = []
     seen = list(range(len(found)))
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and found:
         seen = []
         for word in [word.strip() for word in wanted.split(",") if word.strip()]:
             index = int(word) if word.isdigit() else next((i for i, g in enumerate(found) if g["uuid"].startswith(word)), -1)
+            index = 0 if word.startswith("MIG-") else index
             if not 0 <= index < len(found):  # CUDA ignores this one and every one after it
-                if not word.startswith("MIG-"):
+                if word.isdigit() or word.startswith("GPU-"):  # -1 and Slurm's NoDevFiles mean none, on purpose
                     wrong.append(
                         finding(
                             place, "E_CUDA_VISIBLE_DEVICES",
@@ -75,16 +87,12 @@ def judged(place: Place, found: list[dict[str, Any]], driver: dict[str, str], tr
                             "unset CUDA_VISIBLE_DEVICES, or name GPUs that are there",
                         )
                     )  # fmt: skip
-                    break
-                index = 0
+                break
             seen.append(index)
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if found and place.per_node > len(seen) and not wants_cpu:
-        has = (
-            f"{len(seen)} of {len(found)} GPUs visible (CUDA_VISIBLE_DEVICES={wanted})"
-            if wanted is not None
-            else f"{len(found)} GPUs"
-        )
+        if not seen:
+            return [], wrong
+    has = f"{len(found)} GPUs" if wanted is None else f"{len(seen)} of {len(found)} GPUs visible (CUDA_VISIBLE_DEVICES={wanted})"
+    if found and place.per_node > len(seen) * place.local_ranks:  # each task of Slurm may see one
         wrong.append(
             finding(
                 place, "E_GPU_COUNT", f"{place.per_node} ranks on this node ({place.said('num_processes')} is the total over "
@@ -109,29 +117,13 @@ def judged(place: Place, found: list[dict[str, Any]], driver: dict[str, str], tr
                     "end what is left of an earlier run (kill PID), or choose others with CUDA_VISIBLE_DEVICES",
                 )
             )  # fmt: skip
-    built = torch_build().get("cuda", "")
-    if (
-        found
-        and built
-        and driver.get("cuda", "").split(".")[0].isdigit()
-        and int(built.split(".")[0]) > int(driver["cuda"].split(".")[0])
-    ):
-        wrong.append(
-            finding(
-                place, "E_GPU_DRIVER",
-                f"torch is built for CUDA {built}, the driver {driver['driver']} has CUDA {driver['cuda']}",
-                "update the driver, or install a torch for that CUDA",
-            )
-        )  # fmt: skip
-    if found and not wants_cpu and torch_build() and not built:
-        wrong.append(
-            finding(
-                place,
-                "E_GPU_DRIVER",
-                f"this host has {len(found)} GPUs, but its torch is a CPU build",
-                "pip install torch with CUDA",
-            )
-        )
+    built, newest = torch_build(), driver.get("cuda", "").split(".")[0]
+    if found and built and "cuda" not in built:
+        saw = f"this host has {len(found)} GPUs, but its torch is a CPU build"
+        wrong.append(finding(place, "E_GPU_DRIVER", saw, "pip install a torch with CUDA, or set ACCELERATE_USE_CPU=true"))
+    elif found and built and newest.isdigit() and int(built["cuda"].split(".")[0]) > int(newest):
+        saw = f"torch is built for CUDA {built['cuda']}, the driver {driver['driver']} has CUDA {driver['cuda']}"
+        wrong.append(finding(place, "E_GPU_DRIVER", saw, "update the driver, or install a torch for that CUDA"))
     return seen, wrong
 
 

@@ -52,13 +52,9 @@ def resolved(name: str, seconds: float = 5) -> str:
 
 
 def is_here(ip: str) -> bool:
-    """Whether this host has the address: only then can it be listened on."""
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind((ip, 0))
-        except OSError:
-            return False
-    return True
+    """Whether this host has the address. Not by listening on it: some systems let that be done on any."""
+    one = ipaddress.ip_address(ip)
+    return one.is_loopback or one.is_unspecified or any(ip in ips for ips in addresses().values())
 
 
 def addresses() -> dict[str, list[str]]:
@@ -85,6 +81,28 @@ def way_to(ip: str) -> tuple[str, str]:
     return mine, next((name for name, ips in addresses().items() if mine in ips), "lo" if mine.startswith("127.") else "")
 
 
+def where_to_listen(place: Place, ip: str) -> tuple[str, str]:
+    """(address to listen on, address under which this node reaches the meeting).
+
+    The main node may know itself by a name that its own hosts file resolves to 127.0.1.1, or by 0.0.0.0; the others
+    do not. Launchers listen on all addresses there; so do we, if it has several.
+    """
+    one = ipaddress.ip_address(ip)
+    is_literal = place.address == ip and not one.is_unspecified
+    if place.nodes == 1 or place.node or not (one.is_loopback or one.is_unspecified) or is_literal:
+        return ip, ip
+    others = _outer_addresses()
+    return (others[0], others[0]) if len(others) == 1 else ("0.0.0.0", others[0] if others else "127.0.0.1")
+
+
+def _outer_addresses() -> list[str]:
+    """IPv4 addresses of this host that others may know, that of the default route first."""
+    there = addresses()
+    found = [ip for name in real_interfaces() for ip in there[name] if ":" not in ip]
+    default = way_to("192.0.2.1")[0]  # an address of nobody: nothing is sent
+    return sorted(found, key=lambda ip: ip != default)
+
+
 def data_address(ip_of_main: str, place: Place, findings: list[Finding]) -> tuple[str, str]:
     """(address, interface) over which this node's data will go. What the user has chosen must exist."""
     address, interface = (ip_of_main, "") if is_here(ip_of_main) else way_to(ip_of_main)
@@ -106,7 +124,7 @@ def data_address(ip_of_main: str, place: Place, findings: list[Finding]) -> tupl
                 )
             )  # fmt: skip
         elif variable.startswith("GLOO") and not any(address in there[name] for name in fits):
-            interface, address = fits[0], there[fits[0]][0]
+            interface, address = fits[0], min(there[fits[0]], key=lambda ip: (":" in ip, ip.startswith("fe80")))
     return address, interface
 
 
@@ -127,9 +145,9 @@ def of_the_place(place: Place, ip: str) -> list[Finding]:
             )
         )  # fmt: skip
     kind = str(place.config.get("distributed_type", ""))
-    alone = place.config.get("use_cpu") is True or kind in ("MULTI_CPU", "NO") or place.config.get("cpu")
-    if place.nodes > 1 and alone:
-        what = "--cpu" if place.config.get("cpu") else "use_cpu: true" if kind not in ("MULTI_CPU", "NO") else kind
+    alone = kind in ("MULTI_CPU", "NO") or place.config.get("cpu")
+    if place.nodes > 1 and alone and not place.is_launched:
+        what = "--cpu" if place.config.get("cpu") else kind
         found.append(
             finding(
                 place, "E_TRAINS_ALONE", f"the accelerate config says {what} with num_machines {place.nodes}: every node would "
@@ -231,7 +249,7 @@ def of_the_name(place: Place, interface: str, ip_of_main: str, sets: bool) -> li
     return [finding(place, "W_HOST_NAME", saw, fix)]
 
 
-def of_the_limits(place: Place, folders: list[str]) -> list[Finding]:
+def of_the_limits(place: Place, output_dir: str, folder: Path | None) -> list[Finding]:
     found = []
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < 1024:
@@ -255,23 +273,25 @@ def of_the_limits(place: Place, folders: list[str]) -> list[Finding]:
                     "docker run --shm-size=8g (Kubernetes: an emptyDir with medium: Memory at /dev/shm)",
                 )
             )  # fmt: skip
-    for folder in folders:
-        there = existing(folder)
-        free = bounded(lambda there=there: shutil.disk_usage(there).free, 3, -1)
+    if output_dir:
+        free = -1 if folder is None else bounded(lambda: shutil.disk_usage(folder).free, 3, -1)
         if free < 0:
-            found.append(
-                finding(place, "E_DISK_STUCK", f"{there} does not answer within 3 s: a dead network disk?", f"ls {there}")
-            )
+            saw = f"{output_dir} does not answer within 3 s: a dead network disk?"
+            found.append(finding(place, "E_DISK_STUCK", saw, "see `df`; mount it again, or use another --output_dir"))
         elif free < 1 << 30:
             found.append(
-                finding(place, "W_DISK", f"{gibibytes(free)} free on the disk of {there}", "make room, or use another disk")
+                finding(place, "W_DISK", f"{gibibytes(free)} free on the disk of {folder}", "make room, or use another disk")
             )
     return found
 
 
-def existing(folder: str) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    path = Path(folder or ".").expanduser().absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
+def existing(folder: str) -> Path | None:
+    """The folder, or the nearest one above it that is there; None where the disk does not answer."""
+
+    def look() -> Path:
+        path = Path(folder).expanduser().absolute()
+        while not path.is_dir() and path != path.parent:
+            path = path.parent
+        return path
+
+    return bounded(look, 3, None)

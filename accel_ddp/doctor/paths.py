@@ -16,6 +16,8 @@ STALL_SECONDS = 3.0
 PAYLOAD = 256 << 10  # many packets of any size that a path may swallow
 MOST = 64 << 20  # bytes of one measurement
 _PINGS = 10
+_MOST_VISITORS = 1024  # at once; those without the token go after 3 s
+_MANY = 3  # nodes that cannot reach one: above this they are told together
 
 # How a probe ends, apart from "ok".
 DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "dropped", "refused", "unreachable", "stalled", "cut"
@@ -28,6 +30,7 @@ class Listener:
         self.token = token
         self.servers: list[asyncio.Server] = []
         self.ports: list[int] = []
+        self.busy = 0
 
     async def open(self, ip: str) -> None:
         for _ in range(2):
@@ -36,6 +39,10 @@ class Listener:
             self.ports.append(sock.getsockname()[1])
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.busy >= _MOST_VISITORS:
+            writer.close()
+            return
+        self.busy += 1
         try:
             await wire.greet(reader, writer, self.token, comes=False)
             for _ in range(4 * _PINGS):  # of a peer that asks without end
@@ -51,6 +58,7 @@ class Listener:
         except (wire.Stranger, OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # also at the end of the loop, which would print it as a fault
         finally:
+            self.busy -= 1
             writer.close()
 
     async def close(self) -> None:
@@ -70,6 +78,8 @@ def kind_of(error: BaseException) -> str:
 
 async def probe(ip: str, ports: list[int], token: bytes, measure: bool) -> dict[str, Any]:
     """One direction of one pair: {"how": "ok", "seconds": latency, "rate": bytes per second}, or how it failed."""
+    if not ports:  # that node could open none, and has said so
+        return {"how": CUT, "port": 0}
     result: dict[str, Any] = {"how": "ok", "port": ports[0]}
     writers = []
     try:
@@ -97,7 +107,7 @@ async def probe(ip: str, ports: list[int], token: bytes, measure: bool) -> dict[
 
         try:
             result["seconds"] = statistics.median([await ask(0, STALL_SECONDS) for _ in range(_PINGS)])
-            seconds = await ask(PAYLOAD, STALL_SECONDS)
+            seconds = await ask(PAYLOAD, 2 * STALL_SECONDS)
             result["rate"] = PAYLOAD / seconds
             if measure:  # as much as goes through in about a third of a second
                 size = int(min(MOST, max(PAYLOAD, 0.3 * PAYLOAD / seconds)))
@@ -131,30 +141,27 @@ def judged(results: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[
     names = {peer["node"]: peer for peer in roster}
     how = {(r["from"], r["to"]): r for r in results}
     found = []
+    failed: dict[tuple[int, str], list[int]] = {}
     for (a, b), result in sorted(how.items()):
-        kind = result["how"]
-        if kind == "ok":
-            continue
-        here, there = names[a], names[b]
-        way = f"{here['host']} (machine_rank {a}) -> {there['host']} (machine_rank {b}), {there['ip']}:{result['port']}"
-        back = how.get((b, a), {}).get("how")
-        also = (
-            " The other direction works." if back == "ok" else f" The other direction: {back}." if back and back != kind else ""
-        )
-        open_it = here.get("open") or how_to_open("the main port", "")
-        code, saw, fix = {
-            DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped", open_it),
-            REFUSED: ("E_PATH_REFUSED", "refused, although it is listened on: a firewall rejects it", open_it),
-            UNREACHABLE: ("E_PATH_UNREACHABLE", "the network says that this host cannot be reached", "check routes: ip route get "
-                          f"{there['ip']}"),
-            STALLED: ("E_PATH_MTU", f"connects and small messages pass, but {PAYLOAD >> 10} KiB get stuck: large packets are "
-                      "swallowed (MTU)", "on both nodes lower the MTU of the interface: ip link set dev "
-                      f"{here.get('interface') or 'eth0'} mtu 1400; or let ICMP `fragmentation needed` pass"),
-            CUT: ("E_PATH_CUT", "connects, but the connection is cut or answered by something else", "look for a proxy or a "
-                  "firewall that resets connections between the nodes"),
-        }[kind]  # fmt: skip
-        code = "E_PATH_ONE_WAY" if back == "ok" and kind in (DROPPED, REFUSED, UNREACHABLE) else code
-        found.append(Finding(code, f"{way}: {saw}.{also}", fix, host=here["host"], node=a))
+        if result["how"] != "ok":
+            failed.setdefault((b, result["how"]), []).append(a)
+    for (b, kind), sources in sorted(failed.items()):
+        for a in sources if len(sources) <= _MANY else sources[:1]:
+            here, there, result = names[a], names[b], how[a, b]
+            way = f"{here['host']} (machine_rank {a}) -> {there['host']} (machine_rank {b}), {there['ip']}:{result['port']}"
+            if len(sources) > _MANY:
+                way = f"{len(sources)} of {len(roster) - 1} nodes -> {there['host']} (machine_rank {b}), for example {way}"
+            back = how.get((b, a), {}).get("how")
+            also = (
+                " The other direction works."
+                if back == "ok"
+                else f" The other direction: {back}."
+                if back and back != kind
+                else ""
+            )
+            code, saw, fix = _words(kind, here, there)
+            code = "E_PATH_ONE_WAY" if back == "ok" and kind in (DROPPED, REFUSED, UNREACHABLE) else code
+            found.append(Finding(code, f"{way}: {saw}.{also}", fix, host=here["host"], node=a))
     rates = {pair: r["rate"] for pair, r in how.items() if r["how"] == "ok" and r.get("rate")}
     if len(rates) > 2:
         usual = statistics.median(rates.values())
@@ -170,8 +177,24 @@ def judged(results: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[
     return found
 
 
-def in_lines(results: list[dict[str, Any]]) -> list[str]:
-    """The slowest and the longest, and for up to 16 nodes every pair."""
+def _words(kind: str, here: dict[str, Any], there: dict[str, Any]) -> tuple[str, str, str]:
+    """(code, what was seen, the fix) of a path from `here` to `there` that does not work."""
+    open_it = here.get("open") or how_to_open("the main port", "")
+    return {
+        DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped", open_it),
+        REFUSED: ("E_PATH_REFUSED", "refused, although it is listened on: a firewall rejects it", open_it),
+        UNREACHABLE: ("E_PATH_UNREACHABLE", "the network says that this host cannot be reached",
+                      f"check routes: ip route get {there['ip']}"),
+        STALLED: ("E_PATH_MTU", f"connects and small messages pass, but {PAYLOAD >> 10} KiB get stuck: large packets are "
+                  "swallowed (MTU)", "on both nodes lower the MTU of the interface: ip link set dev "
+                  f"{here.get('interface') or 'eth0'} mtu 1400; or let ICMP `fragmentation needed` pass"),
+        CUT: ("E_PATH_CUT", "connects, but is then cut, or answered by something else, or not at all",
+              "is that node's doctor still running? Else look for a proxy or a firewall that resets connections"),
+    }[kind]  # fmt: skip
+
+
+def in_lines(results: list[dict[str, Any]], few: int) -> list[str]:
+    """The slowest and the longest, and of a few nodes every pair."""
     good = {(r["from"], r["to"]): r for r in results if r["how"] == "ok" and r.get("rate")}
     if not good:
         return ["none works"]
@@ -182,7 +205,7 @@ def in_lines(results: list[dict[str, Any]]) -> list[str]:
         f"{late['from']} -> {late['to']} {late['seconds'] * 1e3:.2f} ms"
     ]
     nodes = sorted({node for r in results for node in (r["from"], r["to"])})
-    if 2 < len(nodes) <= 16:
+    if 2 < len(nodes) <= few:
 
         def cell(a: int, b: int) -> str:
             how = next((r["how"] for r in results if (r["from"], r["to"]) == (a, b)), "-")

@@ -7,6 +7,7 @@ the same on every node.
 import argparse
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Place:
     port: int  # main_process_port
     local_rank: int = 0
     local_ranks: int = 1  # processes of this node that take part in the meeting
+    is_launched: bool = False  # a launcher has chosen its way already
     meeting_ports: tuple[int, ...] = ()  # the first free one of them; default: the main port itself
     config: dict[str, Any] = field(default_factory=dict)  # the accelerate config
     sources: dict[str, str] = field(default_factory=dict)  # name -> where its value comes from
@@ -70,7 +72,7 @@ def find(options: dict[str, Any] | None = None, config_file: str = "") -> Place:
     values.pop("rdzv_backend", None)  # accelerate 1.15 ignores it in the file
     for name, variables in _VARIABLES.items():
         for variable in variables:
-            if os.environ.get(variable, "") not in ("", "auto"):
+            if os.environ.get(variable, "") not in ("", "auto", "gpu", "cpu"):
                 values[name], sources[name] = os.environ[variable], variable
                 break
     _from_ranks(values, sources)
@@ -97,12 +99,23 @@ def find(options: dict[str, Any] | None = None, config_file: str = "") -> Place:
 
 
 def of_this_rank() -> Place:
-    """Of a process that a launcher or srun started as one rank of a world."""
-    place = find()
-    asked = asked_of_accelerate()
-    place.config = {name: value for name, value in asked.items() if name not in OF_ONE_NODE}
+    """Of a process that a launcher or srun started as one rank of a world. The world is what WORLD_SIZE says, and nothing else:
+    a wizard's config or Slurm's variables also surround processes that are alone on purpose."""
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = {name: os.environ.get(name, "") for name in needed}
+    if not all(values.values()) or not all(values[name].isdigit() for name in needed if name != "MASTER_ADDR"):
+        return Place(node=0, nodes=1, ranks=1, address="127.0.0.1", port=29500)  # `world.meet` says what is missing
+    rank, world, local_rank, local, port = (int(values[name]) for name in needed if name != "MASTER_ADDR")
+    local = max(1, local)
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world // local))
+    place = Place(
+        node=int(os.environ.get("GROUP_RANK") or rank // local), nodes=nodes, ranks=local * nodes, address=values["MASTER_ADDR"],
+        port=port, local_rank=local_rank, local_ranks=local, is_launched=True,
+        sources={"machine_rank": "RANK", "num_processes": "LOCAL_WORLD_SIZE", "main_process_ip": "MASTER_ADDR"},
+    )  # fmt: skip
+    place.config = {name: value for name, value in asked_of_accelerate().items() if name not in OF_ONE_NODE}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store is on the main port
-        first = 20000 + place.port * 7919 % 12000  # below the ports that systems give out, and apart from those of other jobs
+        first = 20000 + port * 7919 % 12000  # below the ports that systems give out, and apart from those of other jobs
         place.meeting_ports = (first, first + 1, first + 2)
     return place
 
@@ -135,11 +148,9 @@ def _from_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
     if addresses := os.environ.get("SKYPILOT_NODE_IPS", "").split():
         values["main_process_ip"], sources["main_process_ip"] = addresses[0], "SKYPILOT_NODE_IPS"
     elif nodes := os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"):
-        first = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
-        values["main_process_ip"], sources["main_process_ip"] = (
-            "".join(part or "" for part in first.groups()),
-            "SLURM_JOB_NODELIST",
-        )
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]  # rack[1-2]n[07,09],other
+        values["main_process_ip"] = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+        sources["main_process_ip"] = "SLURM_JOB_NODELIST"
 
 
 def _number(values: dict[str, Any], sources: dict[str, str], name: str, default: int) -> int:
@@ -185,6 +196,17 @@ def refuse_what_was_not_asked_for() -> None:
             f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu and "
             "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
             "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
+        )
+
+
+def warn_of_tasks_that_train_alone() -> None:
+    """srun starts N processes and tells them nothing that torch reads: each of them trains for itself."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
+        print(
+            f"warning: srun has started {tasks} of these processes, and each trains alone: RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together: one `accelerate launch` per node.",
+            file=sys.stderr,
         )
 
 

@@ -64,7 +64,7 @@ def whole(value: Any, most: int = 10**9) -> int | None:
 def in_order(findings: list[Finding]) -> list[Finding]:
     """Errors first, each once, in an order that every node would choose."""
     rank = {ERROR: 0, WARNING: 1, INFO: 2}
-    keys = sorted({(rank[f.severity], f.code, -1 if f.node is None else f.node, f.saw): f for f in findings}.items())
+    keys = sorted({(rank[f.severity], f.code, -1 if f.node is None else f.node, f.saw, f.host): f for f in findings}.items())
     return [finding for _, finding in keys]
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config import UserError
-from accel_ddp.doctor import facts, here, meeting, paths, wire
+from accel_ddp.doctor import believed, facts, here, meeting, paths, wire
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, how_to_open, is_bad, printable, surroundings, whole
 
 SILENT_SECONDS = 8.0  # a host that is up answers, if only with a refusal
+_MARK = ".accel_ddp_doctor_"
 MAIN_SECONDS = 20.0  # the main node says something every 2 s
 
 
@@ -26,17 +27,18 @@ class Wanted:
     """What the doctor looks at besides the nodes themselves."""
 
     wait: float = 300.0
-    wait_was_given: bool = False  # then also for an address that does not answer at all
-    token: str = ""
+    silent: float = SILENT_SECONDS  # an address that does not answer at all is given up earlier
+    token: str = field(default_factory=lambda: os.environ.get("ACCEL_DDP_TOKEN", ""))
     measure: bool = True  # bandwidth of each path, one after the other; without: that they work
     deep: bool = False
     recipe: dict[str, Any] = field(default_factory=dict)  # the resolved options, of which no node may have its own
     places: dict[str, str] = field(default_factory=dict)  # --model and --dataset, which may be names on the hub
     files: dict[str, str] = field(default_factory=dict)  # option -> path whose content must be the same
     script: str = ""
-    output_dir: str = "."
+    output_dir: str = ""  # where checkpoints will go; empty: not looked at
     needed: int = 0  # bytes that the checkpoints will take
     sets_interface: bool = False  # GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of this process, for those that it starts
+    already: list[Finding] = field(default_factory=list)  # what is wrong here for other reasons
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Outcome:
     roster: list[dict[str, Any]] = field(default_factory=list)
     paths: list[dict[str, Any]] = field(default_factory=list)
     node: int | None = None
+    local: int = 1  # ranks of each node
     deep_port: int | None = None
     about: str = ""  # this node, in a line
     interface: str = ""
@@ -62,47 +65,51 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
     try:
         ip = await _resolved(place, wanted, say, began)
     except UserError as error:
-        return Outcome([_no_such_name(place, str(error))])
-    findings = here.of_the_place(place, ip)
-    address, interface = await asyncio.to_thread(here.data_address, ip, place, findings)
-    findings += await asyncio.to_thread(here.of_the_name, place, interface, ip, wanted.sets_interface)
-    findings += await asyncio.to_thread(here.of_the_limits, place, [wanted.output_dir])
-    facts_to_come = asyncio.ensure_future(
-        asyncio.to_thread(
-            facts.collected, place, wanted.recipe, wanted.places, wanted.files, wanted.script, 10 if wanted.measure else 2
-        )
-    )  # while we look for the main node
-    token = wire.token_of(place.port, wanted.token)
+        return Outcome([*wanted.already, _no_such_name(place, str(error))])
+    findings = [*wanted.already, *await asyncio.to_thread(here.of_the_place, place, ip)]
+    listens, knocks = await asyncio.to_thread(here.where_to_listen, place, ip)
+    address, interface = await asyncio.to_thread(here.data_address, knocks, place, findings)
+    findings += await asyncio.to_thread(here.of_the_name, place, interface, address or ip, wanted.sets_interface)
+    folder = await asyncio.to_thread(here.existing, wanted.output_dir) if wanted.output_dir else None
+    if place.local_rank == 0:
+        findings += await asyncio.to_thread(here.of_the_limits, place, wanted.output_dir, folder)
+    facts_to_come = asyncio.ensure_future(asyncio.to_thread(_facts, place, wanted))  # while we look for the main node
+    token = wire.token_of(place.port, wanted.script, wanted.token)
     listener = paths.Listener(token)
     hosted: meeting.Meeting | None = None
     attending: asyncio.Future | None = None
+    host = lambda: _host(place, listens, knocks, token, wanted, say, findings)
     try:
-        if address:
-            with contextlib.suppress(OSError):
-                await listener.open(address)
+        if place.local_rank == 0:
+            try:
+                await listener.open(address or ip)
+            except OSError as error:
+                saw = f"no port can be opened on {address or ip}: {error.strerror}"
+                findings.append(
+                    here.finding(place, "E_PORT", saw, "choose another interface with GLOO_SOCKET_IFNAME, see `ip addr`")
+                )
         may_host = here.is_here(ip) and place.local_rank == 0
         # Of two nodes on one machine the first to come would keep the port from node 0's launcher: it leaves it some seconds.
         patience = 0.0 if not place.node else 5.0 if ipaddress.ip_address(ip).is_loopback else 0.5
         if may_host and not patience:
-            hosted = await _host(place, ip, token, wanted, say, findings)
-        patience = patience if may_host else None
-        reached = await _reach(place, ip, token, wanted, say, patience, findings, began)
+            hosted = await host()
+        reached = await _reach(place, knocks, token, wanted, say, (patience, host) if may_host else None, findings, began)
         if isinstance(reached, Finding):
-            more = (await facts_to_come)[1]
-            return Outcome([*findings, *more, reached])
+            return Outcome([*findings, *(await facts_to_come)[1], reached])
         if isinstance(reached, meeting.Meeting):
             hosted = reached
-            reached = await _reach(place, ip, token, wanted, say, None, [], time.monotonic())
-            assert not isinstance(reached, (Finding, meeting.Meeting)), reached
-        known, more = await facts_to_come
-        findings += more
+            reached = await _reach(place, knocks, token, wanted, say, None, [], time.monotonic())
+            if isinstance(reached, Finding):
+                return Outcome([*findings, reached])
         hello = {
             "node": place.node, "nodes": place.nodes, "ranks": place.ranks, "local_rank": place.local_rank,
             "local_ranks": place.local_ranks, "pid": os.getpid(), "host": here.HOST, "ip": address or ip, "interface": interface,
             "ports": listener.ports, "open": how_to_open(f"TCP {place.port}"), "needed": wanted.needed, "deep": wanted.deep,
-            "findings": [finding.as_dict() for finding in findings], "facts": {**known, "time": time.time()},
+            "findings": [finding.as_dict() for finding in findings[: believed.MOST_FINDINGS]],
         }  # fmt: skip
-        attending = asyncio.ensure_future(_attend(reached, hello, token, wanted, _unheard if hosted else say))
+        attending = asyncio.ensure_future(
+            _attend(reached, hello, facts_to_come, folder, token, wanted, _unheard if hosted else say)
+        )
         if hosted:  # a fault of ours in it must not look like a silent main node
             await asyncio.wait([attending, hosted.conducted], return_when=asyncio.FIRST_COMPLETED)
             if hosted.conducted.done():
@@ -110,8 +117,9 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
         outcome = await attending
         if hosted:
             await hosted.conducted
+        known, _ = await facts_to_come
         return Outcome(**{**vars(outcome), "about": facts.in_a_line(known), "interface": interface})
-    except (ConnectionError, asyncio.TimeoutError) as error:
+    except (OSError, asyncio.TimeoutError) as error:
         text = str(error) or "nothing was heard from it"
         lost = here.finding(
             place, "E_MAIN_LOST",
@@ -127,6 +135,19 @@ async def examine(place: Place, wanted: Wanted, say: Callable[[str], None]) -> O
             if task:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def _facts(place: Place, wanted: Wanted) -> tuple[dict[str, Any], list[Finding]]:
+    """Of one rank of each node: the others have the same, and eight of them would ask the driver at once."""
+    if place.local_rank:
+        return {}, []
+    patience = 10.0 if wanted.measure else 2.0
+    collect = lambda: facts.collected(place, wanted.recipe, wanted.places, wanted.files, wanted.script, patience)
+    found = here.bounded(collect, meeting.FACTS_SECONDS - 5, None)
+    if found is None:
+        saw = "this node could not tell within 40 s what it has: a disk or a program does not answer"
+        return {}, [here.finding(place, "E_DISK_STUCK", saw, "try `df`, `git status` and `nvidia-smi` there")]
+    return found
 
 
 async def _resolved(place: Place, wanted: Wanted, say: Callable[[str], None], began: float) -> str:
@@ -146,31 +167,29 @@ async def _resolved(place: Place, wanted: Wanted, say: Callable[[str], None], be
 
 
 async def _host(
-    place: Place, ip: str, token: bytes, wanted: Wanted, say: Callable[[str], None], findings: list[Finding]
+    place: Place, listens: str, shown: str, token: bytes, wanted: Wanted, say: Callable[[str], None], findings: list[Finding]
 ) -> meeting.Meeting | None:
     """The meeting, where its port is free. Else someone is there: a doctor of this run, or another program (see `_reach`)."""
-    opened = meeting.Meeting(token, wanted.wait, say, wanted.deep)
+    opened = meeting.Meeting(token, wanted.wait, say)
     try:
-        await opened.open(ip, place.meeting_ports)
+        await opened.open(listens, place.meeting_ports, shown)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            saw = f"{ip}:{place.meeting_ports[0]} cannot be listened on: {error.strerror}"
+            saw = f"{listens}:{place.meeting_ports[0]} cannot be listened on: {error.strerror}"
             findings.append(here.finding(place, "E_PORT", saw, "use another --main_process_port, above 1023, on every node"))
         return None
     return opened
 
 
 async def _reach(
-    place: Place, ip: str, token: bytes, wanted: Wanted, say: Callable[[str], None], host_after: float | None,
-    findings: list[Finding], began: float,
+    place: Place, ip: str, token: bytes, wanted: Wanted, say: Callable[[str], None], may_host: Any, findings: list[Finding],
+    began: float,
 ) -> Any:  # fmt: skip
-    """A connection to the meeting; or, after `host_after` seconds, the meeting itself; or why there is none."""
+    """A connection to the meeting; or the meeting itself, with (seconds after which, how) to host it; or why there is none."""
     told = time.monotonic() - meeting.NAMED_EVERY + meeting.NAMED_AFTER
-    quick = max(wanted.wait, 1) if wanted.wait_was_given else min(wanted.wait, SILENT_SECONDS)
-    first, stranger = began, ""
+    stranger = ""
     while True:
-        tries = [asyncio.ensure_future(_knock(ip, port, token)) for port in place.meeting_ports]
-        answers = await asyncio.gather(*tries)
+        answers = await asyncio.gather(*(_knock(ip, port, token) for port in place.meeting_ports))
         good = [answer for answer in answers if isinstance(answer, tuple)]
         for _, writer in good[1:]:
             writer.close()
@@ -179,11 +198,10 @@ async def _reach(
         order = ("stranger", paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)
         kind, why = min((answer.partition(": ")[::2] for answer in answers), key=lambda pair: order.index(pair[0]))
         stranger = why if kind == "stranger" else stranger
-        waited = time.monotonic() - first
-        may_host = host_after is not None and kind == paths.REFUSED and waited >= host_after
-        if may_host and (hosted := await _host(place, ip, token, wanted, say, findings)):
+        waited = time.monotonic() - began
+        if may_host and kind == paths.REFUSED and waited >= may_host[0] and (hosted := await may_host[1]()):
             return hosted
-        limit = wanted.wait if kind == paths.REFUSED else quick
+        limit = wanted.wait if kind == paths.REFUSED else min(wanted.wait, wanted.silent)
         if is_bad(findings):  # this node has something to say that ends the run anyway
             limit = min(limit, 5.0)
         if waited >= limit:
@@ -226,19 +244,19 @@ def _unreached(place: Place, ip: str, kind: str, why: str, waited: float) -> Fin
     """Why the main node could not be reached, told apart by what the network answered."""
     ports = str(place.port) if place.meeting_ports == (place.port,) else f"{place.meeting_ports[0]} to {place.meeting_ports[-1]}"
     at = f"{place.address}:{ports}" + (f" ({ip})" if ip != place.address else "")
-    if ipaddress.ip_address(ip).is_loopback and place.node:
+    if ipaddress.ip_address(ip).is_loopback and place.node and kind == paths.REFUSED:
         itself = f"{place.said('main_process_ip')} is this machine itself, and nothing listens on port {ports}"
         return here.finding(place, "E_REFUSED", itself, "give the address of node 0: --main_process_ip")
     code, saw, fix = {
         paths.REFUSED: ("E_REFUSED", f"{at} is up, but nothing listens there (refused)", "start node 0 (--machine_rank 0), or "
                         f"mend {place.said('main_process_port')} so that it is node 0's"),
         paths.DROPPED: ("E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
-                        f"check that {ip} is node 0's private address and is up; then {how_to_open(f'TCP {place.port}')}"),
+                        f"check that {ip} is node 0's private address and is up; then {how_to_open(f'TCP {ports}')}"),
         paths.UNREACHABLE: ("E_UNREACHABLE", f"{at} cannot be reached ({why or 'no route'}): no host with this address is up "
                             "in this network", f"mend {place.said('main_process_ip')}, or start that node (ip route get {ip})"),
         paths.CUT: ("E_UNREACHABLE", f"{at}: {why or 'the connection failed'}", "look for a proxy or firewall between the nodes"),
         "stranger": ("E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({why})",
-                     "end what is left of an earlier run there, or use another --main_process_port; --token must be the same"),
+                     "end what is left of an earlier run there, or use another --main_process_port (same script, same token?)"),
     }[kind]  # fmt: skip
     return here.finding(place, code, saw, fix)
 
@@ -247,20 +265,24 @@ def _unheard(text: str) -> None:
     """The node that hosts the meeting has said it already."""
 
 
-async def _attend(connection: Any, hello: dict[str, Any], token: bytes, wanted: Wanted, say: Callable[[str], None]) -> Outcome:
-    """Say who we are, do what is asked, return the verdict. ConnectionError where the main node is lost."""
+async def _attend(
+    connection: Any, hello: dict[str, Any], facts_to_come: asyncio.Future, folder: Path | None, token: bytes, wanted: Wanted,
+    say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """Say who we are, do what is asked, return the verdict. OSError where the main node is lost."""
     reader, writer = connection
-    folder = here.existing(wanted.output_dir)
     node, outcome, mine = hello["node"], None, None
+    sending: asyncio.Future | None = None
     try:
         await wire.send(writer, hello)
+        sending = asyncio.ensure_future(_send_facts(writer, facts_to_come))
         while True:
             message = await wire.receive(reader, MAIN_SECONDS)
             do = message.get("do")
             if do == "say":
                 say(printable(message["text"]))
             elif do == "paths":
-                roster = _roster(message)
+                roster = believed.roster(message["roster"])
                 me = next((peer for peer in roster if peer["ip"] == hello["ip"] and peer["ports"] == hello["ports"]), {})
                 node = me.get("node", node)
                 mine = await asyncio.to_thread(_mark, folder, message, node)
@@ -270,22 +292,23 @@ async def _attend(connection: Any, hello: dict[str, Any], token: bytes, wanted: 
                 await wire.send(writer, await asyncio.to_thread(_look, folder, message, mine[1]))
             elif do == "hear":
                 outcome = Outcome(
-                    [Finding.from_stranger(one) for one in list(message["verdict"])[:1000]],
-                    [printable(line) for line in list(message.get("lines") or [])[:100]],
-                    [printable(line) for line in list(message.get("table") or [])[:1000]],
-                    _roster(message), list(message.get("paths") or []), whole(message.get("node")),
-                    whole(message.get("deep_port")),
+                    [Finding.from_stranger(one) for one in believed.listed(message["verdict"], 1000)],
+                    believed.lines(message["lines"], 200), believed.lines(message["table"], 1000),
+                    believed.roster(message["roster"]), believed.listed(message["paths"], 1000), whole(message["node"]),
+                    whole(message.get("local", 1), believed.MOST_LOCAL) or 1, whole(message.get("deep_port")),
                 )  # fmt: skip
                 await wire.send(writer, {"heard": True})
             elif do == "go":
                 break
     except (ValueError, TypeError, KeyError) as error:
         raise ConnectionError(f"it sent what is no message ({error})") from error
-    except (ConnectionError, asyncio.TimeoutError):
+    except (OSError, asyncio.TimeoutError):
         if not outcome:
             raise
     finally:
-        if mine:
+        if sending:
+            sending.cancel()
+        if mine and mine[0]:
             with contextlib.suppress(OSError):
                 mine[0].unlink()
         await wire.close(writer)
@@ -294,20 +317,19 @@ async def _attend(connection: Any, hello: dict[str, Any], token: bytes, wanted: 
     return outcome
 
 
-def _roster(message: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "node": whole(peer["node"]), "host": printable(peer["host"], 300), "ip": str(ipaddress.ip_address(peer["ip"])),
-            "ports": [whole(port, 65535) for port in peer["ports"][:2]], "interface": printable(peer["interface"], 300),
-            "open": printable(peer["open"]), "gpus": whole(peer["gpus"]),
-        }
-        for peer in list(message.get("roster") or [])[:4096]
-    ]  # fmt: skip
+async def _send_facts(writer: asyncio.StreamWriter, facts_to_come: asyncio.Future) -> None:
+    """When they are there: the meeting knows of us before, and can name those who are missing."""
+    known, wrong = await asyncio.shield(facts_to_come)
+    told = [finding.as_dict() for finding in wrong[: believed.MOST_FINDINGS]]
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        await wire.send(writer, {**known, "findings": told, "time": time.time()})
 
 
-def _mark(folder: Path, message: dict[str, Any], node: int | None) -> tuple[Path, str]:
+def _mark(folder: Path | None, message: dict[str, Any], node: int | None) -> tuple[Path | None, str]:
     """Write the file by which others see whether this is their folder too: (the file, "" or why it could not be written)."""
-    file = folder / f".accel_ddp_doctor_{_mark_of(message)}_{node or 0}"
+    if not folder:
+        return None, ""
+    file = folder / f"{_MARK}{_mark_of(message)}_{node or 0}"
 
     def write() -> str:
         try:
@@ -323,9 +345,11 @@ def _mark_of(message: dict[str, Any]) -> str:
     return "".join(letter for letter in printable(message["mark"], 20) if letter.isalnum())
 
 
-def _look(folder: Path, message: dict[str, Any], error: str) -> dict[str, Any]:
+def _look(folder: Path | None, message: dict[str, Any], error: str) -> dict[str, Any]:
     """Whose files are in our folder. A network disk may show them a moment later."""
-    beginning = f".accel_ddp_doctor_{_mark_of(message)}_"
+    if not folder:
+        return {"folder": "", "error": "", "free": 0, "sees": []}
+    beginning = f"{_MARK}{_mark_of(message)}_"
     sees: list[int] = []
     for _ in range(3):
         names = here.bounded(lambda: os.listdir(folder), 2, [])
@@ -335,5 +359,9 @@ def _look(folder: Path, message: dict[str, Any], error: str) -> dict[str, Any]:
         if 0 in sees:
             break
         time.sleep(0.1)
+    for name in names:  # left by a doctor that was killed
+        with contextlib.suppress(OSError):
+            if name.startswith(_MARK) and time.time() - (folder / name).stat().st_mtime > 3600:
+                (folder / name).unlink()
     free = here.bounded(lambda: shutil.disk_usage(folder).free, 2, 0)
     return {"folder": str(folder), "error": error, "free": free, "sees": sees}

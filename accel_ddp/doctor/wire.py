@@ -24,10 +24,9 @@ class Stranger(Exception):
     """The other side is no doctor of this run."""
 
 
-def token_of(port: int, given: str) -> bytes:
+def token_of(port: int, script: str, given: str) -> bytes:
     """What the nodes of one run have in common. Only `--token` is a secret; the rest keeps two jobs apart."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return hashlib.sha256(json.dumps(["accel-ddp", port, job, given]).encode()).digest()
+    return hashlib.sha256(json.dumps(["accel-ddp", port, os.path.basename(script), given]).encode()).digest()
 
 
 def _proof(token: bytes, role: bytes, *nonces: bytes) -> bytes:
@@ -64,7 +63,8 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
 
 async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: float = 10) -> None:
     data = json.dumps(message).encode()
-    assert len(data) <= LARGEST, f"a message of {len(data)} bytes"
+    if len(data) > LARGEST:
+        raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
     writer.write(struct.pack(">I", len(data)) + data)
     await asyncio.wait_for(writer.drain(), seconds)
 
@@ -105,9 +105,7 @@ def listening_socket(ip: str, port: int, small: bool = False) -> socket.socket:
     return sock
 
 
-async def connect(
-    ip: str, port: int, seconds: float, small: bool = False, source: str = ""
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(ip: str, port: int, seconds: float, small: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection, or the OSError that says why not; TimeoutError where nothing answers."""
     sock = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -115,8 +113,6 @@ async def connect(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if small:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
-        if source:
-            sock.bind((source, 0))
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, (ip, port)), seconds)
         if sock.getsockname() == sock.getpeername():  # a port of this machine may connect to itself when nobody listens
             raise ConnectionRefusedError(111, "Connection refused")
