@@ -24,6 +24,7 @@ _reason = ""  # of this rank
 _signals: list[signal.Signals] = []
 _file: Path | None = None
 _looked = 0.0
+_rank = 0  # the process that listens for signals
 _at_exit: tuple[int, int] = (-1, -1)  # a pipe that has something to read from the moment when this process exits
 
 
@@ -37,7 +38,8 @@ def listen(cfg: TrainConfig) -> None:
     Python runs signal handlers only between its own instructions, and a rank inside a collective is not
     there; a thread that reads the wake-up pipe is told by the C level in any case.
     """
-    global _at_exit
+    global _at_exit, _rank
+    _rank = os.getpid()
     _at_exit = os.pipe()
     atexit.register(os.write, _at_exit[1], b"x")
     _signals[:] = [signal.SIGINT, signal.SIGTERM, signal.Signals[f"SIG{cfg.stop_signal}"]]
@@ -70,6 +72,8 @@ def leave_signals_to_the_rank(*_: object) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_if_the_rank_does)  # Python ends the workers of a process at its exit by SIGTERM
     world.end_with_the_parent(signal.SIGKILL)
+    if _rank and os.getppid() != _rank:  # killed before that: this worker would live for ever, and hold the rank's connections
+        os._exit(0)
 
 
 @contextlib.contextmanager

@@ -118,16 +118,18 @@ class Running:
                         child.kill()
                 process.kill()
 
-    def abort(self) -> None:
-        """End those that hang so that they say where: each interpreter prints its stacks."""
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-                    for member in family:
-                        member.send_signal(signal.SIGABRT)
-                        time.sleep(0.2)
-        time.sleep(1)
+    def abort(self) -> str:
+        """End those that hang, and those that only keep the output open, so that they say where: each prints its stacks."""
+        pipes = {os.readlink(f"/proc/self/fd/{process.stdout.fileno()}") for process in self.processes}
+        hang = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
+                if files & pipes and process.pid != os.getpid():
+                    hang.append(f"{process.pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())[:200]}")
+                    process.send_signal(signal.SIGABRT)
+        time.sleep(2)
+        return "\n".join(["these were there:", *hang])
 
     def ended(self, timeout: float = 120) -> Ended:
         """Wait for all of them; their families are ended if they do not."""
@@ -144,8 +146,8 @@ class Running:
             for reader in readers:
                 reader.join(max(0, began + timeout - time.monotonic()))
             if any(reader.is_alive() for reader in readers):
-                self.abort()
-                raise AssertionError(f"not ended after {timeout} s:\n" + "\n".join(self.read))
+                hang = self.abort()
+                raise AssertionError(f"not ended after {timeout} s:\n" + "\n".join([*self.read, hang]))
             codes = [process.wait(10) for process in self.processes]
         finally:
             self.kill()

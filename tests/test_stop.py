@@ -268,6 +268,24 @@ def test_a_launcher_that_restarts_its_ranks_goes_on_after_a_kill(tmp_path, strai
     assert last(folder) == straight
 
 
+def test_a_data_worker_whose_rank_is_killed_before_it_begins_ends_too():
+    """Else it would live for ever, with the rank's connections open: the other ranks would not notice that it is gone."""
+    code = """
+import os, time
+from accel_ddp import stop
+stop._rank = os.getpid()
+if os.fork() == 0:
+    time.sleep(0.5)
+    stop.leave_signals_to_the_rank()
+    print("lives on", flush=True)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+    ended = run_all([[sys.executable, "-c", code]], [clean_environment()], fresh=True)
+    assert ended.codes == [-9]
+    assert ended.text == ""
+
+
 @pytest.mark.slow
 def test_a_launcher_that_restarts_its_ranks_does_not_undo_a_stop(tmp_path):
     """torchrun takes it for a failure."""
