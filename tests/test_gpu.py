@@ -251,7 +251,7 @@ def test_a_gpu_that_another_process_uses_is_named():
     other = Running([[sys.executable, "-c", hold]], [on_gpu()])
     other.until("held")
     ended = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]], [on_gpu()]).well()
-    wrong = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]], [on_gpu(CUDA_VISIBLE_DEVICES="7")])
+    wrong = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]], [{**on_gpu(), "CUDA_VISIBLE_DEVICES": "7"}])
     many = run_all([[sys.executable, "-m", "accel_ddp.doctor", "--no_deep", "--num_processes", "64"]], [on_gpu()])
     other.kill()
     assert "W_GPU_BUSY" in ended.text
