@@ -21,6 +21,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 from accel_ddp import checkpoint, snapshot, stop, world
 from accel_ddp.config import TrainConfig, UserError, as_plain_dict, is_voice_of_node, tell_the_launcher
 from accel_ddp.doctor import place
+from accel_ddp.doctor.gpus import cpu_is_wanted
 from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
@@ -35,7 +36,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     trackers = _known_trackers(cfg.report_to)
     cfg.split(NUM_RANKS)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
-    use_gpu = world.meet(cfg, precision) if NUM_RANKS > 1 else torch.cuda.is_available() and not world.cpu_is_wanted()
+    use_gpu = world.meet(cfg, precision) if NUM_RANKS > 1 else torch.cuda.is_available() and not cpu_is_wanted()
     if not use_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # what Accelerate reads; with it N ranks without GPUs are one world
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process

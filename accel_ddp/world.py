@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, must_be_the_same
+from accel_ddp.doctor.gpus import cpu_is_wanted
 
 HOST = socket.gethostname()
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -153,10 +154,6 @@ def gathered(value: Any) -> list[Any] | None:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_is_wanted() -> bool:
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 def meet(cfg: TrainConfig, precision: str) -> bool:

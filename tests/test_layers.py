@@ -11,7 +11,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 ALLOWED = {
     "seeds": set(),
     "config": {"doctor", "runtime"},  # inside `run`, after the options have been parsed
-    "world": {"config"},
+    "world": {"config", "doctor"},
     "snapshot": {"config"},
     "state": {"config"},
     "stop": {"config", "world"},

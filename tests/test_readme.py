@@ -39,7 +39,7 @@ def test_a_command_of_the_readme_runs(command, tmp_path):
 
 def test_the_two_node_commands_run(tmp_path):
     """With this machine as both nodes."""
-    more = f"--main_process_port {free_port()} recipes/classify.py --steps 2 --output_dir {tmp_path}/run"
+    more = f"--main_process_port {free_port()} recipes/classify.py --steps 2 --max_eval_items 50 --output_dir {tmp_path}/run"
     scripts = [block.replace("10.0.0.1", "127.0.0.1").replace("recipes/classify.py", more) for block in blocks("bash node.")]
     assert len(scripts) == 2
     ended = run_all([["bash", "-ec", script] for script in scripts], [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()

@@ -5,7 +5,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from accel_ddp import doctor
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, parse_config
 from accel_ddp.doctor import here, report, visit
 from accel_ddp.doctor import place as places
+from accel_ddp.doctor.meeting import free_port
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding
 from accel_ddp.doctor.visit import Outcome, Wanted
@@ -89,7 +89,7 @@ def patient(given: argparse.Namespace, script: list[str]) -> tuple[Place, Wanted
         place = places.find(options, given.config_file)
         place.config |= {name: getattr(given, name) for name in ("mixed_precision", "cpu") if getattr(given, name)}
     if place.nodes == 1 and here.is_here(here.bounded(lambda: here.resolved(place.address), 5, "127.0.0.1")):
-        place.address, place.port = "127.0.0.1", _free_port()  # nobody else needs to find it
+        place.address, place.port = "127.0.0.1", free_port("127.0.0.1")  # nobody else needs to find it
         place.meeting_ports = (place.port,)
     wanted = _of_the_script(script) if script else Wanted()
     wanted.files |= {f"content of {path}": path for path in [*given.data, *([given.model] if given.model else [])]}
@@ -225,9 +225,3 @@ def _ended(child: subprocess.Popen) -> str:
     child.kill()
     child.wait()
     return f"was still there at the end of its time ({state})"
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

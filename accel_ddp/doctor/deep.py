@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.doctor.gpus import cpu_is_wanted
 from accel_ddp.doctor.rank import BUCKET, FIX_EFA, HOST, ITEMS, PARAMETERS, TOKENS, USE, Rank, Refused
 
 
@@ -57,7 +58,7 @@ class Child(Rank):
         self.ear = connect(False)
         threading.Thread(target=self._listen, daemon=True).start()
 
-        gpus = 0 if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") else torch.cuda.device_count()
+        gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
         index = self.local_rank % max(gpus, 1)
         gpu = str(torch.cuda.get_device_properties(index).uuid) if gpus else None
         # NCCL takes two ranks on one GPU for two nodes if their NCCL_HOSTID differ, and refuses them otherwise.

@@ -292,7 +292,7 @@ class Meeting:
         self.verdict = {
             "do": "hear", "verdict": [finding.as_dict() for finding in findings[:_MOST_TOLD]], "table": table, "lines": lines,
             "roster": roster, "paths": results if len(roster) <= _FEW else [], "local": compare.local_ranks(said),
-            "deep_port": _free_port(self.ip) if deep else None,
+            "deep_port": free_port(self.ip) if deep else None,
         }  # fmt: skip
         expected = min((m["nodes"] for m in said), default=1)
         await self._until_all_have_heard(may_come=not waited_in_vain and len(voices) < expected)
@@ -328,7 +328,7 @@ class Meeting:
         await asyncio.gather(self.conducted, return_exceptions=True)
 
 
-def _free_port(ip: str) -> int:
+def free_port(ip: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as sock:
         sock.bind((ip, 0))
         return sock.getsockname()[1]
