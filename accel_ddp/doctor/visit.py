@@ -202,6 +202,8 @@ async def _reach(
         if may_host and kind == paths.REFUSED and waited >= may_host[0] and (hosted := await may_host[1]()):
             return hosted
         limit = wanted.wait if kind == paths.REFUSED else min(wanted.wait, wanted.silent)
+        if kind == "stranger":  # another program has the port, and will not go by itself
+            limit = min(limit, SILENT_SECONDS)
         if is_bad(findings):  # this node has something to say that ends the run anyway
             limit = min(limit, 5.0)
         if waited >= limit:
