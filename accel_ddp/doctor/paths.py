@@ -50,7 +50,8 @@ class Listener:
                 size = whole(asked.get("bytes", 0), MOST)
                 left = size
                 while left:
-                    piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 2 * STALL_SECONDS)
+                    # Longer than the sender waits: who gives up first decides whether it looks stuck or cut.
+                    piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
                     if not piece:
                         return
                     left -= len(piece)
