@@ -86,7 +86,7 @@ def test_wrong_words_are_refused_in_words(environment, tmp_path):
     ended = run_all(commands, [clean_environment()] * 3)
     assert ended.codes == [2, 2, 2]
     assert "--config_file none.yaml: there is no such file" in ended.texts[0]
-    assert "unrecognized arguments: --machine_rnak" in ended.texts[1]
+    assert "unrecognized arguments: --machine_rnak 1. Did you mean --machine_rank?" in ended.texts[1]
     assert "none.py: there is no such script" in ended.texts[2]
     assert "Traceback" not in ended.text
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import difflib
 import importlib.util
 import json
 import os
@@ -67,7 +68,10 @@ def main(words: list[str], prog: str = "accel-ddp doctor") -> int:
     parser = parser_of_doctor(
         argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     )
-    given = parser.parse_args(words[:script])
+    given, unknown = parser.parse_known_args(words[:script])
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
     try:
         place, wanted = patient(given, words[script:])
         return walk(place, wanted, given)
