@@ -225,27 +225,23 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     """Parse the command line, run `main`, and turn whatever happens into an exit code and words for the user."""
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
-    try:
-        from accel_ddp import doctor
+    from accel_ddp import doctor
 
-        try:
-            cfg = parse_config(cls)
-        except UserError as error:
-            if is_voice_of_node():
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            doctor.tell_the_others(str(error))
-            tell_the_launcher(f"error: {error}")
-            sys.exit(2)
-        except SystemExit as ended:  # tyro has said why
-            if ended.code == 2:
-                doctor.tell_the_others("its command line makes no sense")
-            raise
+    cfg = None
+    try:
+        cfg = parse_config(cls)
         doctor.preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
     except UserError as error:
         if is_voice_of_node():
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if cfg is None:  # a preflight has told them already
+            doctor.tell_the_others(str(error))
         tell_the_launcher(f"error: {error}")
         sys.exit(2)
+    except SystemExit as ended:  # of tyro, which has said why, or of --help
+        if ended.code == 2:
+            doctor.tell_the_others("its command line makes no sense")
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster

@@ -115,7 +115,9 @@ class UserSpace:
             shutil.rmtree(folder, ignore_errors=True)
             raise NotPossible((said + self.holder.stdout.read()).strip() or "unshare was killed")
         self.handle = str(self.holder.pid)
-        self.files = Path(f"/proc/{self.handle}/root/etc")  # those in the folder have no name any more, so that none is left
+        self.files = Path(
+            "/proc", str(self.handle), "root", "etc"
+        )  # those in the folder have no name any more, so that none is left
         self.identity = os.stat(f"/proc/{self.handle}/ns/net").st_ino
 
     def command(self, words: list) -> list[str]:

@@ -63,6 +63,12 @@ class Examined:
         return self
 
 
+def of_srun(rank: int) -> dict[str, str]:
+    """What an srun script sets for one of two ranks, each alone on its node."""
+    values = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**values, "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
+
+
 def examine(
     nodes: Nodes, *options: object, each: dict[int, list] | None = None, of: int = 2, only: int | None = None,
     wait: float | None = 5, script: list | None = None, env: dict[int, dict[str, str]] | None = None,
@@ -145,15 +151,7 @@ def test_1c_c10d_needs_no_machine_rank_and_names_how_many_are_missing(nodes):
 
 def test_1e_ranks_that_srun_starts_name_the_missing_one_before_torch_is_imported(nodes):
     nodes.require("host names")
-    env = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": MAIN,
-        "MASTER_PORT": "29500",
-    }
-    ended = Examined(nodes, {0: [sys.executable, "-X", "importtime", RECIPE, "--preflight_wait", 3]}, {0: env})
+    ended = Examined(nodes, {0: [sys.executable, "-X", "importtime", RECIPE, "--preflight_wait", 3]}, {0: of_srun(0)})
     assert ended.codes == {0: 2}
     assert "error: preflight: 1 error\nE_MISSING  machine_rank 1 did not come within 3 s" in ended.texts[0]
     assert "import time" in ended.texts[0]
@@ -300,15 +298,7 @@ def test_3b_two_nodes_are_machine_rank_1(nodes):
 
 def test_3c_two_ranks_0_that_srun_started(nodes):
     nodes.require("host names")
-    env = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": MAIN,
-        "MASTER_PORT": "29500",
-    }
-    ended = Examined(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: env, 1: env})
+    ended = Examined(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: of_srun(0), 1: of_srun(0)})
     ended.named("E_DUPLICATE", "machine_rank 0 is claimed by node0", within=2.5)
     assert ended.codes == {0: 2, 1: 2}
 
@@ -351,8 +341,7 @@ def test_7_options_that_differ_are_named_by_the_doctor_and_by_the_preflight(node
     ended.named("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)",
                 "--global_batch_size differs: 16 on node0", "--seed differs: 0 on node0", within=2)  # fmt: skip
     assert re.search(r"^--lr +0.0001 +0.001 +error", ended.texts[1], re.MULTILINE), ended.texts[1]
-    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
-    envs = {n: {**env, "RANK": str(n)} for n in (0, 1)}
+    envs = {n: of_srun(n) for n in (0, 1)}
     ended = Examined(nodes, {n: [sys.executable, *options[n]] for n in (0, 1)}, envs)
     ended.named("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0)", within=2.5)
 
@@ -411,8 +400,7 @@ def test_7_a_script_of_another_trainer_is_compared_by_its_words_its_text_and_its
 
 def test_a_mistyped_option_on_one_node_is_heard_by_the_other(nodes):
     nodes.require("host names")
-    env = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": MAIN, "MASTER_PORT": "29500"}
-    envs = {n: {**env, "RANK": str(n)} for n in (0, 1)}
+    envs = {n: of_srun(n) for n in (0, 1)}
     ended = Examined(nodes, {0: [sys.executable, RECIPE], 1: [sys.executable, RECIPE, "--stpes", 3]}, envs)
     assert ended.codes == {0: 2, 1: 2}
     assert "E_OPTIONS  [node1, machine_rank 1] its command line makes no sense" in ended.texts[0]

@@ -25,7 +25,8 @@ def preflight(cfg: "TrainConfig") -> None:
     """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
     import asyncio
 
-    from accel_ddp.doctor import place, visit
+    from accel_ddp.config import UserError
+    from accel_ddp.doctor import here, place, visit
 
     mine = place.of_this_rank()
     if cfg.preflight == "off" or mine.nodes <= 1:
@@ -35,10 +36,13 @@ def preflight(cfg: "TrainConfig") -> None:
     wanted = of_options(cfg, script=sys.argv[0])
     wanted.wait, wanted.silent = cfg.preflight_wait, SILENT_SECONDS
     wanted.measure, wanted.sets_interface = False, True
+    try:
+        place.refuse_what_was_not_asked_for()
+    except UserError as error:  # told to all: a node that ended here alone would leave the others waiting
+        wanted.already.append(here.finding(mine, "E_PROCESSES", str(error), ""))
     began = time.monotonic()
     outcome = asyncio.run(visit.examine(mine, wanted, say if mine.local_rank == 0 else lambda text: None))
     refuse(outcome)
-    place.refuse_what_was_not_asked_for()
     if mine.local_rank == 0:
         tell(outcome.findings)
     if mine.local_rank == 0 and outcome.node == 0:

@@ -2,8 +2,8 @@
 a process of ours, up to 30 minutes without a word. What happens there can only be said from there.
 
 torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), which is how packages add ways to
-rendezvous. It adds one, `accel_ddp` (static, with the doctor first), and lets the doctor go before the usual ones where
-the script that is launched uses this package on several nodes. Any other script is left alone.
+rendezvous. Here the doctor goes before the usual ones, where the script that is launched uses this package on several
+nodes. Any other script is left alone.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add_to_torchrun():
-    """Called by torch when a launcher starts; returns what makes the rendezvous of the backend `accel_ddp`."""
+    """Called by torch when a launcher starts. It wants a way to rendezvous in return: the usual one, under our name."""
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
     ways = rendezvous_handler_registry._registry  # `register` refuses a second maker for a name
@@ -19,7 +19,7 @@ def add_to_torchrun():
     if words := script_of(sys.argv[1:]):
         for name, make in usual.items():
             ways[name] = lambda params, name=name, make=make: _first_the_doctor(params, name, make, words)
-    return lambda params: _first_the_doctor(params, "static", usual["static"], words or ["?"])
+    return usual["static"]
 
 
 def script_of(words: list[str]) -> list[str]:

@@ -176,9 +176,7 @@ def deep(
     local = outcome.local  # the same on every node
     node = outcome.node or 0
     base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if outcome.interface:
-            base.setdefault(name, outcome.interface)
+    base |= here.interface_to_set(outcome.interface, main["ip"])  # as a recipe's preflight would
     options = ["--backend", given.backend, "--seconds", str(given.deep_seconds)]
     for name in ("megabytes", "step_ms"):
         options += [f"--{name}", str(getattr(given, name))] if getattr(given, name) else []

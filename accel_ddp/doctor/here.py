@@ -197,42 +197,26 @@ def of_the_place(place: Place, ip: str) -> list[Finding]:
 
 def real_interfaces() -> list[str]:
     """Those that may lead to other hosts: not loopback, and not what containers and tunnels add."""
-    inner = (
-        "lo",
-        "docker",
-        "veth",
-        "virbr",
-        "br-",
-        "cni",
-        "flannel",
-        "cali",
-        "kube",
-        "podman",
-        "lxc",
-        "tun",
-        "tap",
-        "wg",
-        "tailscale",
-    )
-    return [name for name in addresses() if not name.startswith(inner)]
+    inner = "lo docker veth virbr br- cni flannel cali kube podman lxc tun tap wg tailscale"
+    return [name for name in addresses() if not name.startswith(tuple(inner.split()))]
 
 
-def set_interface(interface: str, ip_of_main: str) -> list[str]:
-    """Choose the interface that routes to the main node, for what this process starts; returns the variables that were set.
+def interface_to_set(interface: str, ip_of_main: str) -> dict[str, str]:
+    """The variables that choose the interface which routes to the main node, where the user has not chosen.
 
     gloo takes one interface anyhow. NCCL may use several at once, so it is left alone where there are several.
     """
     only = real_interfaces() == [interface] or ipaddress.ip_address(ip_of_main).is_loopback
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if only else [])]
-    names = [name for name in names if interface and not os.environ.get(name)]
-    os.environ.update(dict.fromkeys(names, interface))
-    return names
+    return {name: interface for name in names if interface and not os.environ.get(name)}
 
 
 def of_the_name(place: Place, interface: str, ip_of_main: str, sets: bool) -> list[Finding]:
     """gloo connects to what the host name resolves to: Debian's 127.0.1.1 makes the others connect to themselves."""
     is_chosen = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
-    were_set = set_interface(interface, ip_of_main) if sets else []
+    to_set = interface_to_set(interface, ip_of_main)
+    if sets:
+        os.environ.update(to_set)
     at = bounded(lambda: resolved(HOST, 2), 3, "")
     bad = at.startswith("127.") or at == "::1" or not at
     if not bad or is_chosen or ipaddress.ip_address(ip_of_main).is_loopback:  # of the last all nodes are this machine
@@ -243,9 +227,9 @@ def of_the_name(place: Place, interface: str, ip_of_main: str, sets: bool) -> li
     if not interface:
         return [finding(place, "E_HOST_NAME", saw, "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, see `ip addr`")]
     if sets:
-        done = " and ".join(f"{name}={interface}" for name in were_set)
+        done = " and ".join(f"{name}={interface}" for name in to_set)
         return [finding(place, "I_HOST_NAME", f"{saw}; set {done} for this run", "")]
-    fix = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface} (recipes of accel_ddp do so by themselves)"
+    fix = f"export {' '.join(f'{name}={interface}' for name in to_set)} (recipes of accel_ddp do so by themselves)"
     return [finding(place, "W_HOST_NAME", saw, fix)]
 
 

@@ -153,13 +153,8 @@ def judged(results: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[
             if len(sources) > _MANY:
                 way = f"{len(sources)} of {len(roster) - 1} nodes -> {there['host']} (machine_rank {b}), for example {way}"
             back = how.get((b, a), {}).get("how")
-            also = (
-                " The other direction works."
-                if back == "ok"
-                else f" The other direction: {back}."
-                if back and back != kind
-                else ""
-            )
+            also = f" The other direction: {back}." if back and back != kind else ""
+            also = " The other direction works." if back == "ok" else also
             code, saw, fix = _words(kind, here, there)
             code = "E_PATH_ONE_WAY" if back == "ok" and kind in (DROPPED, REFUSED, UNREACHABLE) else code
             found.append(Finding(code, f"{way}: {saw}.{also}", fix, host=here["host"], node=a))
