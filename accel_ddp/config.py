@@ -38,7 +38,7 @@ class TrainConfig:
         "pin_memory", "cache_dir", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "best_metric",
         "early_stopping_patience", "report_to", "project", "run_name", "stop_signal", "stop_after", "push_to_hub",
         "eval_batch_size", "eval_file", "eval_split", "max_eval_items", "eval_first", "attn_implementation",
-        "merge_adapters", "preflight", "preflight_wait",
+        "merge_adapters", "packing", "compile", "preflight", "preflight_wait",
     )  # fmt: skip
     # Options of which each node may have its own; any other that differs would train something else on each. `model` and
     # the files are places: what lies there is compared, or rank 0's is sent to all.
@@ -66,6 +66,8 @@ class TrainConfig:
     momentum: float = 0.9  # of sgd
     max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: not clipped
 
+    packing: Literal["auto", "on", "off"] = "auto"  # no computing on padding; auto: where that gives the same loss
+    compile: Literal["auto", "on", "off"] = "auto"  # fuse the layers' kernels (GPU); auto: in runs that are long enough
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: what the accelerate config says
     tf32: bool = True  # tensor cores for float32 products, on GPUs that have them
     deterministic: bool = False  # GPU kernels that give the same bits every time: slower, but then a resumed run is bit-identical

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from accelerate import Accelerator
 
@@ -17,13 +17,31 @@ from accel_ddp.config import TrainConfig, UserError, as_plain_dict
 from accel_ddp.update import Numbers
 
 
+class Pace(NamedTuple):
+    """Per second, over all ranks."""
+
+    items: float
+    tokens: float  # real ones; 0 where items are no texts
+    flops: float  # of the model; 0 where they are not counted
+    mfu: float | None  # the share of what the GPUs can do at best, where that is known
+
+    def words(self) -> str:
+        text = f"{self.items:.1f} items/s"
+        if self.tokens:
+            text += f"  {self.tokens:,.0f} tokens/s"
+        return text + (f"  MFU {self.mfu:.1%}" if self.mfu is not None else "")
+
+
 class Hook:
     """Called on every rank with numbers that are the same on every rank."""
 
     def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
         """`evaluations` are those of the run's earlier lives, where it was resumed. Return True if that was its end."""
 
-    def on_update(self, numbers: Numbers, rate: float) -> None: ...
+    def on_warm_up(self, seconds: float) -> None:
+        """Layers were compiled before the first step."""
+
+    def on_update(self, numbers: Numbers, pace: Pace) -> None: ...
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Return True to end the run after this step."""
 
@@ -57,15 +75,20 @@ class Progress(Hook):
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
 
-    def on_update(self, numbers, rate):
+    def on_warm_up(self, seconds):
+        self._print(f"warm-up: {seconds:.1f} s")
+        self.began = time.monotonic()
+
+    def on_update(self, numbers, pace):
         if self.bar is not None:
             self.bar.update(numbers.step - self.bar.n)
-            self.bar.set_postfix_str(f"loss {numbers.loss:.4f}, lr {numbers.lr:.2e}, {rate:.1f} items/s", refresh=False)
+            speed = pace.words().replace("  ", ", ")
+            self.bar.set_postfix_str(f"loss {numbers.loss:.4f}, lr {numbers.lr:.2e}, {speed}", refresh=False)
         elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {rate:.1f} items/s  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace.words()}  "
                 f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
             )
 
@@ -113,10 +136,13 @@ class JsonlLog(Hook):
         self.total_steps = total_steps
         self._write("start", step, total_steps=total_steps)
 
-    def on_update(self, numbers, rate):
+    def on_warm_up(self, seconds):
+        self._write("warm_up", 0, seconds=round(seconds, 3))
+
+    def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
-                        items=numbers.items, items_per_second=rate)  # fmt: skip
+                        items=numbers.items, items_per_second=pace.items, **_speed(numbers, pace))  # fmt: skip
 
     def on_evaluate(self, step, metrics):
         self._write("evaluate", step, **metrics)
@@ -153,10 +179,11 @@ class Trackers(Hook):
                     f"tracking stopped, training goes on, log.jsonl has it all: {type(error).__name__}: {error}", file=sys.stderr
                 )
 
-    def on_update(self, numbers, rate):
+    def on_update(self, numbers, pace):
         if numbers.step % self.every == 0:
             values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
-                      "train/items_per_second": rate}  # fmt: skip
+                      "train/items_per_second": pace.items}  # fmt: skip
+            values |= {f"train/{name}": value for name, value in _speed(numbers, pace).items()}
             self._try(self.accelerator.log, values, step=numbers.step)
 
     def on_evaluate(self, step, metrics):
@@ -186,6 +213,17 @@ class EarlyStopping(Hook):
         value = self.sign * metrics[self.metric]
         self.best, self.since = (value, 0) if value > self.best else (self.best, self.since + 1)
         return self.since >= self.patience
+
+
+def _speed(numbers: Numbers, pace: Pace) -> dict[str, float]:
+    """What is known of it."""
+    known = {
+        "tokens": numbers.tokens,
+        "tokens_per_second": round(pace.tokens, 1),
+        "tflops_per_second": round(pace.flops / 1e12, 3),
+    }
+    known = {name: value for name, value in known.items() if value}
+    return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})
 
 
 def _wandb_can_log_in() -> bool:

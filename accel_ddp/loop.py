@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import checkpoint, stop, world
+from accel_ddp import checkpoint, fast, flops, stop, world
 from accel_ddp.config import TrainConfig, UserError
-from accel_ddp.hooks import Hook
+from accel_ddp.hooks import Hook, Pace
 from accel_ddp.optim import lr_at, set_lr
 from accel_ddp.seeds import mixed
 from accel_ddp.stream import TrainBatches
@@ -37,11 +37,13 @@ def fit(
     Where the run is asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is whole.
     """
     total_steps = cfg.total_steps(len(train))
+    speed = fast.prepare(accelerator, cfg, model, train, loss_sum, total_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     saved = checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
     first = step = saved.restore()
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
+    peak = flops.peak_of_all(accelerator, cfg)
     reader, rate = LateReader(accelerator.device), _Rate()
     metrics: dict[str, float] = {}
     skipped, is_stopping = 0, 0 < cfg.stop_after <= step
@@ -61,9 +63,9 @@ def fit(
         nonlocal skipped, is_stopping
         skipped += _check(accelerator, numbers)
         is_stopping = is_stopping or numbers.votes > 0  # the same sum on every rank, so the same step
-        per_second = rate.after(numbers.items)
+        pace = rate.after(numbers, peak)
         for hook in hooks:
-            hook.on_update(numbers, per_second)
+            hook.on_update(numbers, pace)
 
     def measure() -> None:
         nonlocal metrics, is_done, is_stopping
@@ -86,12 +88,18 @@ def fit(
         if evaluates() and step not in saved.evaluations:  # before the first step; or killed in an evaluation after a save
             measure()
             rate.restart()
+        if step < total_steps and not is_done and not is_stopping:
+            updates, seconds = speed.ready(accelerator, model, updates, loss_sum)
+            for hook in hooks if seconds is not None else ():
+                hook.on_warm_up(seconds)
+            rate.restart()
         while step < total_steps and not is_done and not is_stopping:
             lr = lr_at(step, cfg, total_steps)
             set_lr(optimizer, lr)
             seed = mixed(cfg.seed, "step", step)
             batches, asked = next(updates), stop.is_asked()
-            stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, vote=asked)
+            work = speed.work_of(batches)
+            stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, asked, work)
             step += 1
             reader.push(step, lr, stats)
 
@@ -166,16 +174,19 @@ def _check(accelerator: Accelerator, numbers: Numbers) -> bool:
 
 
 class _Rate:
-    """Items per second since the last evaluation or save, the latest counting most."""
+    """How fast it goes since the last evaluation or save, the latest counting most."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self.last, self.items, self.seconds = time.monotonic(), 0.0, 0.0
+        self.last, self.items, self.tokens, self.flops, self.seconds = time.monotonic(), 0.0, 0.0, 0.0, 0.0
 
-    def after(self, items: int) -> float:
+    def after(self, numbers: Numbers, peak: float | None) -> Pace:
         now = time.monotonic()
-        self.items, self.seconds = 0.9 * self.items + items, 0.9 * self.seconds + now - self.last
+        self.items, self.tokens = 0.9 * self.items + numbers.items, 0.9 * self.tokens + numbers.tokens
+        self.flops, self.seconds = 0.9 * self.flops + numbers.flops, 0.9 * self.seconds + now - self.last
         self.last = now
-        return self.items / max(self.seconds, 1e-9)
+        seconds = max(self.seconds, 1e-9)
+        mfu = self.flops / seconds / peak if peak and self.flops else None
+        return Pace(self.items / seconds, self.tokens / seconds, self.flops / seconds, mfu)

@@ -21,6 +21,11 @@ def of_tokens(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     return losses if reduction == "sum" else losses.view(labels.shape).sum(-1)
 
 
+def next_tokens(labels: Tensor) -> Tensor:
+    """At each token, the label of the one after it."""
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
 def of_classes(
     logits: Tensor, labels: Tensor, problem_type: str, reduction: str = "sum", weights: Tensor | None = None
 ) -> Tensor:

@@ -1,11 +1,14 @@
 """The training items as an endless shuffled stream. The step says where we are in it: nothing to save, nothing to replay."""
 
+import functools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_ddp.config import TrainConfig
@@ -60,6 +63,24 @@ class Shuffle:
         return values
 
 
+class Sizes(NamedTuple):
+    """What the host knows of a micro-batch of texts, so that nobody has to ask the device."""
+
+    texts: int
+    real: int  # tokens that are not padding
+    squares: int  # the sum of the texts' squared lengths, as attention counts
+    row: int  # of a row that holds them: a little more, so that there are few different ones
+    longest: int  # at least as long as the longest text; few different ones
+    targets: int  # labels that count, where each token has one
+    room: int  # a little more than these
+
+
+class Batch(dict):
+    """A micro-batch by name, on the device; `sizes` where it is one of texts."""
+
+    sizes: Sizes | None = None
+
+
 class TrainBatches:
     """The micro-batches of each step, on this rank's device.
 
@@ -76,21 +97,37 @@ class TrainBatches:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @functools.cached_property
+    def lengths(self) -> np.ndarray | None:
+        """Tokens of each item, where they can be had without reading them all."""
+        if not _draws_nothing(self.dataset) or "input_ids" not in self.dataset.column_names:
+            return None
+        import pyarrow.compute as pc
+
+        found = [pc.list_value_length(part["input_ids"]) for part in self.dataset.with_format("arrow").iter(10_000)]
+        return np.concatenate([np.asarray(part.combine_chunks()) for part in found])
+
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         micro, count = cfg.split(accelerator.num_processes)
-        stream = _GlobalMicroBatches(
-            Shuffle(len(self.dataset), cfg.seed), first=step * cfg.global_batch_size, batch_size=micro * accelerator.num_processes
-        )
+        order = Shuffle(len(self.dataset), cfg.seed)
+        stream = _GlobalMicroBatches(order, step, micro, count, accelerator.num_processes, self.lengths)
         loader = DataLoader(
             _SeededItems(self.dataset, cfg.seed),
             batch_sampler=stream,
-            collate_fn=self.collate,
+            collate_fn=_Counted(self.collate),
             **loader_options(cfg, accelerator),
         )
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
         accelerator._dataloaders.pop()  # kept there, its workers would live until the process ends
         while True:
-            yield [next(micro_batches) for _ in range(count)]
+            yield [_sized(next(micro_batches), accelerator.device) for _ in range(count)]
+
+    def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig) -> Any:
+        """A micro-batch of the first items, the same on every rank."""
+        items = _SeededItems(self.dataset, cfg.seed, is_recorded=False)
+        keys = [(place, place) for place in range(min(number, len(self.dataset)))]
+        batch = _Counted(self.collate)(items.__getitems__(keys))
+        return _sized(send_to_device(batch, accelerator.device), accelerator.device)
 
 
 def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -110,18 +147,39 @@ def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]
 
 
 class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
-    """(position in the stream, index in the dataset) of the items of all ranks' micro-batches, for ever."""
+    """(position in the stream, index in the dataset) of the items of all ranks' micro-batches, for ever.
+
+    Where lengths are known, the items of a step are dealt out so that all of its micro-batches have about as many tokens:
+    a step takes as long as its longest. Which items a step has does not change, and each micro-batch has as many.
+    """
 
     drop_last = False  # asked for by Accelerate
 
-    def __init__(self, order: Shuffle, first: int, batch_size: int):
-        self.order, self.first, self.batch_size = order, first, batch_size
+    def __init__(self, order: Shuffle, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
+        self.order, self.step, self.lengths = order, step, lengths
+        self.batch_size, self.groups = micro * num_ranks, count * num_ranks  # asked for by Accelerate; micro-batches of a step
+        self.per_step = self.batch_size * count
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        position = self.first
+        step = self.step
         while True:
-            yield list(enumerate(self.order.items(position, self.batch_size), start=position))
-            position += self.batch_size
+            first = step * self.per_step
+            items = list(enumerate(self.order.items(first, self.per_step), start=first))
+            if self.lengths is not None and self.groups > 1:
+                items = _dealt_out(items, self.lengths, self.groups)
+            for start in range(0, self.per_step, self.batch_size):
+                yield items[start : start + self.batch_size]
+            step += 1
+
+
+def _dealt_out(items: list[tuple[int, int]], lengths: np.ndarray, groups: int) -> list[tuple[int, int]]:
+    """Group after group, of as many items and about as many tokens each: the longest first, to and fro."""
+    by_length = sorted(items, key=lambda item: (-lengths[item[1]], item[0]))
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
+    for turn, start in enumerate(range(0, len(by_length), groups)):
+        for group, item in enumerate(by_length[start : start + groups]):
+            dealt[group if turn % 2 == 0 else groups - 1 - group].append(item)
+    return [item for group in dealt for item in sorted(group)]
 
 
 class _SeededItems(Dataset):
@@ -130,9 +188,9 @@ class _SeededItems(Dataset):
     What the collate function draws depends on the position of the micro-batch's first item.
     """
 
-    def __init__(self, dataset: Any, seed: int):
+    def __init__(self, dataset: Any, seed: int, is_recorded: bool = True):
         self.dataset, self.seed = dataset, seed
-        self.record = os.environ.get("ACCEL_DDP_RECORD_SAMPLES", "")  # a folder; set by `accel-ddp verify`
+        self.record = os.environ.get("ACCEL_DDP_RECORD_SAMPLES", "") if is_recorded else ""  # a folder; set by `accel-ddp verify`
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         position, index = key
@@ -149,6 +207,45 @@ class _SeededItems(Dataset):
             items = [self[key] for key in keys]
         seed_host(mixed(self.seed, "collate", keys[0][0]))  # called next, in the same process
         return items
+
+
+_COUNTS = "_counts"
+
+
+class _Counted:
+    """Counts the tokens of a micro-batch where it is made, on the host."""
+
+    def __init__(self, collate: Callable[[list], Any]):
+        self.collate = collate
+
+    def __call__(self, rows: list) -> Any:
+        batch = self.collate(rows)
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if mask is None or mask.ndim < 2:
+            return batch
+        labels = batch.get("labels")
+        targets = int((labels != -100).sum()) if labels is not None and labels.ndim == 2 else 0
+        lengths = mask.sum(-1)
+        return {**batch, _COUNTS: (lengths.numel(), int(lengths.sum()), int((lengths**2).sum()), mask.shape[-1], targets)}
+
+
+def _sized(batch: Any, device: torch.device) -> Any:
+    if not isinstance(batch, Mapping) or _COUNTS not in batch:
+        return batch
+    sized = Batch(batch)
+    texts, real, squares, width, targets = sized.pop(_COUNTS)
+    on_gpu = device.type == "cuda"
+    row = _rounded(real) if on_gpu else real
+    # What remains of the row is computed like a text, so it must not be longer than the longest.
+    longest = max(1 << max(0, width - 1).bit_length(), 1 << (row - real).bit_length()) if on_gpu else width
+    sized.sizes = Sizes(texts, real, squares, row, longest, targets, _rounded(targets) if on_gpu else targets)
+    return sized
+
+
+def _rounded(number: int) -> int:
+    """Up, by a sixteenth at most on average: a recording is made of every length that occurs."""
+    grain = max(64, 1 << max(0, (number // 8).bit_length() - 1))
+    return max(1, -(-number // grain)) * grain
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -13,6 +13,7 @@ from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_ddp import packing
 from accel_ddp.config import UserError
 from accel_ddp.seeds import mixed, seed_torch
 
@@ -28,6 +29,8 @@ class UpdateStats(NamedTuple):
     grad_norm: Tensor  # before clipping; not finite in a step that the fp16 scaler skipped
     items: Tensor | float  # over all ranks
     votes: Tensor | float  # how many ranks ask for a stop
+    tokens: Tensor | float  # real ones, over all ranks
+    flops: Tensor | float  # over all ranks
     local_loss: Tensor  # this rank's sum, to name the rank that went wrong
 
 
@@ -41,12 +44,13 @@ def update(
     max_grad_norm: float = 0.0,
     seed: int = 0,
     vote: bool = False,
+    work: tuple[float, float] = (0.0, 0.0),
 ) -> UpdateStats:
     """Take one step down the mean loss of all items in `batches` on all ranks.
 
     How the items are spread over micro-batches and ranks does not change the result. Dropout is drawn
     from (`seed`, place of the micro-batch among those of all ranks), so that not even it changes when
-    the same micro-batches are spread over another number of ranks.
+    the same micro-batches are spread over another number of ranks. `work`: this rank's tokens and FLOPs, for the report.
     """
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.of(accelerator, model, batches, seed)
@@ -55,22 +59,24 @@ def update(
     exact = torch.float32 if device.type == "mps" else torch.float64
     items: Tensor | float = sum(count(batch) for batch in batches)
     votes: Tensor | float = float(vote)
+    tokens, flops = work
     counting = None
     if num_ranks > 1:
-        agreed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes], dtype=exact)
+        agreed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes, *work], dtype=exact)
         agreed = agreed.to(device, non_blocking=True)
         if isinstance(items, Tensor):
             agreed[0] += items
         # Travels while the first forward runs; its answer is needed by the first backward only.
         counting = dist.all_reduce(agreed, async_op=True)
-        items, votes = agreed[0], agreed[1]
+        items, votes, tokens, flops = agreed.unbind()
 
     total = weight = None
     for i, batch in enumerate(batches):
         seed_torch(_dropout_seed(accelerator, seed, i), device)
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(model):
-            loss = loss_sum(model, batch)
+            with packing.using(batch):
+                loss = loss_sum(model, batch)
             if weight is None:
                 if counting:
                     counting.wait()  # on a GPU its stream waits, not the host
@@ -96,7 +102,7 @@ def update(
     if num_ranks > 1:
         loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
-    return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, total)
+    return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, tokens, flops, total)
 
 
 def _dropout_seed(accelerator: Accelerator, seed: int, i: int) -> int:
@@ -127,7 +133,8 @@ class WholeBatch:
         with torch.no_grad():
             for i, batch in enumerate(batches):
                 seed_torch(_dropout_seed(accelerator, seed, i), accelerator.device)  # dropout draws the same again below
-                rows.append(self.embed(model, batch))
+                with packing.using(batch):
+                    rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
         total, own = self._own_and_all(leaf, keys)
         gradients = torch.autograd.grad(total, leaf)[0].split(sizes)
@@ -192,10 +199,20 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # it remembers every gradient that it has seen
+    rehearse(model, batch, loss_sum)
+
+
+def rehearse(model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
+    """A forward and a backward pass of which nothing remains but what they have set up. Of a model without its DDP nothing
+    is sent to other ranks."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    loss_sum(model, batch).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    try:
+        with packing.using(batch):
+            loss = loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)
+        loss.backward()
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers):  # statistics of batch norm
             buffer.copy_(before)
@@ -210,6 +227,8 @@ class Numbers(NamedTuple):
     grad_norm: float
     items: int
     votes: int
+    tokens: int  # real ones, that is without padding; 0 where items are no texts
+    flops: float  # of the model for this update, forward and backward; 0 where we cannot count them
     local_loss: float
 
 
@@ -223,7 +242,7 @@ class LateReader:
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.waiting: deque[tuple[int, float, UpdateStats, Tensor, Any]] = deque()
-        self.free = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(3)] if self.on_gpu else []
+        self.free = [torch.empty(7, dtype=torch.float64, pin_memory=True) for _ in range(3)] if self.on_gpu else []
 
     def push(self, step: int, lr: float, stats: UpdateStats) -> None:
         on_device = [value.to(stats.loss.dtype) for value in stats if isinstance(value, Tensor)]
@@ -243,7 +262,8 @@ class LateReader:
             if copied:
                 copied.synchronize()
             read = iter(values[: sum(isinstance(v, Tensor) for v in stats)].tolist())
-            loss, grad_norm, items, votes, local_loss = (next(read) if isinstance(v, Tensor) else v for v in stats)
+            values_of = [next(read) if isinstance(v, Tensor) else v for v in stats]
+            loss, grad_norm, items, votes, tokens, flops, local_loss = values_of
             if copied:
                 self.free.append(values)
-            yield Numbers(step, lr, loss, grad_norm, int(items), int(votes), local_loss)
+            yield Numbers(step, lr, loss, grad_norm, int(items), int(votes), int(tokens), flops, local_loss)

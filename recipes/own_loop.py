@@ -18,12 +18,14 @@ def main(cfg: Config) -> None:
     optimizer = accel_ddp.optim.build(task.model, cfg)
     total_steps = cfg.total_steps(len(task.train))
 
+    speed = accel_ddp.fast.prepare(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accelerator.prepare(task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.tokenizer)
     saved = accel_ddp.checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.identity, files=files)
     first = saved.restore()
     updates = task.train.starting_at(first, accelerator, cfg)
     model.train(cfg.dropout)
+    updates, _ = speed.ready(accelerator, model, updates, task.loss_sum)
     for step in range(first, total_steps):
         accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)

@@ -49,11 +49,12 @@ class Task:
         collate = accel_ddp.data.padded(self.tokenizer, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.head = accel_ddp.heads.OutputHead(self.model)  # the loss without a table of all words for all tokens
         self.said: list[list[str]] = []  # answers to the samples, before training and at each evaluation
 
-    def loss_sum(self, model, batch, reduction="sum"):
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        return accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], reduction)
+    def loss_sum(self, model, batch):
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        return self.head.loss_sum(model, inputs, accel_ddp.losses.next_tokens(batch["labels"]), batch)
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # the first token of a row has nothing before it
@@ -64,7 +65,9 @@ class Task:
 
     def measure(self, model, batch):
         """One row per item; `evaluate` puts the rows of all ranks in order."""
-        return {"loss": self.loss_sum(model, batch, "rows"), "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
+        return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
     def summarize(self, rows):
         """On the main rank, over all items: a mean over tokens, not over rows or batches."""

@@ -33,11 +33,16 @@ ALLOWED = {
     "export": {"checkpoint", "config", "data", "snapshot", "state", "vision", "world"},
     "verify": {"config", "snapshot"},
     "cli": {"config", "doctor", "export", "verify"},
-    "update": {"config", "seeds"},
+    "packing": set(),
+    "graphs": {"world"},
+    "heads": {"losses"},
+    "flops": {"config", "packing"},
+    "fast": {"config", "flops", "graphs", "packing", "seeds", "stream", "update", "world"},
+    "update": {"config", "packing", "seeds"},
     "metrics": {"config", "stream", "stop", "world"},
     "checkpoint": {"config", "snapshot", "state", "world"},
     "hooks": {"checkpoint", "config", "stop", "update"},
-    "loop": {"config", "world", "stop", "stream", "optim", "update", "checkpoint", "hooks", "seeds"},
+    "loop": {"config", "world", "stop", "stream", "optim", "update", "checkpoint", "hooks", "seeds", "fast", "flops"},
 }
 
 

@@ -1,0 +1,151 @@
+"""Makes a model fast without changing what it computes: packed texts, compiled layers, recorded kernels."""
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from accel_ddp import flops, packing, world
+from accel_ddp.config import TrainConfig
+from accel_ddp.graphs import Recorded
+from accel_ddp.seeds import mixed, seed_torch
+from accel_ddp.stream import TrainBatches
+from accel_ddp.update import LossSum, WholeBatch, rehearse
+
+STEPS_THAT_PAY = 1000  # compiling takes 15 to 25 s, and saves a fourth of a step or more: see benchmarks/README.md
+
+
+class Speed:
+    """What was done to a model, and how much it computes."""
+
+    def __init__(self, model: nn.Module, cfg: TrainConfig) -> None:
+        self.model, self.cfg = model, cfg
+        self.packed: packing.Packed | None = None
+        self.recorded: Recorded | None = None
+        self.plain: list[Callable[..., Any]] = []  # the layers before they were compiled; none where they were not
+        try:
+            self.work: flops.Work | None = flops.Work(model)
+        except (packing.Unpackable, StopIteration, AttributeError):
+            self.work = None
+
+    def work_of(self, batches: list[Any]) -> tuple[float, float]:
+        """(tokens, FLOPs) of this rank's share of an update; zeros where they are not known."""
+        sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]
+        tokens = sum(size.real for size in sizes)
+        if self.work is None:
+            return float(tokens), 0.0
+        return float(tokens), float(sum(self.work.of(s.real, s.squares, s.targets, s.texts) for s in sizes))
+
+    def ready(
+        self, accelerator: Accelerator, model: nn.Module, updates: Iterator[list[Any]], loss_sum: LossSum
+    ) -> tuple[Iterator[list[Any]], float | None]:
+        """(the same updates, seconds of `warm_up` on the first of them)"""
+        if not self.plain:
+            return updates, None
+        first = next(updates)
+        return itertools.chain([first], updates), self.warm_up(accelerator, model, first[0], loss_sum)
+
+    def warm_up(self, accelerator: Accelerator, model: nn.Module, batch: Any, loss_sum: LossSum) -> float:
+        """Compile now, before the first step; the seconds that it took.
+
+        On each node one rank compiles and the others find its work in the cache. A model that cannot be compiled is
+        computed as it is, after one line that says so.
+        """
+        from filelock import FileLock, Timeout
+
+        began = time.monotonic()
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        world.say(f"warm-up: compiling the layers (kept in {folder}; without it: --compile off)")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / "accel_ddp.lock")
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=self.cfg.ddp_timeout_seconds / 2)
+        except OSError:  # a cache that cannot be written is no reason not to train
+            lock = None
+        module = accelerator.unwrap_model(model)
+        try:
+            seed_torch(mixed(self.cfg.seed, "warm-up"), accelerator.device)
+            rehearse(module, batch, loss_sum)
+            rehearse(module, batch, loss_sum)  # the second time it is recorded
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler may run into
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
+                  f"{type(error).__name__}: {first[:160]}", file=sys.stderr, flush=True)  # fmt: skip
+            calls, self.plain = self.plain, []
+            self._record(calls, accelerator.device)
+        finally:
+            if lock is not None:
+                lock.release()
+        return time.monotonic() - began
+
+    def _record(self, calls: list[Callable[..., Any]], device: torch.device) -> None:
+        packed = self.packed
+        packed.calls, packed.run, self.recorded = calls, None, None
+        if not self.cfg.gradient_checkpointing:  # which runs a layer again in its backward pass
+            self.recorded = Recorded(packed.layers, calls, device, is_compiled=bool(self.plain))
+            packed.run, packed.forget = self.recorded.call, self.recorded.forget
+
+
+def prepare(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, total_steps: int
+) -> Speed:
+    """Before `accelerator.prepare`. Says in one line each what is done, and why something that was asked for is not."""
+    speed = Speed(model, cfg)
+    why = "--packing off" if cfg.packing == "off" else _pack(accelerator, cfg, model, train, loss_sum, speed)
+    if why and cfg.packing == "on":
+        world.say(f"--packing on: not possible: {why}. Texts are padded.")
+    why = "--compile off" if cfg.compile == "off" else _compile(cfg, accelerator.device, speed, total_steps)
+    if why and cfg.compile == "on":
+        world.say(f"--compile on: not possible: {why}. Layers are computed as they are.")
+    done = ["texts are packed"] * bool(speed.packed) + ["layers are recorded"] * bool(speed.recorded)
+    if done:
+        world.say("fast: " + ", ".join(done + ["and compiled"] * bool(speed.plain)))
+    return speed
+
+
+def _pack(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, speed: Speed
+) -> str:
+    batch = train.sample(4, accelerator, cfg)
+    if getattr(batch, "sizes", None) is None:
+        return "its batches have no attention mask"
+    if not getattr(model, "is_quantized", False):
+        model.to(accelerator.device)
+    try:
+        packed = packing.Packed(model)
+    except packing.Unpackable as why:
+        return str(why)
+    packed.install()
+    by_batch = loss_sum.embed if isinstance(loss_sum, WholeBatch) else loss_sum
+    if why := packed.holds_for(lambda batch: by_batch(model, batch).double().sum(), batch):
+        packed.remove()
+        return why
+    speed.packed = packed
+    return ""
+
+
+def _compile(cfg: TrainConfig, device: torch.device, speed: Speed, total_steps: int) -> str:
+    """Records the layers' kernels where there is a GPU; compiles them too where that pays."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if speed.packed is None:
+        return "its texts are not packed, so that every batch has another shape"
+    calls = speed.packed.calls
+    why = "triton is not installed" if find_spec("triton") is None else ""
+    if not why and (cfg.compile == "on" or total_steps >= STEPS_THAT_PAY):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
+        speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
+    speed._record(calls, device)
+    return why
