@@ -33,7 +33,7 @@ class _Shared:
 
 class _Recording(NamedTuple):
     forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None  # None where nothing is learned
     hidden: Tensor  # read by `forward`
     inputs: list[Tensor]  # read by both; the same for all layers of a shape
     out: Tensor
@@ -71,6 +71,10 @@ class _Replay(torch.autograd.Function):
         return None, None, None, None if it.gradient_in is None else it.gradient_in.detach(), *found
 
 
+def _same(some: tuple, others: tuple) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
+
+
 class Recorded:
     """Calls of a stack of layers, recorded for each shape the second time that it comes: the first time compiles."""
 
@@ -94,9 +98,7 @@ class Recorded:
             self._look_at(hidden, args, kwargs)
             if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight:
                 self._record(hidden)
-        elif (
-            kwargs is not self.given[1] or len(args) != len(self.given[0]) or any(a is not b for a, b in zip(args, self.given[0]))
-        ):
+        elif kwargs is not self.given[1] or not _same(args, self.given[0]):
             self.broken = "layers are given different things"
         key = self.key
         if key not in self.recordings:
@@ -172,10 +174,13 @@ class Recorded:
         if not self.is_compiled:  # which holds casts of its own, and would compile anew
             torch.set_autocast_cache_enabled(False)  # a cast that was kept from outside would not be done again in a replay
         try:
-            ahead, x = [], first
+            # A parameter's own node in autograd's graph may be older than this stream; it is not used here.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             tensors = iter(inputs)
             same = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             args, kwargs = pytree.tree_unflatten(same, self.spec)
+            self._on_the_stream(first, args, kwargs)
+            ahead, x = [], first
             for number in range(number_of):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, **options):
@@ -183,11 +188,14 @@ class Recorded:
                 if not isinstance(out, Tensor):
                     raise ValueError("its layers return more than one tensor")
                 ahead.append((graph, x, out))
-                x = out.detach().requires_grad_(True)
+                x = out.detach().requires_grad_(out.requires_grad)
             gradient = torch.empty_like(ahead[-1][2])
             for number in reversed(range(number_of)):
                 graph, x, out = ahead[number]
                 parameters = self.parameters[number]
+                if not out.requires_grad:  # frozen, like all below it
+                    done.append(_Recording(graph, None, x, inputs, out, gradient, None, [], [False] * len(parameters), 0))
+                    continue
                 wanted = ([x] if x.requires_grad else []) + parameters
                 back = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(back, **options):
@@ -208,3 +216,11 @@ class Recorded:
         finally:
             torch.set_autocast_cache_enabled(kept)
         return done[::-1]
+
+    def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""
+        with torch.cuda.stream(self.shared.stream):
+            out = self.calls[0](first, *args, **kwargs)
+            if out.requires_grad:
+                torch.autograd.grad(out.sum(), [p for p in (first, *self.parameters[0]) if p.requires_grad], allow_unused=True)
+        torch.cuda.synchronize()
