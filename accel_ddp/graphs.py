@@ -145,6 +145,8 @@ class Recorded:
         if free + cached < LEAST_FREE * all_of_it:  # a recording keeps its memory
             return
         began = time.monotonic()
+        generator = torch.cuda.default_generators[hidden.device.index or 0]
+        drawn = generator.get_state()  # dropout goes on as if nothing had been recorded
         try:
             self.recordings[self.key] = self._recorded(hidden)
         except Exception as error:
@@ -155,6 +157,7 @@ class Recorded:
             print(f"rank {world.RANK} on {world.HOST}: kernels cannot be recorded, training goes on without: {self.broken}",
                   file=sys.stderr, flush=True)  # fmt: skip
             torch.cuda.synchronize()
+        generator.set_state(drawn)
         self.seconds += time.monotonic() - began
 
     def _recorded(self, hidden: Tensor) -> list[_Recording]:

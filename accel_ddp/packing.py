@@ -9,6 +9,7 @@ nine tenths of the work, still see no padding.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -82,30 +83,31 @@ def segments_of(micro: Micro, is_flash: bool) -> Segments:
 
 
 class _Move(torch.autograd.Function):
-    """Rows to other places. The gradient goes the way back by an index, not by a sum: the same bits every time."""
+    """[1, from, ...] -> [1, to, ...]: rows to other places. The gradient goes the way back by an index, not by a sum: the same bits every time."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor) -> Tensor:
         ctx.save_for_backward(back, has_gradient)
-        return rows.index_select(0, there)
+        return rows.index_select(1, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         back, has_gradient = ctx.saved_tensors
-        rows = gradient.index_select(0, back)
-        return rows.mul_(has_gradient.view(-1, *[1] * (rows.ndim - 1))), None, None, None
+        rows = gradient.index_select(1, back)
+        return rows.mul_(has_gradient.view(1, -1, *[1] * (rows.ndim - 2))), None, None, None
 
 
 def pack(padded: Tensor, at: Segments) -> Tensor:
     """[texts, width, ...] -> [1, tokens, ...]"""
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
-    return _Move.apply(padded.flatten(0, 1), at.places, at.slots, at.mask)[None]
+    # What comes out is no view: compiled code is for tensors that are views of others, or for tensors that are not.
+    return _Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
 
 
 def unpack(row: Tensor, at: Segments) -> Tensor:
     """[1, tokens, ...] -> [texts, width, ...]; at padding there is something finite."""
-    return _Move.apply(row[0], at.slots, at.places, at.real).unflatten(0, at.shape)
+    return _Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
 # The operators below transformers' and torch's own wrappers of flash attention, of which none has dropout, needs no further
@@ -224,6 +226,33 @@ def _packs_now() -> bool:
     return packed is not None and packed.micro is not None
 
 
+class _SmallTable(torch.autograd.Function):
+    """An embedding of few rows. Torch's own gradient of it is slow, for many tokens meet in one row, and sums in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = len(table)
+        return F.embedding(places, table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (places,) = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        here = places.flatten()[None] == torch.arange(ctx.rows, device=places.device)[:, None]
+        return None, here.to(flat.dtype) @ flat
+
+
+def small_tables(model: nn.Module) -> list[nn.Embedding]:
+    """Embeddings of kinds of tokens and the like."""
+    plain = lambda m: type(m) is nn.Embedding and m.padding_idx is None and m.max_norm is None and not m.sparse
+    return [module for module in model.modules() if plain(module) and module.num_embeddings <= 16]
+
+
+def _looked_up(table: nn.Embedding, places: Tensor) -> Tensor:
+    return _SmallTable.apply(places, table.weight)
+
+
 class Packed:
     """Lets `model` compute packed whenever a batch of `using` comes along. `run` calls a layer: see `graphs`."""
 
@@ -258,6 +287,8 @@ class Packed:
     def install(self) -> None:
         for config in self.configs.values():
             config._attn_implementation = NAME
+        for table in small_tables(self.model) if next(self.model.parameters()).is_cuda else ():
+            table.forward = functools.partial(_looked_up, table)
         self.handles = [self.model.register_forward_pre_hook(self._before, with_kwargs=True)]
         for number, layer in enumerate(self.layers):
             layer.forward = self._layer(number)
@@ -267,8 +298,8 @@ class Packed:
             config._attn_implementation = ITS_OWN[0]
         for handle in self.handles:
             handle.remove()
-        for layer in self.layers:
-            del layer.forward
+        for module in [*self.layers, *small_tables(self.model)]:
+            module.__dict__.pop("forward", None)
         self.micro = None
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
