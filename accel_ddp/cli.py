@@ -1,4 +1,4 @@
-"""accel-ddp doctor | export | verify: what is done beside a training."""
+"""accel-ddp doctor | tune | export | verify: what is done beside a training."""
 
 import argparse
 import sys
@@ -11,6 +11,7 @@ def main(words: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     commands.add_parser("doctor", help="name whatever is wrong with the cluster, on every node, within seconds", add_help=False)
+    commands.add_parser("tune", help="find the NCCL settings, bucket size and hook that are fastest here", add_help=False)
 
     export = commands.add_parser("export", help="make an ordinary transformers folder of a checkpoint")
     export.add_argument("checkpoint", help="runs/.../step_00000012, or a run's folder: its best one, or else its newest")
@@ -35,6 +36,10 @@ def main(words: list[str] | None = None) -> int:
         from accel_ddp.doctor.command import main as doctor
 
         return doctor(words[1:])
+    if words[:1] == ["tune"]:
+        from accel_ddp.tune.command import main as tune
+
+        return tune(words[1:])
     recipe = next((i for i, word in enumerate(words) if word.endswith(".py") and words[0] == "verify"), len(words))
     given, launch = parser.parse_known_args(words[:recipe])
     if launch and given.command != "verify":

@@ -106,21 +106,27 @@ def patient(given: argparse.Namespace, script: list[str]) -> tuple[Place, Wanted
 
 def _of_the_script(words: list[str]) -> Wanted:
     """A recipe of ours tells its resolved options and files; of any other script the words themselves are compared."""
+    if cfg := options_of(words):
+        return doctor.of_options(cfg, script=words[0])
+    return Wanted(recipe={"words of the script": " ".join(words[1:])}, script=words[0])
+
+
+def options_of(words: list[str]) -> TrainConfig | None:
+    """The resolved options of a recipe of ours with these words; None of any other script. UserError where there is none."""
     path = Path(words[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")
     text = path.read_text(errors="replace")
-    if "accel_ddp" in text and "__main__" in text:  # without that line an import would start the training
-        spec = importlib.util.spec_from_file_location("recipe_of_doctor", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        sys.path.insert(0, str(path.parent))
-        spec.loader.exec_module(module)  # recipes import torch only when they run
-        kinds = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
-        own = [one for one in kinds if one.__module__ == spec.name] or kinds
-        if own:
-            return doctor.of_options(parse_config(own[-1], words[1:]), script=str(path))
-    return Wanted(recipe={"words of the script": " ".join(words[1:])}, script=str(path))
+    if "accel_ddp" not in text or "__main__" not in text:  # without that line an import would start the training
+        return None
+    spec = importlib.util.spec_from_file_location("recipe_of_doctor", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)  # recipes import torch only when they run
+    kinds = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
+    own = [one for one in kinds if one.__module__ == spec.name] or kinds
+    return parse_config(own[-1], words[1:]) if own else None
 
 
 def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:

@@ -1,0 +1,116 @@
+"""Which settings to try next. Pure: a setting is a dictionary of environment variables, a score is milliseconds.
+
+NCCL reads its variables once per process, so each trial costs the start of fresh ones: known-good sets come first, then
+one change at a time from the best of them, a dozen in all.
+"""
+
+import math
+from collections.abc import Generator, Iterable
+
+Settings = dict[str, str]
+
+THREADS, SOCKETS, BUFFER = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_BUFFSIZE"
+CHANNELS, ALGORITHM, PROTOCOL = "NCCL_MIN_NCHANNELS", "NCCL_ALGO", "NCCL_PROTO"
+TUNED = (THREADS, SOCKETS, BUFFER, CHANNELS, ALGORITHM, PROTOCOL)
+
+MIB = 1 << 20
+SIZES = (1 * MIB, 25 * MIB, 256 * MIB)  # a small model, a bucket of DDP, much at once
+BETTER = 0.97  # of the best so far: less is noise
+CLEARLY_WORSE = 1.5  # times the best so far: the rest of such a trial is not worth its time
+
+# Measured by us on one H200 as two nodes over TCP (25 / 256 MiB): default 18.1 / 144.5 ms, the first 5.9 / 59.4, the second
+# 6.5 / 47.2. Threads and sockets without larger buffers were no faster than the default there, so they are not among these.
+KNOWN_GOOD: tuple[Settings, ...] = (
+    {THREADS: "4", SOCKETS: "4", BUFFER: "16777216"},
+    {THREADS: "2", SOCKETS: "4", CHANNELS: "8", ALGORITHM: "Ring", PROTOCOL: "Simple"},
+    {BUFFER: "16777216"},
+    {THREADS: "4", SOCKETS: "4", BUFFER: "8388608", CHANNELS: "8"},
+)
+# Of each coordinate, what it may be; {} leaves it to NCCL. The product of threads and sockets may not be above 64. LL128 is
+# never asked for: where it is not safe it corrupts data. Ring knows every collective.
+COORDINATES: tuple[tuple[Settings, ...], ...] = (
+    ({CHANNELS: "8"}, {CHANNELS: "16"}, {CHANNELS: "4"}, {}),
+    ({BUFFER: "16777216"}, {BUFFER: "8388608"}, {BUFFER: "33554432"}, {}),
+    ({THREADS: "4", SOCKETS: "4"}, {THREADS: "2", SOCKETS: "4"}, {THREADS: "4", SOCKETS: "8"}, {}),
+    ({ALGORITHM: "Ring", PROTOCOL: "Simple"}, {PROTOCOL: "Simple"}, {}),
+)
+# Tree is for many nodes. Alone it would leave other collectives without an algorithm (NCCL issue 317), and so would
+# `allreduce:tree` from NCCL 2.31 on (vLLM pull request 58179); this form names one for each.
+TREE: Settings = {ALGORITHM: "ring,tree;allreduce:tree"}
+
+
+def words(settings: Settings) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "default"
+
+
+def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
+    """What is compared: of a model whose gradients fit into one bucket, their own size; else the geometric mean of the sizes
+    from a bucket on, so that neither a bucket nor a large message counts alone."""
+    if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
+        return milliseconds[gradient_bytes]
+    judged = [ms for size, ms in milliseconds.items() if size >= SIZES[1]] or list(milliseconds.values())[-1:]
+    return math.exp(sum(map(math.log, judged)) / len(judged)) if judged else math.inf
+
+
+def walk(nodes: int, default: float, most: int = 12) -> Generator[Settings, float | None, None]:
+    """Yields settings to try, is sent the score of each, None where it failed. `default`: the score without any."""
+    best, best_score, tried = {}, default, [{}]
+    for settings in KNOWN_GOOD:
+        if settings in tried or len(tried) > most:
+            continue
+        tried.append(settings)
+        got = yield settings
+        if got is not None and got < best_score:
+            best, best_score = settings, got
+    coordinates = [*COORDINATES[:3], (*COORDINATES[3], TREE)] if nodes > 2 else COORDINATES
+    for choices in coordinates:
+        names = {name for choice in choices for name in choice}
+        for choice in choices:
+            settings = {name: value for name, value in best.items() if name not in names} | choice
+            settings = {name: settings[name] for name in TUNED if name in settings}  # in one order, for the eye
+            if settings in tried or len(tried) > most:
+                continue
+            tried.append(settings)
+            got = yield settings
+            if got is not None and got < best_score * BETTER:
+                best, best_score = settings, got
+
+
+def interface_choices(interfaces: list[dict[str, str]]) -> list[list[str]]:
+    """For each choice, the interface of every node: those in one network, or else of one name, where there are two or more.
+
+    `interfaces`: of each node, name -> network ("10.0.0.0/24").
+    """
+    first, *others = interfaces
+    networks = [network for network in dict.fromkeys(first.values()) if all(network in one.values() for one in others)]
+    if len(networks) > 1:
+        return [[next(name for name, its in one.items() if its == network) for one in interfaces] for network in networks]
+    names = [name for name in first if all(name in one for one in others)]
+    return [[name] * len(interfaces) for name in names] if len(names) > 1 else []
+
+
+def buckets_to_try(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
+    """In MiB, DDP's default first. Of those that would put all gradients into one bucket, only the smallest."""
+    kept = []
+    for size in sorted(sizes):
+        if size == 25 or not kept or kept[-1] * MIB < gradient_bytes:
+            kept.append(size)
+    return sorted(kept, key=lambda size: size != 25)
+
+
+def best_bucket(milliseconds: dict[int, float]) -> int:
+    """DDP's default, unless another is faster by more than noise."""
+    fastest = min(milliseconds, key=milliseconds.get, default=25)
+    return fastest if milliseconds.get(fastest, 0) < milliseconds.get(25, math.inf) * BETTER else 25
+
+
+WORTH_ROUNDING = 0.9  # of the time without a hook: a hook rounds, so noise is no reason for it
+
+
+def best_hook(milliseconds: dict[str, float]) -> str:
+    """none, unless one that only rounds is clearly faster. Of two that are, bf16: it has float32's range."""
+    limit = milliseconds.get("none", 0.0) * WORTH_ROUNDING
+    faster = {hook: ms for hook, ms in milliseconds.items() if hook in ("bf16", "fp16") and ms < limit}
+    if "bf16" in faster and faster["bf16"] < min(faster.values()) * 1.05:
+        return "bf16"
+    return min(faster, key=faster.get, default="none")

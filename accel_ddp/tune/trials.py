@@ -1,0 +1,74 @@
+"""One trial on all nodes: started together, listened to, and over everywhere in bounded time."""
+
+import time
+from typing import Any
+
+from accel_ddp.doctor.meeting import free_port
+from accel_ddp.tune.results import Trial
+from accel_ddp.tune.together import Conductor, Ended
+
+FIRST_SECONDS = 180.0  # for the first trial: torch may come from a cold network disk
+GRACE = 1.0  # for other ranks to say why too, when one has failed
+END_SECONDS = 15.0  # for killed processes to end
+
+
+class Trials:
+    def __init__(self, conductor: Conductor, local: int, ip: str, seconds: float):
+        self.all, self.local, self.ip, self.seconds = conductor, local, ip, seconds
+        self.nodes, self.ranks = conductor.nodes, conductor.nodes * local
+        self.number = 0
+        self.startup = FIRST_SECONDS  # until all ranks were connected, in the fastest trial
+        self.lasted = 0.0  # of a usual one
+
+    async def on_all(self, trial: Trial, spec: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """What rank 0 said, and why it failed, if it did. Every process of the trial is over on every node."""
+        self.number += 1
+        began, port, over, connected = time.monotonic(), free_port(self.ip), set(), set()
+        for node in range(self.nodes):
+            message = {"do": "trial", "trial": self.number, "port": port, "settings": trial.of_node(node), "spec": spec}
+            await self.all.tell(message, only=node)
+        is_first = self.startup == FIRST_SECONDS
+        seconds = self.seconds + (FIRST_SECONDS if is_first else 2 * self.startup)
+        said: list[dict[str, Any]] = []
+        failed, deadline, is_killed = "", began + seconds, False
+        while len(over) < self.nodes:
+            heard = await self.all.next(deadline)
+            if heard is None:
+                if is_killed:
+                    late = ", ".join(self.all.name(node) for node in range(self.nodes) if node not in over)
+                    raise Ended(1, f"ranks on {late} do not end though killed: look at dmesg and nvidia-smi there.")
+                if not failed:
+                    absent = [str(rank) for rank in range(self.ranks) if rank not in connected]
+                    who = f": rank {', '.join(absent[:8])} did not connect" if absent else ""
+                    failed = f"no answer within {time.monotonic() - began:.0f} s{who}; ended"
+                is_killed, deadline = True, time.monotonic() + END_SECONDS
+                await self.all.tell({"do": "kill"})
+                continue
+            node, message = heard
+            if message.get("trial") != self.number:
+                continue
+            if message.get("over"):
+                over.add(node)
+            elif "said" in message:
+                one, rank = message["said"], message["rank"]
+                if one.get("at") == "connected":
+                    connected.add(rank)
+                    if len(connected) == self.ranks and not failed:
+                        self.startup = min(self.startup, time.monotonic() - began)
+                        deadline = time.monotonic() + self.seconds
+                elif one.get("at") == "failed":
+                    failed = failed or f"rank {rank}: {one['why']}"
+                elif one.get("at") in ("timed", "alone", "alive") and not failed:  # each has its own time
+                    deadline = time.monotonic() + self.seconds
+                if rank == 0:
+                    said.append(one)
+            elif message.get("exit"):
+                words = f": {message['words']}" if message["words"] else ""
+                if "NCCL" in failed and message["words"] and message["words"] not in failed:
+                    failed += f" | {message['words']}"
+                failed = failed or f"rank {message['rank']} ended with exit code {message['exit']}{words}"
+            if failed and not is_killed:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if not is_first or not failed:
+            self.lasted = max(self.lasted * 0.5, time.monotonic() - began)
+        return said, failed
