@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from accel_ddp import doctor
@@ -147,9 +148,12 @@ def _of_launch(words: list[str]) -> list[str]:
 
 
 def _cannot_write(folder: str) -> str:
-    above = here.existing(folder)
+    above, path = here.existing(folder), Path(folder).expanduser().absolute()
     if above is None:
         return "the disk does not answer"
+    for one in (path, *path.parents):
+        if one.exists() and not one.is_dir():
+            return f"{one} is a file, not a folder"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} cannot be written"
 
 

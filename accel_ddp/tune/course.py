@@ -62,7 +62,7 @@ class Course:
         hosts = ", ".join(self.all.members[node][0]["host"] for node in range(min(self.nodes, 16)))
         await self.all.say(
             f"tuning {self.ranks} ranks on {self.nodes} node{'s' * (self.nodes > 1)} ({hosts}), for {self.wish.minutes:g} "
-            "minutes at most (--minutes)"
+            f"minute{'s' * (self.wish.minutes != 1)} at most (--minutes)"
         )
         await self.find_shapes()
         default = await self.reduce_trial(Trial(0, {}))
@@ -107,8 +107,8 @@ class Course:
             parameters = shapes.count(self.entries)
             size = self.gradient_bytes = parameters * self.bytes_each
             await self.all.say(f"gradients: {parameters:,} numbers, {results.size_words(size)}")
-            if size < search.SIZES[1]:
-                self.sizes = sorted({*self.sizes, max(4, size // 4 * 4)})
+            if size < search.SIZES[1]:  # never sends more at once
+                self.sizes = sorted({*self.sizes[:2], max(4, size // 4 * 4)})
         else:
             await self.all.say("no recipe, --model or --model_bytes: buckets and communication hooks are not tuned")
 
@@ -149,7 +149,7 @@ class Course:
         if expected:
             each, ends_at = self.trials.lasted, (ends - self.began) / 60
             about = f"a trial takes about {each:.0f} s: {expected} of them about {expected * each / 60:.1f} minutes"
-            await self.all.say(f"{about}; no new one after {ends_at:.1f}")
+            await self.all.say(f"{about}; no new one after {ends_at:.1f} minutes")
         answer: float | None = None  # of the walk's last settings
         while True:
             is_first = bool(first)

@@ -20,69 +20,77 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
     plain = {"gradient_as_bucket_view": True, "comm_hook": "none"}
     configs = [{**plain, "bucket_cap_mb": size} for size in search.buckets_to_try(course.gradient_bytes)]
     configs += [{**plain, "bucket_cap_mb": 0, "comm_hook": hook} for hook in hooks]
-    configs += [{**plain, "bucket_cap_mb": 0, "gradient_as_bucket_view": False}, {**plain, "bucket_cap_mb": 0}]
+    configs.append({**plain, "bucket_cap_mb": 0, "gradient_as_bucket_view": False})
+    configs += [{**plain, "bucket_cap_mb": 25}, {**plain, "bucket_cap_mb": 0}]  # again: the first ones may have been unlucky
     entries = await what_fits(course, best, len(configs))
     tokens = course.wish.tokens or (1024 if is_gpu else 128)
     precision = f" in {course.wish.autocast}" if course.wish.autocast else ""
     text = f"a step of DDP with these gradients{precision}, {tokens} tokens for each rank, under {best.words}:"
     await course.all.say(f"{text}\n{results.DDP_HEADING}")
     done: dict[int, dict[str, Any]] = {}
-    alone = 0.0
+    alone, current = 0.0, -1
+
+    async def show(number: int, result: dict[str, Any]) -> None:
+        done[number] = result
+        default = done.get(0, {}).get("ms", math.nan)
+        await course.all.say(results.ddp_row(configs[number], result, alone, default))
+
+    async def hear(one: dict[str, Any]) -> None:
+        nonlocal alone, current, tokens
+        if one["at"] == "config":
+            current = one["number"]
+            configs[current]["bucket_cap_mb"] = one["bucket"]
+        elif one["at"] == "tokens" and one["tokens"] < tokens:
+            tokens = one["tokens"]
+            few = f"(with {tokens} tokens: more would take too long here, so communication has less to hide behind)"
+            await course.all.say(few)
+        elif one["at"] == "alone":
+            alone = one["ms"]
+        elif one["at"] == "timed":
+            await show(one["number"], {"ms": one["ms"], "early": one["early"]})
+
+    def by_bucket() -> dict[int, float]:
+        """The best time of each size without a hook."""
+        times: dict[int, float] = {}
+        for number, one in done.items():
+            config = configs[number]
+            if "failed" not in one and not one["early"] and config | plain == config:
+                times[config["bucket_cap_mb"]] = min(one["ms"], times.get(config["bucket_cap_mb"], math.inf))
+        return times
+
     for _ in range(STARTS):
         left = [(number, config) for number, config in enumerate(configs) if number not in done]
         seconds_left = course.deadline - time.monotonic() - course.trials.startup
         if not left or (done and seconds_left < 5):
             break
-        by_bucket = {configs[n]["bucket_cap_mb"]: one["ms"] for n, one in done.items() if configs[n] | plain == configs[n]}
-        by_bucket.pop(0, None)
         spec = {
             "part": "ddp", "backend": course.wish.backend, "seconds": course.wish.trial_seconds * len(left), "log": False,
             "entries": shapes.packed(entries), "dtype": course.dtype, "autocast": course.wish.autocast, "tokens": tokens,
             "configs": left, "config_seconds": min(2.0, max(0.2, seconds_left / len(left) / 3)),
-            "by_bucket": {str(size): ms for size, ms in by_bucket.items()},
+            "by_bucket": {str(size): ms for size, ms in by_bucket().items()},
         }  # fmt: skip
-        said, failed = await course.trials.on_all(best, spec)
         current = -1
-        for one in said:
-            if one["at"] == "config":
-                current = one["number"]
-                configs[current]["bucket_cap_mb"] = one["bucket"]
-            elif one["at"] == "tokens" and one["tokens"] < tokens:
-                tokens = one["tokens"]
-                few = f"(with {tokens} tokens: more would take too long here, so communication has less to hide behind)"
-                await course.all.say(few)
-            elif one["at"] == "alone":
-                alone = one["ms"]
-            elif one["at"] == "timed":
-                done[one["number"]] = {"ms": one["ms"], "early": one["early"]}
-        if failed and current >= 0 and current not in done:
-            done[current] = {"failed": failed, "ms": math.inf}
-        default = done.get(0, {}).get("ms", math.nan)
-        new = [results.ddp_row(configs[n], done[n], alone, default) for n, _ in left if n in done]
-        if new:
-            await course.all.say("\n".join(new))
+        _, failed = await course.trials.on_all(best, spec, hear)
         if failed and current < 0:
             await course.all.say(f"the model could not be timed: {failed}")
             break
+        if failed and current not in done:
+            await show(current, {"failed": failed})
     if 0 not in done or "failed" in done[0]:
         await course.all.say("DDP's default bucket could not be timed: nothing is written for it")
         return {}
     untimed = len(configs) - len(done)
     if untimed:
         await course.all.say(f"{untimed} more were not timed: the time is used up (--minutes is longer)")
-    ms = {n: one["ms"] for n, one in done.items() if "failed" not in one and not one["early"]}
-    by_bucket: dict[int, float] = {}
-    for n in ms:  # the last is the best bucket once more: the first ones pay for a machine that wakes up
-        if configs[n] | plain == configs[n]:
-            size = configs[n]["bucket_cap_mb"]
-            by_bucket[size] = min(ms[n], by_bucket.get(size, math.inf))
-    default = by_bucket.get(25, ms[0])
-    bucket = search.best_bucket(by_bucket)
-    by_hook = {configs[n]["comm_hook"]: ms[n] for n in ms if configs[n]["comm_hook"] != "none"}
-    hook = search.best_hook({"none": by_bucket.get(bucket, default), **by_hook})
-    chosen = {"comm_hook": hook, "bucket_cap_mb": bucket, "gradient_as_bucket_view": True}
-    chosen["faster"] = default / by_hook.get(hook, by_bucket.get(bucket, default))
-    return chosen
+    times = by_bucket()
+    bucket = search.best_bucket(times)
+    by_hook = {"none": times[bucket]}
+    for number, one in done.items():
+        if configs[number]["comm_hook"] != "none" and "failed" not in one and not one["early"]:
+            by_hook[configs[number]["comm_hook"]] = one["ms"]
+    hook = search.best_hook(by_hook)
+    faster = times[25] / by_hook[hook]
+    return {"comm_hook": hook, "bucket_cap_mb": bucket, "gradient_as_bucket_view": True, "faster": faster}
 
 
 async def what_fits(course: "Course", best: Trial, configs: int) -> list[list[Any]]:

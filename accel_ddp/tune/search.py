@@ -29,10 +29,10 @@ KNOWN_GOOD: tuple[Settings, ...] = (
 # Of each coordinate, what it may be; {} leaves it to NCCL. The product of threads and sockets may not be above 64. LL128 is
 # never asked for: where it is not safe it corrupts data. Ring knows every collective.
 COORDINATES: tuple[tuple[Settings, ...], ...] = (
-    ({CHANNELS: "8"}, {CHANNELS: "16"}, {CHANNELS: "4"}, {}),
-    ({BUFFER: "16777216"}, {BUFFER: "8388608"}, {BUFFER: "33554432"}, {}),
-    ({THREADS: "4", SOCKETS: "4"}, {THREADS: "2", SOCKETS: "4"}, {THREADS: "4", SOCKETS: "8"}, {}),
-    ({ALGORITHM: "Ring", PROTOCOL: "Simple"}, {PROTOCOL: "Simple"}, {}),
+    ({CHANNELS: "8"}, {CHANNELS: "16"}, {}),
+    ({ALGORITHM: "Ring", PROTOCOL: "Simple"}, {}),
+    ({BUFFER: "16777216"}, {BUFFER: "8388608"}, {}),
+    ({THREADS: "4", SOCKETS: "4"}, {THREADS: "2", SOCKETS: "4"}, {}),
 )
 # Tree is for many nodes. Alone it would leave other collectives without an algorithm (NCCL issue 317), and so would
 # `allreduce:tree` from NCCL 2.31 on (vLLM pull request 58179); this form names one for each.
@@ -62,8 +62,9 @@ def walk(nodes: int, default: float, most: int = 12) -> Generator[Settings, floa
         got = yield settings
         if got is not None and got < best_score:
             best, best_score = settings, got
-    coordinates = [*COORDINATES[:3], (*COORDINATES[3], TREE)] if nodes > 2 else COORDINATES
-    for choices in coordinates:
+    for choices in COORDINATES:
+        if nodes > 2 and ALGORITHM in choices[0]:
+            choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}
         for choice in choices:
             settings = {name: value for name, value in best.items() if name not in names} | choice

@@ -1,11 +1,14 @@
 """One trial on all nodes: started together, listened to, and over everywhere in bounded time."""
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from accel_ddp.doctor.meeting import free_port
 from accel_ddp.tune.results import Trial
 from accel_ddp.tune.together import Conductor, Ended
+
+Hear = Callable[[dict[str, Any]], Awaitable[None]]
 
 FIRST_SECONDS = 180.0  # for the first trial: torch may come from a cold network disk
 GRACE = 1.0  # for other ranks to say why too, when one has failed
@@ -20,8 +23,11 @@ class Trials:
         self.startup = FIRST_SECONDS  # until all ranks were connected, in the fastest trial
         self.lasted = 0.0  # of a usual one
 
-    async def on_all(self, trial: Trial, spec: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """What rank 0 said, and why it failed, if it did. Every process of the trial is over on every node."""
+    async def on_all(self, trial: Trial, spec: dict[str, Any], hear: Hear | None = None) -> tuple[list[dict[str, Any]], str]:
+        """What rank 0 said, which `hear` hears at once, and why it failed, if it did.
+
+        Every process of the trial is over on every node.
+        """
         self.number += 1
         began, port, over, connected = time.monotonic(), free_port(self.ip), set(), set()
         for node in range(self.nodes):
@@ -62,6 +68,8 @@ class Trials:
                     deadline = time.monotonic() + self.seconds
                 if rank == 0:
                     said.append(one)
+                    if hear:
+                        await hear(one)
             elif message.get("exit"):
                 words = f": {message['words']}" if message["words"] else ""
                 if "NCCL" in failed and message["words"] and message["words"] not in failed:
