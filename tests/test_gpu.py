@@ -259,3 +259,26 @@ def test_a_gpu_that_another_process_uses_is_named():
     assert "E_CUDA_VISIBLE_DEVICES" in wrong.text
     assert "64 ranks on this node" in many.text
     assert wrong.codes == many.codes == [1]
+
+
+def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_path):
+    """TCP over loopback: NCCL's default moves 1.7 GiB/s there, and 5 GiB/s with more channels or larger buffers."""
+    common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_port", free_port(), "--minutes", "4"]
+    commands = [
+        [sys.executable, "-m", "accel_ddp.cli", "tune", *common, "--machine_rank", node, "--out", tmp_path / str(node), CLASSIFY]
+        for node in (0, 1)
+    ]
+    environments = [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
+    ended = run_all(commands, environments, timeout=420).well()
+    print(ended.texts[0])
+    tables = [text[text.index("tuning 2 ranks on 2 nodes") :].split("use it, on every node")[0] for text in ended.texts]
+    assert tables[0] == tables[1]
+    assert "NET/Socket" in tables[0]
+    (faster,) = re.findall(r"^best settings: NCCL_.*, ([\d.]+) times the default's speed$", tables[0], re.MULTILINE)
+    assert float(faster) >= 1.5
+    assert re.search(r"^ +25  bf16       true ", tables[0], re.MULTILINE) or "  bf16  " in tables[0]
+    for node in (0, 1):
+        settings = [line for line in (tmp_path / str(node) / "tuned.env").read_text().splitlines() if not line.startswith("#")]
+        assert settings
+        assert all(line.startswith("NCCL_") for line in settings)
+        assert "comm_hook" in (tmp_path / str(node) / "tuned.yaml").read_text()

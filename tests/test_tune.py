@@ -75,7 +75,7 @@ def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, ti
 
 def test_a_trial_that_hangs_is_ended_and_named_and_the_next_one_comes():
     """One rank of node 1 stands still, as one does whose packets are lost."""
-    running = Running(*commands("--try", "FIRST=1", "--try", "SECOND=1", "--out", "runs/tune_test"))
+    running = Running(*commands("--try", "FIRST=1", "--try", "SECOND=1", "--out", "runs/tune_test", "--model_bytes", "400000"))
     running.until("  default\n", of=1)
     deadline, parent = time.monotonic() + 30, running.processes[1].pid
     while not (there := ranks_of(parent)) and time.monotonic() < deadline:

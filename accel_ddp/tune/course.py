@@ -188,8 +188,8 @@ class Course:
         if best is default:
             return default
         if time.monotonic() + 2 * self.trials.lasted < max(ends, self.deadline - 4 * self.trials.lasted):
-            again = [Trial(0, default.settings, note="default again")]
-            again += [Trial(0, best.settings, best.interfaces, best.variable, note="the best again")]
+            again = [Trial(0, default.settings, note="again")]
+            again += [Trial(0, best.settings, best.interfaces, best.variable, note="again")]
             again = [await self.reduce_trial(trial, default) for trial in again]
             if again[1].failed:
                 return default
@@ -215,9 +215,10 @@ class Course:
         if not trial.failed:
             trial.score = search.score(trial.milliseconds, self.gradient_bytes)
         if default is None:
-            connected = [one for one in said if one["at"] == "connected"]
-            self.connected = connected[0] if connected else {}
-            if self.connected:
+            if connected := self.trials.connected.get(0):
+                self.connected = {**connected}
+                for name in ("paths", "interfaces"):  # of all: a rank may talk to those of its own node alone
+                    self.connected[name] = sorted({word for one in self.trials.connected.values() for word in one[name]})
                 await self.all.say(f"{self.connected['version']}, {self.connected['device']}")
             await self.all.say(results.heading(self.sizes))
         await self.all.say(results.row(trial, self.sizes, default.score if default else trial.score))

@@ -65,7 +65,7 @@ class Rank:
         dist.init_process_group(
             backend, timeout=timedelta(seconds=self.spec["seconds"] + 30), device_id=self.device if gpus else None
         )
-        self.reduced(torch.ones(1, device=self.device))
+        self.reduced(torch.ones(1 << 18, device=self.device))  # NCCL chooses its ways now, and they stand in its log
         paths, network, names = [], "", []
         if log := os.environ.get("NCCL_DEBUG_FILE"):
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ from accel_ddp.tune.together import Conductor, Ended
 Hear = Callable[[dict[str, Any]], Awaitable[None]]
 
 FIRST_SECONDS = 180.0  # for the first trial: torch may come from a cold network disk
+TOLD_EVERY = 15.0  # while a trial is silent
 GRACE = 1.0  # for other ranks to say why too, when one has failed
 END_SECONDS = 15.0  # for killed processes to end
 
@@ -22,6 +23,7 @@ class Trials:
         self.number = 0
         self.startup = FIRST_SECONDS  # until all ranks were connected, in the fastest trial
         self.lasted = 0.0  # of a usual one
+        self.connected: dict[int, dict[str, Any]] = {}  # rank -> what it said of its device and transport, in the last trial
 
     async def on_all(self, trial: Trial, spec: dict[str, Any], hear: Hear | None = None) -> tuple[list[dict[str, Any]], str]:
         """What rank 0 said, which `hear` hears at once, and why it failed, if it did.
@@ -29,22 +31,28 @@ class Trials:
         Every process of the trial is over on every node.
         """
         self.number += 1
-        began, port, over, connected = time.monotonic(), free_port(self.ip), set(), set()
+        began, port, over = time.monotonic(), free_port(self.ip), set()
+        connected = self.connected = {}
         for node in range(self.nodes):
             message = {"do": "trial", "trial": self.number, "port": port, "settings": trial.of_node(node), "spec": spec}
             await self.all.tell(message, only=node)
         is_first = self.startup == FIRST_SECONDS
         seconds = self.seconds + (FIRST_SECONDS if is_first else 2 * self.startup)
         said: list[dict[str, Any]] = []
-        failed, deadline, is_killed = "", began + seconds, False
+        failed, deadline, is_killed, tell_at = "", began + seconds, False, began + TOLD_EVERY
         while len(over) < self.nodes:
-            heard = await self.all.next(deadline)
+            heard = await self.all.next(min(deadline, tell_at))
+            absent = [str(rank) for rank in range(self.ranks) if rank not in connected]
+            if heard is None and time.monotonic() < deadline:
+                tell_at = time.monotonic() + TOLD_EVERY
+                what = f"rank {', '.join(absent[:8])} has not connected" if absent else "it is being measured"
+                await self.all.say(f"(trial {self.number}, {time.monotonic() - began:.0f} s: {what})")
+                continue
             if heard is None:
                 if is_killed:
                     late = ", ".join(self.all.name(node) for node in range(self.nodes) if node not in over)
                     raise Ended(1, f"ranks on {late} do not end though killed: look at dmesg and nvidia-smi there.")
                 if not failed:
-                    absent = [str(rank) for rank in range(self.ranks) if rank not in connected]
                     who = f": rank {', '.join(absent[:8])} did not connect" if absent else ""
                     failed = f"no answer within {time.monotonic() - began:.0f} s{who}; ended"
                 is_killed, deadline = True, time.monotonic() + END_SECONDS
@@ -58,7 +66,7 @@ class Trials:
             elif "said" in message:
                 one, rank = message["said"], message["rank"]
                 if one.get("at") == "connected":
-                    connected.add(rank)
+                    connected[rank] = one
                     if len(connected) == self.ranks and not failed:
                         self.startup = min(self.startup, time.monotonic() - began)
                         deadline = time.monotonic() + self.seconds
@@ -67,6 +75,7 @@ class Trials:
                 elif one.get("at") in ("timed", "alone", "alive") and not failed:  # each has its own time
                     deadline = time.monotonic() + self.seconds
                 if rank == 0:
+                    tell_at = time.monotonic() + TOLD_EVERY
                     said.append(one)
                     if hear:
                         await hear(one)
