@@ -18,10 +18,11 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
     is_gpu = course.connected["backend"] == "nccl"
     hooks = ["bf16", "fp16", "powersgd"] if is_gpu else ["fp16", "powersgd"]
     plain = {"gradient_as_bucket_view": True, "comm_hook": "none"}
-    configs = [{**plain, "bucket_cap_mb": size} for size in search.buckets_to_try(course.gradient_bytes)]
-    configs += [{**plain, "bucket_cap_mb": 0, "comm_hook": hook} for hook in hooks]
-    configs.append({**plain, "bucket_cap_mb": 0, "gradient_as_bucket_view": False})
-    configs += [{**plain, "bucket_cap_mb": 25}, {**plain, "bucket_cap_mb": 0}]  # again: the first ones may have been unlucky
+    usual = {**plain, "bucket_cap_mb": 0, "again": False}  # 0: the best so far
+    configs = [{**usual, "bucket_cap_mb": size} for size in search.buckets_to_try(course.gradient_bytes)]
+    configs += [{**usual, "comm_hook": hook} for hook in hooks]
+    configs.append({**usual, "gradient_as_bucket_view": False})
+    configs += [{**usual, "bucket_cap_mb": 25, "again": True}, {**usual, "again": True}]  # the first may have been unlucky
     entries = await what_fits(course, best, len(configs))
     tokens = course.wish.tokens or (1024 if is_gpu else 128)
     precision = f" in {course.wish.autocast}" if course.wish.autocast else ""
@@ -32,8 +33,7 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
 
     async def show(number: int, result: dict[str, Any]) -> None:
         done[number] = result
-        default = done.get(0, {}).get("ms", math.nan)
-        await course.all.say(results.ddp_row(configs[number], result, alone, default))
+        await course.all.say(results.ddp_row(configs[number], result, alone, by_bucket().get(25, math.nan)))
 
     async def hear(one: dict[str, Any]) -> None:
         nonlocal alone, current, tokens
@@ -46,6 +46,8 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
             await course.all.say(few)
         elif one["at"] == "alone":
             alone = one["ms"]
+        elif one["at"] == "done before":
+            configs.pop(one["number"])  # the last
         elif one["at"] == "timed":
             await show(one["number"], {"ms": one["ms"], "early": one["early"]})
 
@@ -74,15 +76,15 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
         if failed and current < 0:
             await course.all.say(f"the model could not be timed: {failed}")
             break
-        if failed and current not in done:
+        if failed and current < len(configs) and current not in done:
             await show(current, {"failed": failed})
-    if 0 not in done or "failed" in done[0]:
-        await course.all.say("DDP's default bucket could not be timed: nothing is written for it")
+    times = by_bucket()
+    if 25 not in times:
+        await course.all.say("DDP's default bucket could not be timed: nothing is written for the model")
         return {}
     untimed = len(configs) - len(done)
     if untimed:
         await course.all.say(f"{untimed} more were not timed: the time is used up (--minutes is longer)")
-    times = by_bucket()
     bucket = search.best_bucket(times)
     by_hook = {"none": times[bucket]}
     for number, one in done.items():

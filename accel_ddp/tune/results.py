@@ -74,8 +74,8 @@ def ddp_row(config: dict[str, Any], result: dict[str, Any], alone: float, defaul
     if result.get("failed"):
         return f"{head}  {'-':>9}  {'-':>13}  {'failed':>9}  {result['failed']}"
     share = max(0.0, 1 - alone / result["ms"]) if alone else math.nan
-    ratio = "slower" if result.get("early") else f"{default / result['ms']:.2f}"
-    cost = COSTS[config["comm_hook"]] + (" (ended early)" if result.get("early") else "")
+    ratio = "slower" if result["early"] else f"{default / result['ms']:.2f}"
+    cost = COSTS[config["comm_hook"]] + " (ended early)" * result["early"] + " (again)" * config["again"]
     return f"{head}  {number_words(result['ms']):>9}  {share:13.0%}  {ratio:>9}  {cost}"
 
 

@@ -37,9 +37,9 @@ class Trials:
             message = {"do": "trial", "trial": self.number, "port": port, "settings": trial.of_node(node), "spec": spec}
             await self.all.tell(message, only=node)
         is_first = self.startup == FIRST_SECONDS
-        seconds = self.seconds + (FIRST_SECONDS if is_first else 2 * self.startup)
+        seconds = self.seconds + (FIRST_SECONDS if is_first else self.startup + max(5.0, self.startup))
         said: list[dict[str, Any]] = []
-        failed, deadline, is_killed, tell_at = "", began + seconds, False, began + TOLD_EVERY
+        failed, deadline, is_killed, tell_at, heard_at = "", began + seconds, False, began + TOLD_EVERY, began
         while len(over) < self.nodes:
             heard = await self.all.next(min(deadline, tell_at))
             absent = [str(rank) for rank in range(self.ranks) if rank not in connected]
@@ -54,7 +54,7 @@ class Trials:
                     raise Ended(1, f"ranks on {late} do not end though killed: look at dmesg and nvidia-smi there.")
                 if not failed:
                     who = f": rank {', '.join(absent[:8])} did not connect" if absent else ""
-                    failed = f"no answer within {time.monotonic() - began:.0f} s{who}; ended"
+                    failed = f"no answer for {time.monotonic() - heard_at:.0f} s{who}; ended"
                 is_killed, deadline = True, time.monotonic() + END_SECONDS
                 await self.all.tell({"do": "kill"})
                 continue
@@ -64,7 +64,7 @@ class Trials:
             if message.get("over"):
                 over.add(node)
             elif "said" in message:
-                one, rank = message["said"], message["rank"]
+                one, rank, heard_at = message["said"], message["rank"], time.monotonic()
                 if one.get("at") == "connected":
                     connected[rank] = one
                     if len(connected) == self.ranks and not failed:
@@ -72,7 +72,7 @@ class Trials:
                         deadline = time.monotonic() + self.seconds
                 elif one.get("at") == "failed":
                     failed = failed or f"rank {rank}: {one['why']}"
-                elif one.get("at") in ("timed", "alone", "alive") and not failed:  # each has its own time
+                elif spec["part"] == "ddp" and not failed:  # many in one start: none may be silent for longer
                     deadline = time.monotonic() + self.seconds
                 if rank == 0:
                     tell_at = time.monotonic() + TOLD_EVERY
