@@ -32,7 +32,7 @@ ALLOWED = {
     "models": {"config", "data", "embedded", "seeds", "world"},
     "export": {"checkpoint", "config", "data", "snapshot", "state", "vision", "world"},
     "verify": {"config", "snapshot"},
-    "cli": {"config", "doctor", "export", "verify"},
+    "cli": {"config", "doctor", "export", "tune", "verify"},
     "packing": set(),
     "graphs": {"world"},
     "heads": {"losses"},
@@ -70,6 +70,18 @@ def test_the_doctor_stands_alone():
     names = sorted(path.stem for path in (PACKAGE / "doctor").glob("*.py") if path.stem not in ("__main__", "__init__"))
     code = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(f'accel_ddp.doctor.{{name}}')\n"
+        "assert not {'torch', 'accelerate', 'transformers', 'numpy', 'tyro'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RECIPES.parent)
+
+
+def test_tune_waits_for_torch_only_in_its_ranks():
+    """Its parents use the doctor and hear within milliseconds who is gone."""
+    for path in (PACKAGE / "tune").glob("*.py"):
+        models = {"models", "vision"} if path.stem == "shapes" else set()
+        assert imported(path) <= {"config", "doctor", "tune"} | models, path
+    code = (
+        "import sys, accel_ddp.tune.command, accel_ddp.tune.rank, accel_ddp.tune.shapes\n"
         "assert not {'torch', 'accelerate', 'transformers', 'numpy', 'tyro'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=RECIPES.parent)

@@ -171,8 +171,8 @@ async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wis
         raise UserError(_alone())
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
     token = wire.token_of(outcome.deep_port, "accel-ddp tune", secret)
-    print(f"preflight: {nodes} node{'s are alike and reach' if nodes > 1 else ' is well, nobody else to reach'}"
-          f"{' each other' if nodes > 1 else ''}", flush=True)  # fmt: skip
+    well = f"{nodes} nodes are alike and reach each other" if nodes > 1 else "this node is well"
+    print(f"preflight: {well}", flush=True)
     loop = asyncio.get_running_loop()
     leaving: asyncio.Future = loop.create_future()
     for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():

@@ -226,13 +226,14 @@ class Course:
 
     async def conclude(self, default: Trial, best: Trial, config: dict[str, Any]) -> None:
         largest = max(best.milliseconds)
+        was = results.number_words(default.milliseconds.get(largest, math.nan))
+        ratio = f"default {was} ms; {default.score / best.score:.2f} times the default's speed over the sizes that count"
+        ratio = ratio if best is not default else "that is the default"
         hosts = ", ".join(self.all.members[node][0]["host"] for node in range(min(self.nodes, 16)))
         header = [
             f"{time.strftime('%Y-%m-%d %H:%M')}, {self.nodes} nodes ({hosts}) x {self.local} ranks, {self.connected['device']}, "
             f"{self.connected['version']}",
-            f"all-reduce of {results.size_words(largest)}: {results.number_words(best.milliseconds[largest])} ms, default "
-            f"{results.number_words(default.milliseconds.get(largest, math.nan))} ms; {default.score / best.score:.2f} times the "
-            "default's speed over all sizes that count",
+            f"all-reduce of {results.size_words(largest)}: {results.number_words(best.milliseconds[largest])} ms; " + ratio,
         ]  # fmt: skip
         files = {node: {"tuned.env": results.env_text(header, best.of_node(node))} for node in range(self.nodes)}
         if len({one["tuned.env"] for one in files.values()}) > 1:  # other names of interfaces; the disk may be shared
@@ -250,6 +251,8 @@ class Course:
                 f"{config['faster']:.2f} times the default's speed"
             )
         lines += [f"export {exports}"] if exports else []
+        in_the_way = [name for name in self.all.members[0][0]["environment"] if name not in best.settings]
+        lines += [f"unset {' '.join(in_the_way)}  # set in node 0's environment, and not among the best"] if in_the_way else []
         await self.all.say("\n".join(lines))
         wrong = False
         for node in range(self.nodes):  # the main node first: on a shared disk the others find its files

@@ -16,13 +16,16 @@ STARTS = 3  # each config that kills its processes costs one more
 async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
     """The bucket size and hook that make a step of this model shortest, with the best settings."""
     is_gpu = course.connected["backend"] == "nccl"
-    hooks = ["bf16", "fp16", "powersgd"] if is_gpu else ["fp16", "powersgd"]
-    plain = {"gradient_as_bucket_view": True, "comm_hook": "none"}
-    usual = {**plain, "bucket_cap_mb": 0, "again": False}  # 0: the best so far
-    configs = [{**usual, "bucket_cap_mb": size} for size in search.buckets_to_try(course.gradient_bytes)]
-    configs += [{**usual, "comm_hook": hook} for hook in hooks]
-    configs.append({**usual, "gradient_as_bucket_view": False})
-    configs += [{**usual, "bucket_cap_mb": 25, "again": True}, {**usual, "again": True}]  # the first may have been unlucky
+    # gloo has no bf16; and PowerSGD hangs over it with several buckets, as its collectives are started by callbacks, in
+    # another order on each rank (seen with torch 2.13).
+    hooks = ["bf16", "fp16", "powersgd"] if is_gpu else ["fp16"]
+    usual = {"gradient_as_bucket_view": True, "comm_hook": "none", "bucket_cap_mb": 0, "again": False}  # 0: the best so far
+    todo = [{**usual, "bucket_cap_mb": size} for size in search.buckets_to_try(course.gradient_bytes)]
+    todo += [{**usual, "comm_hook": hook} for hook in hooks]
+    todo.append({**usual, "gradient_as_bucket_view": False})
+    # Once more: the default, which may have been unlucky, and the best, which may have been lucky. "": the best hook so far.
+    todo += [{**usual, **more, "again": True} for more in ({"bucket_cap_mb": 25}, {}, {"comm_hook": ""})]
+    configs = dict(enumerate(todo))
     entries = await what_fits(course, best, len(configs))
     tokens = course.wish.tokens or (1024 if is_gpu else 128)
     precision = f" in {course.wish.autocast}" if course.wish.autocast else ""
@@ -39,29 +42,32 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
         nonlocal alone, current, tokens
         if one["at"] == "config":
             current = one["number"]
-            configs[current]["bucket_cap_mb"] = one["bucket"]
+            configs[current] |= {"bucket_cap_mb": one["bucket"], "comm_hook": one["hook"]}
         elif one["at"] == "tokens" and one["tokens"] < tokens:
             tokens = one["tokens"]
             few = f"(with {tokens} tokens: more would take too long here, so communication has less to hide behind)"
             await course.all.say(few)
         elif one["at"] == "alone":
             alone = one["ms"]
-        elif one["at"] == "done before":
-            configs.pop(one["number"])  # the last
+        elif one["at"] == "needless":
+            del configs[one["number"]]
         elif one["at"] == "timed":
             await show(one["number"], {"ms": one["ms"], "early": one["early"]})
 
-    def by_bucket() -> dict[int, float]:
-        """The best time of each size without a hook."""
-        times: dict[int, float] = {}
+    def times_of(name: str) -> dict[Any, list[float]]:
+        """Of each bucket size without a hook, or of each hook."""
+        times: dict[Any, list[float]] = {}
         for number, one in done.items():
             config = configs[number]
-            if "failed" not in one and not one["early"] and config | plain == config:
-                times[config["bucket_cap_mb"]] = min(one["ms"], times.get(config["bucket_cap_mb"], math.inf))
+            has_hook = config["comm_hook"] != "none"
+            if one.get("ms") and not one["early"] and config["gradient_as_bucket_view"] and has_hook == (name == "comm_hook"):
+                times.setdefault(config[name], []).append(one["ms"])
         return times
 
+    by_bucket = lambda: {size: min(times) for size, times in times_of("bucket_cap_mb").items()}
+
     for _ in range(STARTS):
-        left = [(number, config) for number, config in enumerate(configs) if number not in done]
+        left = [(number, config) for number, config in configs.items() if number not in done]
         seconds_left = course.deadline - time.monotonic() - course.trials.startup
         if not left or (done and seconds_left < 5):
             break
@@ -70,13 +76,14 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
             "entries": shapes.packed(entries), "dtype": course.dtype, "autocast": course.wish.autocast, "tokens": tokens,
             "configs": left, "config_seconds": min(2.0, max(0.2, seconds_left / len(left) / 3)),
             "by_bucket": {str(size): ms for size, ms in by_bucket().items()},
+            "by_hook": {hook: min(times) for hook, times in times_of("comm_hook").items()},
         }  # fmt: skip
         current = -1
         _, failed = await course.trials.on_all(best, spec, hear)
         if failed and current < 0:
             await course.all.say(f"the model could not be timed: {failed}")
             break
-        if failed and current < len(configs) and current not in done:
+        if failed and current not in done:
             await show(current, {"failed": failed})
     times = by_bucket()
     if 25 not in times:
@@ -85,11 +92,11 @@ async def tuned(course: "Course", best: Trial) -> dict[str, Any]:
     untimed = len(configs) - len(done)
     if untimed:
         await course.all.say(f"{untimed} more were not timed: the time is used up (--minutes is longer)")
+    # The best of many is partly the luckiest, so of its times the longest counts.
     bucket = search.best_bucket(times)
-    by_hook = {"none": times[bucket]}
-    for number, one in done.items():
-        if configs[number]["comm_hook"] != "none" and "failed" not in one and not one["early"]:
-            by_hook[configs[number]["comm_hook"]] = one["ms"]
+    if bucket != 25:
+        bucket = search.best_bucket({25: times[25], bucket: max(times_of("bucket_cap_mb")[bucket])})
+    by_hook = {"none": times[bucket], **{hook: max(each) for hook, each in times_of("comm_hook").items()}}
     hook = search.best_hook(by_hook)
     faster = times[25] / by_hook[hook]
     return {"comm_hook": hook, "bucket_cap_mb": bucket, "gradient_as_bucket_view": True, "faster": faster}

@@ -82,7 +82,7 @@ def last_words(folder: Path, one: int) -> str:
     """What NCCL warned of, or else the last line of a process that failed."""
     with contextlib.suppress(OSError):
         if warned := re.findall("NCCL WARN (.*)", (folder / f"nccl.{one}").read_text(errors="replace")):
-            return printable(warned[0], 300)
+            return printable(f"NCCL: {warned[0]}", 300)
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in (folder / f"words.{one}").read_text(errors="replace").splitlines() if line.strip()]
         return printable(lines[-1], 300) if lines else ""

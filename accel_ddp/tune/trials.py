@@ -81,7 +81,7 @@ class Trials:
                         await hear(one)
             elif message.get("exit"):
                 words = f": {message['words']}" if message["words"] else ""
-                if "NCCL" in failed and message["words"] and message["words"] not in failed:
+                if failed and message["words"].startswith("NCCL: ") and message["words"] not in failed:
                     failed += f" | {message['words']}"
                 failed = failed or f"rank {message['rank']} ended with exit code {message['exit']}{words}"
             if failed and not is_killed:
