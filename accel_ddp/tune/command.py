@@ -32,6 +32,7 @@ processes on every node; then, with the best of them, a DDP step of your model w
 hooks. Every node prints the same table. The best goes into OUT/tuned.env (set -a; . FILE; set +a, on every node) and
 OUT/tuned.yaml (--config of the recipes). Where a node stands is found as `accel-ddp doctor` finds it."""
 
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _OF_DOCTOR_ALONE = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
 
 
@@ -186,7 +187,8 @@ async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wis
         base = {name: value for name, value in base.items() if name not in TUNED}  # the default is without them
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for the recipes
         base |= here.interface_to_set(outcome.interface, main["ip"])  # as a recipe's preflight would
-        make = lambda tell: Ranks(node, nodes, outcome.local, main["ip"], base, tell)
+        may_set = {*TUNED, *INTERFACES, *(name for settings in wish.tries for name in settings)}
+        make = lambda tell: Ranks(node, nodes, outcome.local, main["ip"], base, may_set, tell)
         write = lambda files: results.write(wish.out, files)
         code = await attend(main["ip"], outcome.deep_port, token, hello_of(node), make, write, leaving)
         if conducting:  # it tells the others how it ended
@@ -216,5 +218,5 @@ def hello_of(node: int) -> dict[str, Any]:
     return {
         "node": node, "host": here.HOST, "interfaces": networks,
         "environment": {name: os.environ[name] for name in TUNED if os.environ.get(name)},
-        "chosen": any(os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")),
+        "chosen": any(os.environ.get(name) for name in INTERFACES),
     }  # fmt: skip

@@ -128,7 +128,7 @@ class Course:
         ways = " and ".join(said["paths"]) or "a way that its log does not tell"
         over = f" through {', '.join(said['interfaces'])}" if said["interfaces"] else ""
         is_nccl = said["backend"] == "nccl"
-        by_sockets = is_nccl and any("Socket" in path for path in said["paths"])
+        by_sockets = is_nccl and any("Socket" in path for path in said["paths"] or [said["network"]])
         if is_nccl:
             await self.all.say(f"transport: NCCL {ways}, network {said['network']}{over}")
             if not by_sockets:

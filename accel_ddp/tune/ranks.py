@@ -18,12 +18,18 @@ from accel_ddp.doctor.report import printable
 class Ranks:
     """Starts, listens to and ends them. `tell` hears each line that one says, each end, and {"over": trial} after the last."""
 
-    def __init__(self, node: int, nodes: int, local: int, address: str, base: dict[str, str], tell: Callable[[dict], None]):
+    def __init__(
+        self, node: int, nodes: int, local: int, address: str, base: dict[str, str], may_set: set[str],
+        tell: Callable[[dict[str, Any]], None],
+    ):  # fmt: skip
         self.node, self.nodes, self.local, self.address, self.base, self.tell = node, nodes, local, address, base, tell
+        self.may_set = may_set  # variables that the main node may set here
         self.processes: list[asyncio.subprocess.Process] = []
         self.running: asyncio.Future | None = None
 
     def start(self, trial: int, port: int, settings: dict[str, str], spec: dict[str, Any]) -> None:
+        if not settings.keys() <= self.may_set:
+            raise ValueError(f"it wants to set {', '.join(settings.keys() - self.may_set)}")
         self.running = asyncio.ensure_future(self._run(trial, port, settings, spec))
 
     async def _run(self, trial: int, port: int, settings: dict[str, str], spec: dict[str, Any]) -> None:

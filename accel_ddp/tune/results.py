@@ -103,7 +103,7 @@ def write(folder: str, files: dict[str, str]) -> list[str]:
     """A line for each file that says what was done. What was there before is kept beside it, unless it is the same."""
     said = []
     for name, text in files.items():
-        path = Path(folder).expanduser() / name
+        path = Path(folder).expanduser() / Path(name).name  # never elsewhere: the name comes from the main node
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = ""

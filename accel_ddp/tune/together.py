@@ -152,6 +152,7 @@ async def attend(
                 return code
     except (OSError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
         how = f"has said nothing for {SILENT:.0f} s" if isinstance(error, (asyncio.TimeoutError, TimeoutError)) else "is gone"
+        how = how if isinstance(error, (OSError, asyncio.TimeoutError)) else f"sent what is no message of a tune ({error})"
         print(
             f"the main node ({ip}:{port}) {how}: its tune was ended, or its network failed. Look at its screen, and start "
             "again on every node.",
