@@ -41,7 +41,8 @@ class Course:
         self.nodes, self.ranks = conductor.nodes, conductor.nodes * local
         self.trials = Trials(conductor, local, ip, wish.trial_seconds)
         self.sizes = list(search.SIZES)
-        self.entries: list[list[Any]] = []
+        self.entries: list[list[Any]] = []  # the model's parameters, see `shapes`
+        self.gradient_bytes = 0
         self.connected: dict[str, Any] = {}  # what rank 0 said of its device and transport
 
     async def run(self) -> None:
@@ -105,14 +106,12 @@ class Course:
             self.entries = found["entries"]
         if self.entries:
             parameters = shapes.count(self.entries)
-            size = self.gradient_bytes = parameters * self.bytes_each
+            size = self.gradient_bytes = max(4, parameters * self.bytes_each // 4 * 4)
             await self.all.say(f"gradients: {parameters:,} numbers, {results.size_words(size)}")
             if size < search.SIZES[1]:  # never sends more at once
-                self.sizes = sorted({*self.sizes[:2], max(4, size // 4 * 4)})
+                self.sizes = sorted({*self.sizes[:2], size})
         else:
             await self.all.say("no recipe, --model or --model_bytes: buckets and communication hooks are not tuned")
-
-    gradient_bytes = 0
 
     @property
     def dtype(self) -> str:
