@@ -1,0 +1,764 @@
+"""HF Trainer beside our recipes on one GPU: samples and tokens a second, warm-up, a whole job's seconds, memory, loss curves.
+
+    python benchmarks/vs_trainer.py --work DIR --out speed.json                         # each variant's steady state
+    python benchmarks/vs_trainer.py --work DIR --only bert32 --ours "eager=--compile off" --ours "rows=--packing off"
+    python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, start-up included
+    python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both
+    python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to see that it works
+
+Jobs: a BERT-base classifier with 32 and with 128 texts in a batch, and a decoder of SmolLM2-135M's shape with 16. Models (random
+weights) and texts (lognormal lengths, mean 232 tokens, at most 512) are made from seeds; both sides start from the same folder.
+Both sides: the same rows in the same order (Trainer is given our order, but where it groups by length), AdamW with the same
+rates, bf16 autocast over float32 weights, a log line every 10 steps, tokenised data in a warm cache, and an empty cache of
+compiled kernels. Each variant has a process of its own. A run that is whole in DIR is not done again, so that a call may be cut
+off and repeated; a run that fails is a row that says why. "To the end of training" leaves out the last evaluation and saving.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+NEVER = str(10**9)  # steps until an evaluation or a save
+LOG_EVERY = 10  # steps; the default of our recipes, and given to Trainer
+TOPICS = 8
+Spec = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Job:
+    family: str  # of the model and its data
+    recipe: str
+    batch: int
+    steps: int  # of a timing
+    warm: int  # steps before the measured ones; both are multiples of 50, which is how far Trainer's grouping by length reaches
+    curve_steps: int
+    lr: float
+
+
+JOBS = {
+    "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=400, lr=5e-5),
+    "bert128": Job("bert", "classify", 128, steps=150, warm=50, curve_steps=200, lr=1e-4),
+    "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4),
+}
+# Trainer's AdamW is fused by default where torch is 2.8 or newer, and pins memory by default: both are in every row.
+TRAINER = {
+    "trainer": {},
+    "trainer+group": {"group": True},
+    "trainer+workers": {"dataloader_num_workers": 4, "dataloader_persistent_workers": True, "dataloader_pin_memory": True},
+    "trainer+compile": {"torch_compile": True},
+}
+TRAINER["trainer+all"] = {name: value for flags in TRAINER.values() for name, value in flags.items()}
+
+
+@dataclasses.dataclass
+class Family:
+    vocabulary: int
+    shape: dict[str, Any]  # of the model
+    rows: int
+    max_length: int = 512
+    mean_length: float = 232
+
+
+FAMILIES = {
+    "bert": Family(30522, {}, rows=25_600),  # the library's default is BERT-base
+    "decoder": Family(
+        49152,
+        {
+            "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+            "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
+        },
+        rows=12_800,
+    ),
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+TINY_FAMILIES = {name: Family(1000, SMALL, rows=1024, max_length=64, mean_length=29) for name in FAMILIES}
+TINY_JOBS = {
+    "bert32": Job("bert", "classify", 8, steps=40, warm=20, curve_steps=60, lr=1e-3),
+    "bert128": Job("bert", "classify", 16, steps=40, warm=20, curve_steps=60, lr=1e-3),
+    "sft16": Job("decoder", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
+}
+
+
+# ------------------------------------------------------------------------------------ data and models
+
+
+def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> np.ndarray:
+    """Lognormal, in tokens with the special ones; the spread is that of film reviews, and the mean is what remains when cut."""
+    normal = rng.standard_normal(number)
+    low, high = 0.0, math.log(family.max_length)
+    for _ in range(40):  # the middle that gives this mean
+        middle = (low + high) / 2
+        lengths = np.clip(np.exp(middle + 0.6 * normal), 8, family.max_length)
+        low, high = (middle, high) if lengths.mean() < family.mean_length else (low, middle)
+    return lengths.round().astype(int)
+
+
+def zipf(rng: np.random.Generator, size: Any, num_words: int) -> np.ndarray:
+    """Numbers below `num_words`, the lower the more frequent, as words are."""
+    heights = np.cumsum(1 / np.arange(1, num_words + 1))
+    return np.searchsorted(heights, rng.random(size) * heights[-1])
+
+
+def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Words of each text, and which topic has most of them: by a hair in some, so that rare words have to be learned too."""
+    shape, common = (len(lengths), lengths.max()), num_words // 4
+    each = (num_words - common) // TOPICS
+    main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.1, 0.5, (len(lengths), 1))
+    topic = np.where(rng.random(shape) < share, main, rng.integers(TOPICS, size=shape))
+    topical = common + topic * each + zipf(rng, shape, each)
+    is_topical = rng.random(shape) < 0.5
+    words = np.where(is_topical, topical, zipf(rng, shape, common))
+    inside = is_topical & (np.arange(shape[1]) < lengths[:, None])
+    counts = np.stack([((topic == number) & inside).sum(1) for number in range(TOPICS)], 1)
+    return [row[:length] for row, length in zip(words, lengths)], counts.argmax(1)
+
+
+def texts_of_a_chain(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> list[np.ndarray]:
+    """A Markov chain: often one of two words that follow the last one, else any word, of which some belong to a topic."""
+    followers = zipf(np.random.default_rng(1), (num_words, 2), num_words)  # the same in training and evaluation
+    words = np.empty((len(lengths), lengths.max()), dtype=int)
+    shift = rng.integers(TOPICS, size=len(lengths)) * (num_words // TOPICS)
+    last = zipf(rng, len(lengths), num_words)
+    for place in range(words.shape[1]):
+        follows, of_topic = rng.random(len(lengths)) < 0.6, rng.random(len(lengths)) < 0.5
+        fresh = zipf(rng, len(lengths), num_words)
+        fresh = np.where(of_topic, (fresh + shift) % num_words, fresh)
+        last = np.where(follows, followers[last, rng.integers(2, size=len(lengths))], fresh)
+        words[:, place] = last
+    return [row[:length] for row, length in zip(words, lengths)]
+
+
+def make_tokenizer(name: str, family: Family) -> Any:
+    """Whole words, separated by spaces: as many as the model's vocabulary has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    if name == "bert":
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+        inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    else:
+        special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        inputs = ["input_ids", "attention_mask"]
+    words = [*special.values(), *(f"w{i}" for i in range(family.vocabulary - len(special)))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if name == "bert":
+        ids = [("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))]
+        inner.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    options = {"model_max_length": family.max_length, "model_input_names": inputs, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options, **special)
+
+
+def made_once(final: Path, make: Any) -> Path:
+    """The folder that `make` fills; whole or absent."""
+    if not final.exists():
+        partial = final.with_name(f"{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        make(partial)
+        partial.rename(final)
+    return final
+
+
+def make_data(work: Path, name: str, family: Family) -> Path:
+    """train.jsonl and eval.jsonl for our recipes; the same rows as tokens for Trainer; how many tokens each row has."""
+
+    def make(folder: Path) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        tokenizer = make_tokenizer(name, family)
+        num_words, extra = family.vocabulary - 5, 2 if name == "bert" else 1  # special tokens in the vocabulary, and in a text
+        spelling = np.array([f"w{i}" for i in range(num_words)], dtype=object)
+        for part, number, seed in (("train", family.rows, 2), ("eval", min(512, family.rows), 3)):
+            rng = np.random.default_rng(seed)
+            lengths = lengths_of_texts(rng, number, family)
+            if name == "bert":
+                words, labels = texts_with_topics(rng, lengths - extra, num_words)
+                rows = [{"text": " ".join(spelling[ids]), "label": f"topic{label}"} for ids, label in zip(words, labels)]
+            else:
+                rows = [{"text": " ".join(spelling[ids])} for ids in texts_of_a_chain(rng, lengths - extra, num_words)]
+            (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            end = "" if name == "bert" else tokenizer.eos_token
+            encode = lambda some, end=end: {
+                **tokenizer([text + end for text in some["text"]]),
+                **({"labels": [int(label[-1]) for label in some["label"]]} if "label" in some else {}),
+            }
+            table = datasets.Dataset.from_list(rows)
+            table = table.map(encode, batched=True, remove_columns=table.column_names, new_fingerprint=f"{name}{part}{number}")
+            assert [len(ids) for ids in table["input_ids"][:100]] == lengths[:100].tolist(), "a word is not one token"
+            table.save_to_disk(str(folder / f"{part}_tokens"))
+            np.save(folder / f"{part}_lengths.npy", lengths)
+
+    return made_once(work / "data" / name, make)
+
+
+def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
+    """Random weights and the tokenizer, as `from_pretrained` takes them; the head of the classifier is among them."""
+
+    def make(folder: Path) -> None:
+        import torch
+        from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        tokenizer = make_tokenizer(name, family)
+        sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
+        if name == "bert":
+            names = {f"topic{i}": i for i in range(TOPICS)}
+            labels = {"num_labels": TOPICS, "label2id": names, "id2label": {i: label for label, i in names.items()}}
+            model = BertForSequenceClassification(BertConfig(**sizes, **labels))
+        else:
+            ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=2048, tie_word_embeddings=True))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return made_once(work / "models" / f"{name}-{seed}", make)
+
+
+def fill_our_cache(job: Job, words: list[str]) -> None:
+    """Tokenise as the recipe would: Trainer's tokens are on disk too before anyone is timed."""
+    sys.path.append(str(ROOT / "recipes"))
+    from importlib import import_module
+
+    from accel_ddp.config import parse_config
+    from accel_ddp.models import load_tokenizer
+
+    recipe = import_module(job.recipe)
+    cfg = parse_config(recipe.Config, words)
+    recipe.build_data(cfg, load_tokenizer(cfg, cfg.max_length))
+
+
+def our_order(num_rows: int, seed: int, number: int) -> np.ndarray:
+    """The first rows of our stream: any number of ranks takes them in this order, step after step."""
+    from accel_ddp.stream import Shuffle
+
+    return np.array(Shuffle(num_rows, seed).items(0, number))
+
+
+# --------------------------------------------------------------------------------- one run in a process
+
+
+def environment(work: Path) -> dict[str, str]:
+    """Of every process: the first GPU only, because Trainer would spread the batch over several; no hub; caches in `work`."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(work / "cache" / "datasets"),
+        "ACCEL_DDP_CACHE": str(work / "cache" / "accel_ddp"),
+        "TOKENIZERS_PARALLELISM": "true",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+
+
+# Python imports a module of this name at its start: a recipe that knows nothing of it leaves the peak of its memory behind.
+PEAK_AT_EXIT = """
+import atexit, json, os, sys
+def tell():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        open(os.environ["PEAK_MEMORY_FILE"], "w").write(json.dumps(peak))
+atexit.register(tell)
+"""
+
+
+def run_process(command: list[str], folder: Path, work: Path, timeout: float) -> dict[str, Any]:
+    """When it began, and how it ended; its words are in log.txt."""
+    (folder / "site").mkdir(parents=True)
+    (folder / "site" / "sitecustomize.py").write_text(PEAK_AT_EXIT)
+    env = {**os.environ, **environment(work), "PEAK_MEMORY_FILE": str(folder / "peak.json")}
+    env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
+    # Empty: else the second run of a kind would start with what the first has compiled.
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    began = time.time()
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = f"more than {timeout:.0f} s"
+            process.wait()
+    ended = time.time()
+    shutil.rmtree(folder / "inductor", ignore_errors=True)
+    peak = folder / "peak.json"
+    return {
+        "began": began,
+        "process_seconds": ended - began,
+        "peak": json.loads(peak.read_text()) if peak.exists() else None,
+        "failed": "" if code == 0 else f"{code}: {reason_in(folder / 'log.txt')}",
+    }
+
+
+def reason_in(log: Path) -> str:
+    """The line that says why a process failed: ours say `error:`, of a traceback the last is the one."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if line.startswith("error:") or " failed: " in line or "Error: " in line]
+    return (named or lines or ["it said nothing"])[-1][:200]
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def figures(times: dict[int, float], began: float, batch: int, warm: int, tokens_of_step: np.ndarray) -> dict[str, float]:
+    """Of the times at which steps were done. The steady state is measured from step `warm` to the last."""
+    last = max(times)
+    seconds = times[last] - times[warm]
+    rate = (last - warm) / seconds
+    grid = sorted(step for step in times if step % LOG_EVERY == 0)
+    spans = [(b, (times[b] - times[a]) / (b - a)) for a, b in itertools.pairwise(grid)]
+    usual = statistics.median([span for step, span in spans if step > warm] or [seconds / (last - warm)])
+    slow = [step for step, span in spans if span > 1.5 * usual and step <= warm]
+    return {
+        "samples_per_second": rate * batch,
+        "tokens_per_second": float(tokens_of_step[warm:last].sum()) / seconds,
+        "to_step_10": times[grid[0]] - began,
+        # After which no ten steps took half as long again as usual.
+        "to_steady": times[max(slow, default=grid[0])] - began,
+        "start_cost": times[last] - began - last / rate,  # what the job takes beyond its steps at the steady rate
+        "to_end_of_training": times[last] - began,
+        "steps": last,
+    }
+
+
+def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, Any]:
+    result = run_process([*spec["command"], "--output_dir", str(folder / "run")], folder, work, timeout)
+    if result["failed"]:
+        return result
+    updates = [event for event in read_events(folder / "run") if event["event"] == "update"]
+    lengths = np.load(Path(spec["data"]) / "train_lengths.npy")
+    order = our_order(len(lengths), spec["seed"], spec["steps"] * spec["batch"])
+    tokens_of_step = lengths[order].reshape(spec["steps"], spec["batch"]).sum(1)
+    if spec["recipe"] == "sft" and any(e["items"] != tokens_of_step[e["step"] - 1] - spec["batch"] for e in updates):
+        result["note"] = "rows came in another order than expected: tokens/s are of the mean length"
+        tokens_of_step = np.full(spec["steps"], lengths.mean() * spec["batch"])
+    times = {event["step"]: event["time"] for event in updates}
+    if spec["kind"] == "curve":
+        result["losses"] = [event["loss"] for event in updates]
+        (folder / "run" / "model").rename(folder / "model")
+    result |= figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)
+    shutil.rmtree(folder / "run")  # with a checkpoint of a gigabyte
+    return result
+
+
+def run_trainer(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    (folder / "spec.json").write_text(json.dumps(spec))
+    result = run_process([__file__, "--trainer_in", str(folder)], folder, work, timeout)
+    if result["failed"]:
+        return result
+    told = json.loads((folder / "told.json").read_text())
+    lengths = np.load(Path(spec["data"]) / "train_lengths.npy")
+    tokens_of_step = lengths[np.array(told["rows"])].reshape(-1, spec["batch"]).sum(1)
+    times = {step: moment for step, moment in enumerate(told["times"], start=1)}
+    if spec["kind"] == "curve":
+        result["losses"] = told["losses"]
+    return {**result, **figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)}
+
+
+def train_with_trainer(folder: Path) -> None:
+    """In a process of its own: torch_compile, for one, stays switched on in the process."""
+    spec = json.loads((folder / "spec.json").read_text())
+    import datasets
+    import torch
+    import transformers
+    from torch.utils.data import Sampler
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    on_gpu = torch.cuda.is_available()
+    transformers.set_seed(spec["seed"])
+    data, place, batch = Path(spec["data"]), spec["model"], spec["batch"]
+    rows, lengths = datasets.load_from_disk(str(data / "train_tokens")), np.load(data / "train_lengths.npy")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    if spec["recipe"] == "sft":
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    else:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32)
+        collate = transformers.DataCollatorWithPadding(tokenizer)
+    flags = dict(spec["flags"])
+    is_grouped = flags.pop("group", False)
+    if is_grouped:  # the flag has another name since transformers 5
+        known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+        is_new = "train_sampling_strategy" in known
+        flags |= {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
+    order, seen = np.load(spec["order"]).tolist(), []
+
+    class Recorded(Sampler):
+        """Our order, or groups of one length; which rows were asked for is kept, as they are counted afterwards."""
+
+        def __init__(self):
+            # What the flag makes, given the lengths; it would count them at the start by reading every row.
+            self.inner = LengthGroupedSampler(batch, lengths=lengths.tolist()) if is_grouped else None
+            self.epoch = 0
+
+        def __len__(self):
+            return len(rows)
+
+        def __iter__(self):
+            start = self.epoch * len(rows)
+            self.epoch += 1
+            for row in self.inner or order[start : start + len(rows)]:
+                seen.append(row)
+                yield row
+
+    class Timed(transformers.Trainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return Recorded()
+
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    offset = time.time() - time.perf_counter()
+    times, losses = [], []
+
+    class Stopwatch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (spec["warm"], spec["steps"]):
+                wait()
+            times.append(offset + time.perf_counter())
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"), seed=spec["seed"], use_cpu=not on_gpu, max_steps=spec["steps"],
+        per_device_train_batch_size=batch, learning_rate=spec["lr"], lr_scheduler_type="linear",
+        warmup_steps=spec["warmup_steps"], weight_decay=0.01, max_grad_norm=1.0, bf16=spec["precision"] == "bf16",
+        logging_steps=spec["log_every"], save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True, **flags,
+    )  # fmt: skip
+    parts = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collate, "processing_class": tokenizer}
+    trainer = Timed(**parts, callbacks=[Stopwatch()])
+    trainer.train()
+    if spec["kind"] == "curve":
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+    told = {"times": times, "losses": losses, "rows": seen[: spec["steps"] * batch]}
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def score_models(folders: list[Path]) -> None:
+    """The loss of each saved model over the evaluation rows, by one code for both sides: a mean over rows, or over tokens."""
+    import datasets
+    import torch
+    import torch.nn.functional as F
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for folder in folders:
+        result = json.loads((folder / "result.json").read_text())
+        is_lm = result["spec"]["recipe"] == "sft"
+        kind = transformers.AutoModelForCausalLM if is_lm else transformers.AutoModelForSequenceClassification
+        model = kind.from_pretrained(folder / "model", dtype=torch.float32).eval().to(device)
+        rows = datasets.load_from_disk(str(Path(result["spec"]["data"]) / "eval_tokens"))
+        total, number = 0.0, 0
+        for row in sorted(rows, key=lambda row: len(row["input_ids"])):
+            ids = torch.tensor([row["input_ids"]], device=device)
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits.float()
+            if is_lm:
+                total += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+                number += ids.shape[1] - 1
+            else:
+                total += float(F.cross_entropy(logits, torch.tensor([row["labels"]], device=device)))
+                number += 1
+        result["eval_loss"] = total / number
+        (folder / "result.json").write_text(json.dumps(result))
+        shutil.rmtree(folder / "model")
+
+
+# -------------------------------------------------------------------------------------- which runs
+
+
+def our_command(
+    job: Job,
+    family: Family,
+    data: Path,
+    model: Path,
+    precision: str,
+    steps: int,
+    seed: int,
+    extra: str,
+    log_every: int = LOG_EVERY,
+) -> list[str]:
+    words = {
+        "model": model, "train_file": data / "train.jsonl", "eval_file": data / "eval.jsonl", "mixed_precision": precision,
+        "global_batch_size": job.batch, "micro_batch_size": job.batch, "max_length": family.max_length, "lr": job.lr,
+        "warmup_steps": math.ceil(0.1 * steps), "weight_decay": 0.01, "max_grad_norm": 1.0, "lr_schedule": "linear",
+        "steps": steps, "seed": seed, "eval_every": NEVER, "save_every": NEVER, "max_eval_items": 64, "log_every": log_every,
+    }  # fmt: skip
+    more = ["--no_eval_first", *(["--samples", "0"] if job.recipe == "sft" else []), *shlex.split(extra)]
+    return [f"recipes/{job.recipe}.py", *(part for name, value in words.items() for part in (f"--{name}", str(value))), *more]
+
+
+class Bench:
+    """The runs of one call, and those of earlier ones in the same folder."""
+
+    def __init__(self, options: argparse.Namespace):
+        os.environ |= environment(options.work.resolve())  # before the libraries are imported that read it
+        import torch
+
+        self.options, self.work, self.began = options, options.work.resolve(), time.monotonic()
+        self.jobs, self.families = (TINY_JOBS, TINY_FAMILIES) if options.tiny else (JOBS, FAMILIES)
+        # Looked up without starting CUDA here, where it would hold memory.
+        self.precision = "bf16" if torch.cuda.device_count() else "no"
+        self.ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
+        names = [*TRAINER, *self.ours]
+        unknown = [name for name in options.variants or [] if name not in names]
+        if unknown:
+            sys.exit(f"--variants {' '.join(unknown)}: there are {', '.join(names)}")
+        self.variants = [name for name in names if not options.variants or name in options.variants]
+        self.cached: set[str] = set()
+
+    def spec(self, kind: str, name: str, variant: str, steps: int, warm: int, seed: int = 0) -> Spec:
+        """All that a run depends on: where it has changed, the run is done again."""
+        job = self.jobs[name]
+        family = self.families[job.family]
+        data = make_data(self.work, job.family, family)
+        model = make_model(self.work, job.family, family, seed)
+        log_every = 1 if kind == "curve" else LOG_EVERY
+        spec = {
+            "kind": kind, "job": name, "variant": variant, "recipe": job.recipe, "batch": job.batch, "steps": steps, "warm": warm,
+            "seed": seed, "lr": job.lr, "warmup_steps": math.ceil(0.1 * steps), "precision": self.precision, "data": str(data),
+            "model": str(model), "log_every": log_every,
+        }  # fmt: skip
+        if variant in TRAINER:
+            order = self.work / "data" / f"order-{name}-{seed}-{steps}.npy"
+            if not order.exists():  # whole epochs, and one more for what Trainer asks for ahead
+                rows = family.rows
+                np.save(order, our_order(rows, seed, (steps * job.batch // rows + 2) * rows))
+            return {**spec, "flags": TRAINER[variant], "order": str(order)}
+        words = our_command(job, family, data, model, self.precision, steps, seed, self.ours[variant], log_every)
+        if job.family not in self.cached:
+            fill_our_cache(job, our_command(job, family, data, model, self.precision, steps, seed, "")[1:])
+            self.cached.add(job.family)
+        return {**spec, "command": words}
+
+    def run(self, spec: Spec, round_number: int = 0) -> dict[str, Any] | None:
+        """The result: of an earlier call if it is there, none if this call has no time left."""
+        name = f"{spec['kind']}-{spec['job']}-{spec['variant']}-seed{spec['seed']}-round{round_number}"
+        folder = self.work / "runs" / name
+        file = folder / "result.json"
+        if file.exists():
+            result = json.loads(file.read_text())
+            if result["spec"] == spec and not (result["failed"] and self.options.retry):
+                return result
+        if self.options.limit and time.monotonic() - self.began > self.options.limit:
+            print(f"{name}: left for the next call (--limit)", flush=True)
+            return None
+        shutil.rmtree(folder, ignore_errors=True)
+        run = run_trainer if spec["variant"] in TRAINER else run_ours
+        result = {"spec": spec, "round": round_number, **run(spec, folder, self.work, self.options.timeout)}
+        file.write_text(json.dumps(result))
+        what = result["failed"] or f"{result['samples_per_second']:.1f} samples/s, {result['to_end_of_training']:.1f} s"
+        print(f"{name}: {what}", flush=True)
+        return result
+
+    def timings(self, name: str) -> list[dict[str, Any]]:
+        """Rounds one after the other, so that a machine that slows down slows all variants."""
+        job = self.jobs[name]
+        steps = self.options.steps or job.steps
+        warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
+        found = []
+        for number in range(self.options.rounds):
+            for variant in self.variants:
+                found.append(self.run(self.spec("speed", name, variant, steps, warm), number))
+        return [result for result in found if result]
+
+    def long_jobs(self, name: str) -> list[dict[str, Any]]:
+        """As many steps as Trainer's default does in --seconds_job, by its timing; the number is kept for later calls."""
+        job = self.jobs[name]
+        file = self.work / f"long-{name}-{self.options.seconds_job:g}.json"
+        if not file.exists():
+            base = self.run(self.spec("speed", name, "trainer", job.steps, job.warm))
+            if not base or base["failed"]:
+                return []
+            seconds = max(self.options.seconds_job - base["start_cost"], self.options.seconds_job / 2)
+            steps = int(seconds * base["samples_per_second"] / job.batch) // LOG_EVERY * LOG_EVERY
+            file.write_text(json.dumps(max(steps, 2 * LOG_EVERY)))
+        steps = json.loads(file.read_text())
+        warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
+        found = [self.run(self.spec("long", name, variant, steps, warm)) for variant in self.variants]
+        return [result for result in found if result]
+
+    def curves(self, name: str) -> list[dict[str, Any]]:
+        job, found = self.jobs[name], []
+        steps = self.options.steps or job.curve_steps
+        chosen = self.options.variants or ["trainer", *self.ours]
+        for seed in self.options.seeds:
+            for variant in chosen:
+                warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
+                found.append(self.run(self.spec("curve", name, variant, steps, warm, seed)))
+        folders = sorted(file.parent for file in (self.work / "runs").glob(f"curve-{name}-*/result.json"))
+        unscored = [str(folder) for folder in folders if (folder / "model").is_dir()]
+        if unscored:
+            env = {**os.environ, **environment(self.work)}
+            subprocess.run([sys.executable, __file__, "--score", *unscored], env=env, check=False)
+        return [self.run(result["spec"]) for result in found if result]
+
+
+# ---------------------------------------------------------------------------------------- what is shown
+
+
+def speed_table(found: list[dict[str, Any]]) -> list[str]:
+    """One row for each job and variant, medians of the rounds; the ratio is to Trainer's default."""
+    titles = ["job", "variant", "samples/s", "tokens/s", "ratio", "to step 10, s", "to steady, s", "start cost, s", "steps"]
+    titles += ["to the end of training, s", "ratio of times", "peak GB", ""]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for key in dict.fromkeys((r["spec"]["job"], r["spec"]["variant"]) for r in found):
+        runs = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == key]
+        whole = [r for r in runs if not r["failed"]]
+        if not whole:
+            lines.append(f"| {key[0]} | {key[1]} |" + " |" * 10 + f" failed: {runs[0]['failed'].replace('|', '/')} |")
+            continue
+        base = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == (key[0], "trainer") and not r["failed"]]
+        middle = lambda name, some=whole: statistics.median(r[name] for r in some)
+        ratio = f"{middle('samples_per_second') / middle('samples_per_second', base):.2f}" if base else ""
+        times = f"{middle('to_end_of_training') / middle('to_end_of_training', base):.2f}" if base else ""
+        peak = f"{statistics.median(r['peak']['allocated'] for r in whole) / 1e9:.2f}" if whole[0]["peak"] else ""
+        cells = [f"{middle('samples_per_second'):,.1f}", f"{middle('tokens_per_second'):,.0f}", ratio]
+        to_steady = "" if "group" in key[1] or "all" in key[1] else f"{middle('to_steady'):.1f}"  # else long texts look slow
+        cells += [f"{middle('to_step_10'):.1f}", to_steady, f"{middle('start_cost'):.1f}"]
+        cells += [str(whole[0]["steps"]), f"{middle('to_end_of_training'):.1f}", times, peak, whole[0].get("note", "")]
+        lines.append(f"| {' | '.join([*key, *cells])} |")
+    return lines
+
+
+def last_tenth(losses: list[float]) -> float:
+    return statistics.mean(losses[-max(1, len(losses) // 10) :])
+
+
+def curve_table(found: list[dict[str, Any]]) -> list[str]:
+    lines = ["| job | variant | seeds | steps | first loss | training loss, last tenth | evaluation loss |", "|---" * 7 + "|"]
+    for key in dict.fromkeys((r["spec"]["job"], r["spec"]["variant"]) for r in found):
+        runs = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == key]
+        whole = [r for r in runs if not r["failed"]]
+        if not whole:
+            lines.append(f"| {key[0]} | {key[1]} | | | | failed: {runs[0]['failed'].replace('|', '/')} | |")
+            continue
+        spread = lambda values: f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})" if values else ""
+        cells = [spread([last_tenth(r["losses"]) for r in whole]), spread([r["eval_loss"] for r in whole if "eval_loss" in r])]
+        first = f"{statistics.mean(r['losses'][0] for r in whole):.4f}"
+        lines.append(f"| {' | '.join([*key, str(len(whole)), str(whole[0]['steps']), first, *cells])} |")
+    return lines
+
+
+def draw_curves(found: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Losses over steps: each seed thin, their mean thick; with PIL, which is installed wherever the recipes are."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    zoom, width, height, left, right, top, bottom = 2, 900, 560, 70, 20, 40, 50  # drawn large, shown half as large: smooth lines
+    image = Image.new("RGB", (width * zoom, height * zoom), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=14 * zoom)
+    by_variant: dict[str, list[np.ndarray]] = {}
+    for result in found:
+        losses = np.array(result["losses"])
+        window = max(1, len(losses) // 40)
+        smooth = np.convolve(losses, np.ones(window) / window, "valid")
+        by_variant.setdefault(result["spec"]["variant"], []).append(smooth)
+    longest = max(len(curve) for curves in by_variant.values() for curve in curves)
+    values = np.concatenate([curve for curves in by_variant.values() for curve in curves])
+    low, high = float(values.min()), float(values.max())
+    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-9
+    x = lambda step: (left + (width - left - right) * step / max(1, longest - 1)) * zoom
+    y = lambda loss: (top + (height - top - bottom) * (high - loss) / (high - low)) * zoom
+    for i in range(6):
+        loss, step = low + (high - low) * i / 5, round((longest - 1) * i / 5)
+        draw.line([(x(0), y(loss)), (x(longest - 1), y(loss))], fill="#dddddd", width=zoom)
+        draw.text((x(0) - 6 * zoom, y(loss)), f"{loss:.2f}", fill="black", font=font, anchor="rm")
+        draw.text((x(step), y(low) + 6 * zoom), str(step), fill="black", font=font, anchor="mt")
+    draw.rectangle([x(0), y(high), x(longest - 1), y(low)], outline="black", width=zoom)
+    draw.text((width * zoom / 2, height * zoom - 8 * zoom), "step", fill="black", font=font, anchor="mb")
+    draw.text((8 * zoom, 10 * zoom), "training loss", fill="black", font=font, anchor="lt")
+    draw.text((width * zoom / 2, 10 * zoom), title, fill="black", font=font, anchor="mt")
+    colours = [((220, 80, 40), (245, 200, 180)), ((30, 90, 200), (180, 205, 245)), ((30, 150, 60), (185, 230, 195)),
+               ((140, 60, 160), (225, 195, 235)), ((90, 90, 90), (205, 205, 205))]  # fmt: skip
+    chosen = {variant: colours[i % len(colours)] for i, variant in enumerate(by_variant)}
+    for variant, curves in by_variant.items():
+        for curve in curves if len(curves) > 1 else []:
+            draw.line([(x(step), y(loss)) for step, loss in enumerate(curve)], fill=chosen[variant][1], width=zoom)
+    for i, (variant, curves) in enumerate(by_variant.items()):
+        mean = np.mean([curve[: min(map(len, curves))] for curve in curves], axis=0)
+        draw.line([(x(step), y(loss)) for step, loss in enumerate(mean)], fill=chosen[variant][0], width=2 * zoom)
+        at = (top + 18 + 22 * i) * zoom
+        draw.line([((width - 260) * zoom, at), ((width - 230) * zoom, at)], fill=chosen[variant][0], width=3 * zoom)
+        words = f"{variant}, {len(curves)} seed{'s' * (len(curves) > 1)}"
+        draw.text(((width - 222) * zoom, at), words, fill="black", font=font, anchor="lm")
+    image.resize((width, height), Image.Resampling.LANCZOS).save(path)
+
+
+def about_the_machine() -> dict[str, Any]:
+    import accelerate
+    import torch
+    import transformers
+
+    asked = ["nvidia-smi", "-L"] if shutil.which("nvidia-smi") else ["true"]
+    gpu = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    versions = {package.__name__: package.__version__ for package in (torch, transformers, accelerate)}
+    return {"gpu": gpu, "cores": os.cpu_count(), "commit": commit, **versions}
+
+
+def main(options: argparse.Namespace) -> None:
+    bench, found, parts = Bench(options), {"speed": [], "long": [], "curve": []}, []
+    names = options.only or list(bench.jobs)
+    what = "curve" if options.seeds else "long" if options.long else "speed"
+    for name in names:
+        run = {"curve": bench.curves, "long": bench.long_jobs, "speed": bench.timings}[what]
+        found[what] += run(name)
+        if what == "curve" and (whole := [r for r in found["curve"] if not r["failed"] and r["spec"]["job"] == name]):
+            path = (options.out.parent if options.out else options.work) / f"curves-{name}.png"
+            draw_curves(whole, f"{name}: training loss, mean of {max(1, whole[0]['steps'] // 40)} steps", path)
+            print(f"curves in {path}")
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps({"machine": about_the_machine(), **found}, indent=1))
+    if what == "curve":
+        parts += ["", *curve_table(found["curve"])]
+    else:
+        parts += ["", *speed_table(found[what])]
+    print("\n".join(parts))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/vs_trainer"), help="data, models and runs are made here once")
+    parser.add_argument("--only", nargs="+", choices=JOBS, help="jobs; default: all")
+    parser.add_argument("--variants", nargs="+", help=f"of {', '.join([*TRAINER, 'ours'])}, and the names of --ours")
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=OPTIONS", help="one more row of ours; repeatable")
+    parser.add_argument("--steps", type=int, default=0, help="of each run, a multiple of 10; default: as the job has")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all variants are timed, in turns")
+    parser.add_argument("--long", action="store_true", help="whole jobs, of as many steps as Trainer does in --seconds_job")
+    parser.add_argument("--seconds_job", type=float, default=180)
+    parser.add_argument("--seeds", type=int, nargs="+", help="loss curves with these seeds (weights, order, dropout), no timing")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and texts, for a CPU")
+    parser.add_argument("--out", type=Path, help="a .json file for all results; curves are drawn beside it")
+    parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds that one run may take")
+    parser.add_argument("--retry", action="store_true", help="do runs again that failed in an earlier call")
+    parser.add_argument("--trainer_in", type=Path, help=argparse.SUPPRESS)  # the folder of Trainer's own process
+    parser.add_argument("--score", type=Path, nargs="+", help=argparse.SUPPRESS)  # folders of runs whose models are measured
+    options = parser.parse_args()
+    if options.trainer_in:
+        train_with_trainer(options.trainer_in)
+    elif options.score:
+        score_models(options.score)
+    elif options.steps % LOG_EVERY or any("=" not in entry for entry in options.ours):
+        parser.error("--steps is a multiple of 10, and --ours is NAME=OPTIONS")
+    else:
+        main(options)
