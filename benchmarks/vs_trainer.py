@@ -50,7 +50,7 @@ class Job:
 
 
 JOBS = {
-    "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=400, lr=5e-5),
+    "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=600, lr=1e-4),
     "bert128": Job("bert", "classify", 128, steps=150, warm=50, curve_steps=200, lr=1e-4),
     "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4),
 }
@@ -117,7 +117,7 @@ def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: 
     """Words of each text, and which topic has most of them: by a hair in some, so that rare words have to be learned too."""
     shape, common = (len(lengths), lengths.max()), num_words // 4
     each = (num_words - common) // TOPICS
-    main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.1, 0.5, (len(lengths), 1))
+    main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.2, 0.8, (len(lengths), 1))
     topic = np.where(rng.random(shape) < share, main, rng.integers(TOPICS, size=shape))
     topical = common + topic * each + zipf(rng, shape, each)
     is_topical = rng.random(shape) < 0.5
@@ -213,7 +213,9 @@ def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
     def make(folder: Path) -> None:
         import torch
         from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.manual_seed(seed)
         tokenizer = make_tokenizer(name, family)
         sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
@@ -307,8 +309,10 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
 
 def reason_in(log: Path) -> str:
     """The line that says why a process failed: ours say `error:`, of a traceback the last is the one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if line.startswith("error:") or " failed: " in line or "Error: " in line]
+    lines = [line.strip(" │╭╮╰╯─") for line in log.read_text(errors="replace").splitlines()]  # options are refused in a frame
+    lines = [line for line in lines if line]
+    words = ("error: ", " failed: ", "Error: ", "Unrecognized", "invalid choice", "Missing value")
+    named = [line for line in lines if any(word in line for word in words)]
     return (named or lines or ["it said nothing"])[-1][:200]
 
 
@@ -383,6 +387,7 @@ def train_with_trainer(folder: Path) -> None:
 
     on_gpu = torch.cuda.is_available()
     transformers.set_seed(spec["seed"])
+    transformers.utils.logging.disable_progress_bar()
     data, place, batch = Path(spec["data"]), spec["model"], spec["batch"]
     rows, lengths = datasets.load_from_disk(str(data / "train_tokens")), np.load(data / "train_lengths.npy")
     tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -422,6 +427,13 @@ def train_with_trainer(folder: Path) -> None:
         def _get_train_sampler(self, *args, **kwargs):
             return Recorded()
 
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            """Linear, as ours: Trainer's own rise begins with a step of rate 0, and curves would be one step apart."""
+            warm, total = spec["warmup_steps"], spec["steps"]
+            share = lambda step: min((step + 1) / max(warm, 1), (total - step) / (total - warm))
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, share)
+            return self.lr_scheduler
+
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     offset = time.time() - time.perf_counter()
     times, losses = [], []
@@ -438,8 +450,8 @@ def train_with_trainer(folder: Path) -> None:
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "trainer"), seed=spec["seed"], use_cpu=not on_gpu, max_steps=spec["steps"],
-        per_device_train_batch_size=batch, learning_rate=spec["lr"], lr_scheduler_type="linear",
-        warmup_steps=spec["warmup_steps"], weight_decay=0.01, max_grad_norm=1.0, bf16=spec["precision"] == "bf16",
+        per_device_train_batch_size=batch, learning_rate=spec["lr"], weight_decay=0.01, max_grad_norm=1.0,
+        bf16=spec["precision"] == "bf16",
         logging_steps=spec["log_every"], save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True, **flags,
     )  # fmt: skip
     parts = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collate, "processing_class": tokenizer}
@@ -459,6 +471,7 @@ def score_models(folders: list[Path]) -> None:
     import torch.nn.functional as F
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for folder in folders:
         result = json.loads((folder / "result.json").read_text())
@@ -723,7 +736,7 @@ def main(options: argparse.Namespace) -> None:
         found[what] += run(name)
         if what == "curve" and (whole := [r for r in found["curve"] if not r["failed"] and r["spec"]["job"] == name]):
             path = (options.out.parent if options.out else options.work) / f"curves-{name}.png"
-            draw_curves(whole, f"{name}: training loss, mean of {max(1, whole[0]['steps'] // 40)} steps", path)
+            draw_curves(whole, f"{name}: training loss, moving mean of {max(1, whole[0]['steps'] // 40)}", path)
             print(f"curves in {path}")
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)

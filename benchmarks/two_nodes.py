@@ -1,0 +1,215 @@
+"""What helps between two nodes: a BERT-base classifier on two NCCL nodes that talk TCP, both on one GPU.
+
+    python benchmarks/two_nodes.py --work DIR --batches 32:32 --out nodes32.json
+    python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; settings of your own
+    python benchmarks/two_nodes.py --work DIR --tiny --no_new_options                     # on a CPU, over gloo
+
+Each rank is a node: two `accelerate launch`, each with its own NCCL_HOSTID, over the loopback interface. Data and model are those
+of vs_trainer.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /
+step). The step without it is that of two runs of one rank each, of the same options and half the batch, *at the same time on the
+same GPU*: they share it as the two nodes do, but never wait for each other. A GPU of its own for each node would compute faster,
+so that there the share would be larger. Kernels of torch.compile are kept between runs: only steady states are compared.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import vs_trainer
+
+TUNED = "NCCL_MIN_NCHANNELS=8 NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=4 NCCL_ALGO=Ring NCCL_PROTO=Simple"
+
+
+@dataclasses.dataclass
+class Row:
+    compile: str = "off"
+    packing: str = "off"
+    hook: str = "none"
+    is_tuned: bool = False
+    nodes: int = 2
+
+    def computing(self) -> tuple[str, str]:
+        """What a rank's own work depends on."""
+        return self.compile, self.packing
+
+
+ROWS = {
+    "one node alone": Row(nodes=1),
+    "plain DDP": Row(),
+    "bf16 hook": Row(hook="bf16"),
+    "fp16 hook": Row(hook="fp16"),
+    "powersgd hook": Row(hook="powersgd"),
+    "tuned NCCL": Row(is_tuned=True),
+    "compile": Row(compile="on"),
+    "packing": Row(packing="on"),
+    "all, float32 gradients": Row(compile="on", packing="on", is_tuned=True),
+    "all, bf16 hook": Row(compile="on", packing="on", is_tuned=True, hook="bf16"),
+}
+
+
+def read_env(path: Path | None) -> dict[str, str]:
+    """NAME=VALUE, one a line, also after `export`; by default what served two nodes over loopback."""
+    lines = path.read_text().splitlines() if path else TUNED.split()
+    lines = [line.strip().removeprefix("export ").strip() for line in lines]
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.work, self.began = options, options.work.resolve(), time.monotonic()
+        os.environ |= vs_trainer.environment(self.work)
+        import torch
+
+        self.precision = "bf16" if torch.cuda.device_count() else "no"
+        families, jobs = (
+            (vs_trainer.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (vs_trainer.FAMILIES, vs_trainer.JOBS)
+        )
+        self.family, self.job = families["bert"], jobs["bert32"]
+        self.data = vs_trainer.make_data(self.work, "bert", self.family)
+        self.model = vs_trainer.make_model(self.work, "bert", self.family, 0)
+        self.tuned = read_env(options.env_file)
+        vs_trainer.fill_our_cache(self.job, self.words(Row(), 32, 32)[1:])
+
+    def words(self, row: Row, batch: int, micro: int) -> list[str]:
+        extra = f"--comm_hook {row.hook} --log_every 1 --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
+        if not self.options.no_new_options:
+            extra += f" --compile {row.compile} --packing {row.packing}"
+        # A later option wins over an earlier one.
+        return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, self.options.steps, 0, extra)
+
+    def result(self, name: str, row: Row, batch: int, micro: int, apart: bool = False) -> dict[str, Any] | None:
+        """Of an earlier call if it is there; none if this call has no time left."""
+        folder = self.work / "two_nodes" / f"{name.replace(' ', '_').replace(',', '')}-{batch}-{micro}"
+        env = self.tuned if row.is_tuned else {}
+        spec = {"command": self.words(row, batch // 2 if apart else batch, micro), "env": env, "apart": apart, "nodes": row.nodes,
+                "warm": self.options.warm}  # fmt: skip
+        if (folder / "result.json").exists():
+            result = json.loads((folder / "result.json").read_text())
+            if result["spec"] == spec and not (result["failed"] and self.options.retry):
+                return result
+        if self.options.limit and time.monotonic() - self.began > self.options.limit:
+            print(f"{name}, batch {batch}: left for the next call (--limit)", flush=True)
+            return None
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        began = time.monotonic()
+        result = {"spec": spec, "failed": self.run(spec, folder), "seconds": time.monotonic() - began}
+        if not result["failed"]:
+            result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), self.options.warm)
+        for run in folder.glob("run*"):
+            shutil.rmtree(run)  # with its checkpoint
+        (folder / "result.json").write_text(json.dumps(result))
+        what = result["failed"] or f"{result['seconds_per_step'] * 1e3:.1f} ms a step"
+        print(f"{name}, batch {batch}: {what} ({result['seconds']:.0f} s in all)", flush=True)
+        return result
+
+    def run(self, spec: dict[str, Any], folder: Path) -> str:
+        """Why it failed, or nothing."""
+        env = {**os.environ, **spec["env"], "TORCHINDUCTOR_CACHE_DIR": str(self.work / "cache" / "inductor")}
+        env |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1" if self.precision == "no" else "4"}
+        port, started = str(free_port()), []
+        for node in range(2 if spec["apart"] else spec["nodes"]):
+            command = [sys.executable, *spec["command"], "--output_dir", str(folder / f"run{node if spec['apart'] else 0}")]
+            if spec["nodes"] == 2 and not spec["apart"]:
+                launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/2node.yaml"]
+                command[1:1] = [*launch, "--main_process_port", port, "--machine_rank", str(node)]
+            with (folder / f"node{node}.txt").open("w") as log:
+                own = {**env, "NCCL_HOSTID": f"node{node}"}
+                started.append(subprocess.Popen(command, env=own, cwd=vs_trainer.ROOT, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + self.options.timeout
+        try:
+            codes = [process.wait(max(1, deadline - time.monotonic())) for process in started]
+        except subprocess.TimeoutExpired:
+            for process in started:
+                process.terminate()  # a launcher ends its rank
+            for process in started:
+                process.wait(60)
+            return f"more than {self.options.timeout:.0f} s"
+        bad = next((node for node, code in enumerate(codes) if code), None)
+        return "" if bad is None else f"{codes}: {vs_trainer.reason_in(folder / f'node{bad}.txt')}"
+
+
+def seconds_per_step(logs: list[Path], warm: int) -> float:
+    """After the warm-up; of several runs, in the time in which all of them were past it, their mean."""
+    times = [{e["step"]: e["time"] for e in vs_trainer.read_events(log.parent) if e["event"] == "update"} for log in logs]
+    first, last = max(found[warm] for found in times), min(max(found.values()) for found in times)
+    spans = []
+    for found in times:
+        inside = sorted(moment for moment in found.values() if first <= moment <= last)
+        if len(inside) < 5:
+            raise SystemExit(f"{logs}: the runs did not train at the same time; give more --steps")
+        spans.append((inside[-1] - inside[0]) / (len(inside) - 1))
+    return sum(spans) / len(spans)
+
+
+def main(options: argparse.Namespace) -> None:
+    bench, found = Bench(options), []
+    rows = {name: row for name, row in ROWS.items() if not options.rows or name in options.rows}
+    if options.no_new_options:
+        rows = {name: row for name, row in rows.items() if row.computing() == ("off", "off")}
+    for batch, micro in [map(int, entry.split(":")) for entry in options.batches]:
+        plain = bench.result("plain DDP", ROWS["plain DDP"], batch, micro)
+        apart: dict[tuple[str, str], float] = {}
+        for name, row in rows.items():
+            result = bench.result(name, row, batch, micro)
+            if not result:
+                continue
+            if row.computing() not in apart and row.nodes == 2 and not result["failed"]:
+                alone = bench.result(f"apart {' '.join(row.computing())}", dataclasses.replace(
+                    row, hook="none", is_tuned=False, nodes=1), batch, micro, apart=True)  # fmt: skip
+                if alone and not alone["failed"]:
+                    apart[row.computing()] = alone["seconds_per_step"]
+            line = {"batch": batch, "micro": micro, "name": name, "failed": result["failed"]}
+            if not result["failed"]:
+                seconds = result["seconds_per_step"]
+                line |= {"samples_per_second": batch / seconds, "seconds_per_step": seconds}
+                if plain and not plain["failed"]:
+                    line["ratio"] = plain["seconds_per_step"] / seconds
+                if row.nodes == 2 and row.computing() in apart:
+                    line |= {"seconds_without": apart[row.computing()], "share": 1 - apart[row.computing()] / seconds}
+            found.append(line)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                whole = {"machine": vs_trainer.about_the_machine(), "tuned": bench.tuned, "rows": found}
+                options.out.write_text(json.dumps(whole, indent=1))
+    print("\n| batch | | samples/s | ratio to plain DDP | ms a step | ms without communication | share of it |")
+    print("|---" * 7 + "|")
+    for line in found:
+        first = f"| {line['batch']} ({line['micro']} at once) | {line['name']} |"
+        if line["failed"]:
+            print(first, "| | | | failed:", line["failed"].replace("|", "/"), "|")
+            continue
+        ratio = f"{line['ratio']:.2f}" if "ratio" in line else ""
+        without = f"{line['seconds_without'] * 1e3:.1f} | {line['share']:.0%}" if "share" in line else " | "
+        print(first, f"{line['samples_per_second']:.1f} | {ratio} | {line['seconds_per_step'] * 1e3:.1f} | {without} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/vs_trainer"), help="as of vs_trainer.py; whole runs are kept")
+    parser.add_argument("--batches", nargs="+", default=["32:32", "256:32"], help="global batch : most texts of a rank at once")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=25, help="steps before the measured ones")
+    parser.add_argument("--env_file", type=Path, help="NCCL's settings, as `accel-ddp tune` writes them; default: ones of ours")
+    parser.add_argument("--no_new_options", action="store_true", help="for recipes without --compile and --packing")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and texts, for a CPU")
+    parser.add_argument("--out", type=Path, help="a .json file for all results")
+    parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
+    parser.add_argument("--retry", action="store_true", help="do runs again that failed in an earlier call")
+    main(parser.parse_args())
