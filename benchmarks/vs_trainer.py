@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shlex
 import shutil
 import statistics
@@ -279,6 +280,14 @@ atexit.register(tell)
 """
 
 
+def busy_seconds() -> tuple[float, float]:
+    """CPU seconds so far of the whole machine, and of processes that were started here and have ended."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _idle, _waiting, *interrupts = ticks[:7]
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
+
+
 def run_process(command: list[str], folder: Path, work: Path, timeout: float) -> dict[str, Any]:
     """When it began, and how it ended; its words are in log.txt."""
     (folder / "site").mkdir(parents=True)
@@ -287,7 +296,7 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
     env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
     # Empty: else the second run of a kind would start with what the first has compiled.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
-    began = time.time()
+    began, before = time.time(), busy_seconds()
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
         try:
@@ -296,12 +305,14 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
             process.kill()
             code = f"more than {timeout:.0f} s"
             process.wait()
-    ended = time.time()
+    ended, after = time.time(), busy_seconds()
     shutil.rmtree(folder / "inductor", ignore_errors=True)
     peak = folder / "peak.json"
     return {
         "began": began,
         "process_seconds": ended - began,
+        # Cores that others kept busy meanwhile: on a shared machine a run beside them says nothing.
+        "others_cores": max(0.0, (after[0] - before[0]) - (after[1] - before[1])) / (ended - began),
         "peak": json.loads(peak.read_text()) if peak.exists() else None,
         "failed": "" if code == 0 else f"{code}: {reason_in(folder / 'log.txt')}",
     }
