@@ -21,7 +21,9 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, WholeBatch, rehearse
 
-STEPS_THAT_PAY = 1000  # compiling takes 15 to 25 s, and saves a fourth of a step or more: see benchmarks/README.md
+# Compiling takes some 10 s and saves about half a millisecond whenever a layer is run, forward and back (benchmarks/README.md).
+# Counted in runs of a layer and not in seconds: a resumed run must come to the same answer.
+RUNS_THAT_PAY = 30_000
 
 
 class Speed:
@@ -144,7 +146,8 @@ def _compile(cfg: TrainConfig, device: torch.device, speed: Speed, total_steps: 
         return "its texts are not packed, so that every batch has another shape"
     calls = speed.packed.calls
     why = "triton is not installed" if find_spec("triton") is None else ""
-    if not why and (cfg.compile == "on" or total_steps >= STEPS_THAT_PAY):
+    runs = total_steps * cfg.split(world.NUM_RANKS)[1] * len(calls)
+    if not why and (cfg.compile == "on" or runs >= RUNS_THAT_PAY):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
         speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
     speed._record(calls, device)

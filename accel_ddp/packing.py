@@ -83,7 +83,7 @@ def segments_of(micro: Micro, is_flash: bool) -> Segments:
 
 
 class _Move(torch.autograd.Function):
-    """[1, from, ...] -> [1, to, ...]: rows to other places. The gradient goes the way back by an index, not by a sum: the same bits every time."""
+    """[1, from, ...] -> [1, to, ...]. The gradient goes the way back by an index, not by a sum: the same bits every time."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor) -> Tensor:

@@ -124,6 +124,18 @@ def test_compressed_gradients_over_nccl(tmp_path, hook):
     two_nodes(CLASSIFY, "--comm_hook", hook, "--steps", "20", "--output_dir", tmp_path / "run").well()
 
 
+def test_packed_recorded_and_compiled_layers_compute_what_plain_ones_do():
+    """In bf16, so that packed and padded differ by its rounding; recorded and not recorded differ by nothing."""
+    ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
+    found = json.loads(ended.text.strip().splitlines()[-1])
+    for kind in ("bert", "llama"):
+        assert found[kind]["packed"] < 0.05, found
+        assert found[kind]["recorded"] == 0, found
+        assert found[kind]["compiled"] < 0.05, found
+        assert found[kind]["compiled again"] == 0, found
+    assert found["dropout"]["recorded"] == 0, found
+
+
 def test_steps_skipped_by_the_fp16_scaler_are_counted(tmp_path):
     ended = two_nodes(
         PROGRAMS / "overflow.py", "--mixed_precision", "fp16", "--steps", 30, "--output_dir", tmp_path / "run"

@@ -1,0 +1,104 @@
+"""One model, computed padded, packed, recorded and compiled: prints how far losses and gradients are apart, as JSON."""
+
+import json
+import sys
+
+import torch
+from accelerate import Accelerator
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from accel_ddp import fast, heads, losses, packing
+from accel_ddp.config import TrainConfig
+from accel_ddp.seeds import seed_torch
+from accel_ddp.stream import TrainBatches
+
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}
+LENGTHS = [7, 100, 33, 64, 1, 128, 90, 15]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, kind):
+        drawn = torch.Generator().manual_seed(0)
+        self.rows = [torch.randint(5, 500, (length,), generator=drawn) for length in LENGTHS]
+        self.kind = kind
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i], i % 3
+
+
+def collate(kind):
+    def padded(rows):
+        ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids, _ in rows], batch_first=True)
+        labels = torch.tensor([label for _, label in rows]) if kind == "bert" else torch.where(mask.bool(), ids, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    return padded
+
+
+def computed(kind, packing_option, compile_option, dropout, times):
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="bf16")
+    drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model = (
+        BertForSequenceClassification(BertConfig(**SHAPE, **drop, num_labels=3))
+        if kind == "bert"
+        else LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True))
+    )
+    head = heads.OutputHead(model)
+
+    def loss_sum(model, batch):
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        if kind == "bert":
+            return losses.cross_entropy(model(**inputs).logits, batch["labels"])
+        if packing_option == "off":
+            return losses.of_tokens(model(**inputs, use_cache=False).logits, losses.next_tokens(batch["labels"]))
+        return head.loss_sum(model, {**inputs, "use_cache": False}, losses.next_tokens(batch["labels"]), batch)
+
+    cfg = TrainConfig(packing=packing_option, compile=compile_option)
+    train = TrainBatches(Rows(kind), collate(kind))
+    speed = fast.prepare(accelerator, cfg, model, train, loss_sum, total_steps=1)
+    assert (speed.packed is not None) == (packing_option == "on"), "not packed"
+    model = accelerator.prepare(model)
+    model.train()
+    batch = train.sample(len(LENGTHS), accelerator, cfg)
+    if compile_option == "on":
+        speed.ready(accelerator, model, iter([[batch]]), loss_sum)
+        assert speed.plain, "not compiled"
+    results = []
+    for _ in range(times):
+        seed_torch(7, accelerator.device)
+        with packing.using(batch):
+            loss = loss_sum(model, batch)
+        loss.backward()
+        results.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        for p in model.parameters():
+            p.grad = None
+    if speed.recorded:
+        assert not speed.recorded.broken, speed.recorded.broken
+        assert speed.recorded.recordings, "nothing was recorded"
+    return results
+
+
+def apart(a, b):
+    """The largest difference, as a share of the largest gradient of the same parameter."""
+    ends = [abs(a[0] - b[0]) / abs(a[0])]
+    return max(ends + [float((a[1][n] - b[1][n]).abs().max() / a[1][n].abs().max().clamp(min=1e-6)) for n in a[1]])
+
+
+found = {}
+for kind in ("bert", "llama"):
+    padded = computed(kind, "off", "off", 0.0, 1)[0]
+    packed = computed(kind, "on", "off", 0.0, 1)[0]
+    recorded = computed(kind, "on", "auto", 0.0, 3)
+    compiled = computed(kind, "on", "on", 0.0, 3)
+    found[kind] = {
+        "packed": apart(padded, packed), "recorded": max(apart(packed, r) for r in recorded),
+        "compiled": max(apart(packed, r) for r in compiled), "compiled again": max(apart(compiled[0], r) for r in compiled),
+    }  # fmt: skip
+dropped = computed("bert", "on", "auto", 0.2, 4)  # the first is not recorded
+found["dropout"] = {"recorded": max(apart(dropped[0], r) for r in dropped[1:])}
+json.dump(found, sys.stdout)
