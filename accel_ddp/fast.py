@@ -14,16 +14,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import flops, packing, world
+from accel_ddp import flops, heads, packing, world
 from accel_ddp.config import TrainConfig
 from accel_ddp.graphs import Recorded
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, WholeBatch, rehearse
 
-# Compiling takes some 10 s and saves about half a millisecond whenever a layer is run, forward and back (benchmarks/README.md).
-# Counted in runs of a layer and not in seconds: a resumed run must come to the same answer.
-RUNS_THAT_PAY = 30_000
+# Compiling takes some 20 s, and saves about 0.4 ms whenever a layer is run, forward and back (benchmarks/README.md). Counted
+# in runs of a layer and not in seconds: a resumed run must come to the same answer.
+RUNS_THAT_PAY = 50_000
 
 
 class Speed:
@@ -85,7 +85,7 @@ class Speed:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
                   f"{type(error).__name__}: {first[:160]}", file=sys.stderr, flush=True)  # fmt: skip
-            calls, self.plain = self.plain, []
+            calls, self.plain, heads.softmax = self.plain, [], heads.plain_softmax
             self._record(calls, accelerator.device)
         finally:
             if lock is not None:
@@ -150,5 +150,6 @@ def _compile(cfg: TrainConfig, device: torch.device, speed: Speed, total_steps: 
     if not why and (cfg.compile == "on" or runs >= RUNS_THAT_PAY):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
         speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
+        heads.softmax = torch.compile(heads.fused_softmax, dynamic=True)
     speed._record(calls, device)
     return why

@@ -5,9 +5,10 @@ its backward pass, are one start each. Every layer is a node of its own in autog
 the layers below it still compute, and hooks, accumulation and frozen parameters are as they always are.
 """
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,21 @@ class _Replay(torch.autograd.Function):
             views = iter(found)
             found = [next(views) if used else None for used in it.used]
         return None, None, None, None if it.gradient_in is None else it.gradient_in.detach(), *found
+
+
+@contextlib.contextmanager
+def _twins(layer: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Other parameters over the same memory. DDP keeps the node of each parameter in autograd's graph, which is of another
+    stream: a recording that met it would have to wait for that stream, which is not allowed."""
+    twin_of = {id(p): nn.Parameter(p.detach()) for p in parameters}
+    owners = [(module, name, p) for module in layer.modules() for name, p in module._parameters.items() if id(p) in twin_of]
+    for module, name, p in owners:
+        module._parameters[name] = twin_of[id(p)]
+    try:
+        yield [twin_of[id(p)] for p in parameters]
+    finally:
+        for module, name, p in owners:
+            module._parameters[name] = p
 
 
 def _same(some: tuple, others: tuple) -> bool:
@@ -177,8 +193,6 @@ class Recorded:
         if not self.is_compiled:  # which holds casts of its own, and would compile anew
             torch.set_autocast_cache_enabled(False)  # a cast that was kept from outside would not be done again in a replay
         try:
-            # A parameter's own node in autograd's graph may be older than this stream; it is not used here.
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             tensors = iter(inputs)
             same = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             args, kwargs = pytree.tree_unflatten(same, self.spec)
@@ -186,16 +200,15 @@ class Recorded:
             ahead, x = [], first
             for number in range(number_of):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, **options):
+                with _twins(self.layers[number], self.parameters[number]) as twins, torch.cuda.graph(graph, **options):
                     out = self.calls[number](x, *args, **kwargs)
                 if not isinstance(out, Tensor):
                     raise ValueError("its layers return more than one tensor")
-                ahead.append((graph, x, out))
+                ahead.append((graph, x, out, twins))
                 x = out.detach().requires_grad_(out.requires_grad)
             gradient = torch.empty_like(ahead[-1][2])
             for number in reversed(range(number_of)):
-                graph, x, out = ahead[number]
-                parameters = self.parameters[number]
+                graph, x, out, parameters = ahead[number]
                 if not out.requires_grad:  # frozen, like all below it
                     done.append(_Recording(graph, None, x, inputs, out, gradient, None, [], [False] * len(parameters), 0))
                     continue
@@ -213,7 +226,7 @@ class Recorded:
                     if views:
                         torch._foreach_copy_(views, [g for g in found if g is not None])
                 done.append(_Recording(graph, back, x.detach(), inputs, out.detach(), gradient, inward, views, used, start))
-                del found, out, x
+                del found, out, x, parameters
                 ahead[number] = None
                 gradient = inward if inward is not None else gradient
         finally:
@@ -223,7 +236,8 @@ class Recorded:
     def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""
         with torch.cuda.stream(self.shared.stream):
-            out = self.calls[0](first, *args, **kwargs)
+            with _twins(self.layers[0], self.parameters[0]) as twins:
+                out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
-                torch.autograd.grad(out.sum(), [p for p in (first, *self.parameters[0]) if p.requires_grad], allow_unused=True)
+                torch.autograd.grad(out.sum(), [p for p in (first, *twins) if p.requires_grad], allow_unused=True)
         torch.cuda.synchronize()

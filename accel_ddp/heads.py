@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp import losses
+from accel_ddp import losses, packing
 
 PIECE = 1 << 27  # scores that exist at once
 
@@ -39,7 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scores = some @ matrix.T
             if bias is not None:
                 scores += bias.to(narrow)
-            loss, gradient = _softmax(scores, right)
+            loss, gradient = softmax(scores, right)
             total = total + loss
             if wants_hidden:
                 torch.mm(gradient, matrix, out=d_hidden[first : first + size])
@@ -60,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ], None  # fmt: skip
 
 
-def _softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """(summed loss, its gradient with respect to the scores); labels of -100 have neither."""
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
@@ -69,6 +69,19 @@ def _softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     loss = torch.where(counts, -logarithms.gather(1, place), 0).sum()
     gradient = logarithms.exp_().scatter_add_(1, place, logarithms.new_full((1, 1), -1).expand(len(place), 1))
     return loss, torch.mul(gradient, counts, out=scores)
+
+
+def fused_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, for a compiler: one pass over the scores instead of five."""
+    counts = (right >= 0)[:, None]
+    place = right.clamp(min=0)[:, None]
+    logarithms = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
+    loss = torch.where(counts, -logarithms.gather(1, place), 0).sum()
+    is_right = torch.arange(scores.shape[1], device=scores.device) == place
+    return loss, torch.where(counts, logarithms.exp() - is_right.to(logarithms.dtype), 0).to(scores.dtype)
+
+
+softmax = plain_softmax  # `fast` takes the other, compiled, where it compiles layers
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
@@ -99,11 +112,13 @@ class OutputHead:
         flat = labels.flatten()
         learned = flat != -100
         # Where they are, without asking the device how many: the host knows a number that is not too small.
+        before = learned.cumsum(0) - 1
         places = torch.zeros(sizes.room + 1, dtype=torch.long, device=flat.device)
-        places.scatter_(0, torch.where(learned, learned.cumsum(0) - 1, sizes.room), torch.arange(len(flat), device=flat.device))
+        places.scatter_(0, torch.where(learned, before, sizes.room), torch.arange(len(flat), device=flat.device))
         places = places[:-1]
-        right = torch.where(torch.arange(sizes.room, device=flat.device) < learned.sum(), flat[places], -100)
-        return linear_cross_entropy(hidden[places].to(self.narrow), self.head.weight, self.head.bias, right)
+        right = torch.where(torch.arange(sizes.room, device=flat.device) <= before[-1], flat[places], -100)
+        rows = packing.Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
+        return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right)
 
     @contextlib.contextmanager
     def _left_out(self) -> Iterator[None]:

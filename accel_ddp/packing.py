@@ -82,7 +82,7 @@ def segments_of(micro: Micro, is_flash: bool) -> Segments:
     return Segments(starts, micro.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
 
 
-class _Move(torch.autograd.Function):
+class Move(torch.autograd.Function):
     """[1, from, ...] -> [1, to, ...]. The gradient goes the way back by an index, not by a sum: the same bits every time."""
 
     @staticmethod
@@ -102,12 +102,12 @@ def pack(padded: Tensor, at: Segments) -> Tensor:
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
     # What comes out is no view: compiled code is for tensors that are views of others, or for tensors that are not.
-    return _Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
+    return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
 
 
 def unpack(row: Tensor, at: Segments) -> Tensor:
     """[1, tokens, ...] -> [texts, width, ...]; at padding there is something finite."""
-    return _Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
+    return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
 # The operators below transformers' and torch's own wrappers of flash attention, of which none has dropout, needs no further

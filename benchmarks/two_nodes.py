@@ -48,8 +48,9 @@ ROWS = {
     "fp16 hook": Row(hook="fp16"),
     "powersgd hook": Row(hook="powersgd"),
     "tuned NCCL": Row(is_tuned=True),
-    "compile": Row(compile="on"),
     "packing": Row(packing="on"),
+    "packing, recorded": Row(packing="on", compile="auto"),  # so few steps are not compiled
+    "packing, recorded, tuned, bf16 hook": Row(packing="on", compile="auto", is_tuned=True, hook="bf16"),
     "all, float32 gradients": Row(compile="on", packing="on", is_tuned=True),
     "all, bf16 hook": Row(compile="on", packing="on", is_tuned=True, hook="bf16"),
 }
@@ -168,7 +169,7 @@ def main(options: argparse.Namespace) -> None:
             result = bench.result(name, row, batch, micro)
             if not result:
                 continue
-            if row.computing() not in apart and row.nodes == 2 and not result["failed"]:
+            if row.computing() not in apart and row.nodes == 2 and not result["failed"] and not options.no_share:
                 alone = bench.result(f"apart {' '.join(row.computing())}", dataclasses.replace(
                     row, hook="none", is_tuned=False, nodes=1), batch, micro, apart=True)  # fmt: skip
                 if alone and not alone["failed"]:
@@ -206,6 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=25, help="steps before the measured ones")
     parser.add_argument("--env_file", type=Path, help="NCCL's settings, as `accel-ddp tune` writes them; default: ones of ours")
+    parser.add_argument("--no_share", action="store_true", help="only rates: do not measure the share of communication")
     parser.add_argument("--no_new_options", action="store_true", help="for recipes without --compile and --packing")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and texts, for a CPU")
     parser.add_argument("--out", type=Path, help="a .json file for all results")

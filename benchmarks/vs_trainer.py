@@ -539,6 +539,8 @@ class Bench:
 
         self.options, self.work, self.began = options, options.work.resolve(), time.monotonic()
         self.jobs, self.families = (TINY_JOBS, TINY_FAMILIES) if options.tiny else (JOBS, FAMILIES)
+        if options.rows:
+            self.families = {name: dataclasses.replace(family, rows=options.rows) for name, family in self.families.items()}
         # Looked up without starting CUDA here, where it would hold memory.
         self.precision = "bf16" if torch.cuda.device_count() else "no"
         self.ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
@@ -766,6 +768,7 @@ if __name__ == "__main__":
     parser.add_argument("--variants", nargs="+", help=f"of {', '.join([*TRAINER, 'ours'])}, and the names of --ours")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=OPTIONS", help="one more row of ours; repeatable")
     parser.add_argument("--steps", type=int, default=0, help="of each run, a multiple of 10; default: as the job has")
+    parser.add_argument("--rows", type=int, default=0, help="of training data, if fewer are to be made")
     parser.add_argument("--rounds", type=int, default=1, help="times that all variants are timed, in turns")
     parser.add_argument("--long", action="store_true", help="whole jobs, of as many steps as Trainer does in --seconds_job")
     parser.add_argument("--seconds_job", type=float, default=180)

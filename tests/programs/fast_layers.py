@@ -90,7 +90,7 @@ def apart(a, b):
 
 
 found = {}
-for kind in ("bert", "llama"):
+for kind in sys.argv[1:] or ("bert", "llama"):
     padded = computed(kind, "off", "off", 0.0, 1)[0]
     packed = computed(kind, "on", "off", 0.0, 1)[0]
     recorded = computed(kind, "on", "auto", 0.0, 3)
