@@ -51,6 +51,7 @@ _MODULES = [
     "embedded",
     "export",
     "fast",
+    "fitting",
     "heads",
     "hooks",
     "labels",

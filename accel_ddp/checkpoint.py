@@ -213,6 +213,8 @@ class Checkpoints:
         evaluations = snapshot.read_json(path.parent / "evaluations.json") if source == world.RANK else None
         evaluations = world.agreed(evaluations, source) or {}
         refuse_changed_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
+        if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
+            self.cfg.micro_batch_size = run["config"]["micro_batch_size"]  # what was found then: the same to the last bit
         self._load(path, run, source)
         self.run_id = run["run"]
         if source == 0 and path.parent.resolve() == self.folder.resolve():

@@ -55,7 +55,7 @@ class TrainConfig:
     epochs: float = 1.0  # passes over the training items; --steps overrides it
     steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
     global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int = 8  # items a rank holds in memory at once: only dropout's masks depend on it
+    micro_batch_size: int | Literal["auto"] = 8  # items a rank holds in memory at once; auto: as many as fit; the result stays
 
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
     lr: float = 2e-5  # the highest learning rate of the run
@@ -119,7 +119,7 @@ class TrainConfig:
         if self.ddp_timeout_seconds == 0:
             raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
         for name, least in at_least.items():
-            if not getattr(self, name, least) >= least:
+            if getattr(self, name, least) != "auto" and not getattr(self, name, least) >= least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number more than 0, or give --steps.")
@@ -146,7 +146,8 @@ class TrainConfig:
                 f"Use a multiple of {num_ranks}, for example {' or '.join(map(str, near))}; or one of these numbers of ranks, "
                 f"which leaves the result as it is: {', '.join(fitting)}."
             )
-        micro = min(self.micro_batch_size, per_rank)  # the batch may be smaller than what fits
+        most = per_rank if self.micro_batch_size == "auto" else self.micro_batch_size  # auto: until it is known
+        micro = min(most, per_rank)  # the batch may be smaller than what fits
         if per_rank % micro:
             divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])
@@ -246,9 +247,10 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         raise
     except KeyboardInterrupt:
         sys.exit(130)
-    # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster
-    # (6 and 20 items/s beside one other process), and elsewhere as fast. Read when torch is imported, the next line.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads on a CPU wait asleep, not spinning, where the cores are shared: that is many times faster there (6 and 20 items/s
+    # beside one other process), and a third slower where nobody else is. Read when torch is imported, the next line.
+    if not _has_the_cores_for_itself():
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from accel_ddp import runtime  # torch: imported only when the words make sense
 
     code = runtime.supervise(main, cfg)
@@ -256,6 +258,14 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+def _has_the_cores_for_itself() -> bool:
+    import psutil
+
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        return False
+    return psutil.cpu_percent(interval=0.15) / 100 * (psutil.cpu_count() or 1) < 0.2  # cores that others keep busy
 
 
 def tell_the_launcher(text: str) -> None:

@@ -92,6 +92,19 @@ class Speed:
                 lock.release()
         return time.monotonic() - began
 
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """For a while the layers are computed as they are: neither compiled nor recorded."""
+        if self.packed is None:
+            yield
+            return
+        now = self.packed.calls, self.packed.run, heads.softmax
+        self.packed.calls, self.packed.run, heads.softmax = self.plain or self.packed.calls, None, heads.plain_softmax
+        try:
+            yield
+        finally:
+            self.packed.calls, self.packed.run, heads.softmax = now
+
     def _record(self, calls: list[Callable[..., Any]], device: torch.device) -> None:
         packed = self.packed
         packed.calls, packed.run, self.recorded = calls, None, None

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import checkpoint, fast, flops, stop, world
+from accel_ddp import checkpoint, fast, fitting, flops, stop, world
 from accel_ddp.config import TrainConfig, UserError
 from accel_ddp.hooks import Hook, Pace
 from accel_ddp.optim import lr_at, set_lr
@@ -41,6 +41,7 @@ def fit(
     model, optimizer = accelerator.prepare(model, optimizer)
     saved = checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
     first = step = saved.restore()
+    fitting.settle(accelerator, cfg, model, optimizer, train, loss_sum, speed)
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
     peak = flops.peak_of_all(accelerator, cfg)

@@ -186,10 +186,13 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     """The arithmetic of the run, for a person to check."""
     micro, count = cfg.split(NUM_RANKS)
     nodes = NUM_RANKS // LOCAL_RANKS
+    split = f"{micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}"
+    if cfg.micro_batch_size == "auto":
+        split = f"{micro}, in as few micro-batches as fit"
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return (
         f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {LOCAL_RANKS} "
-        f"rank{'s' * (LOCAL_RANKS > 1)} x {micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}   "
+        f"rank{'s' * (LOCAL_RANKS > 1)} x {split}   "
         f"({device}; mixed precision: {precision})"
     )
 

@@ -122,10 +122,13 @@ class TrainBatches:
         while True:
             yield [_sized(next(micro_batches), accelerator.device) for _ in range(count)]
 
-    def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig) -> Any:
-        """A micro-batch of the first items, the same on every rank."""
+    def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
+        """A micro-batch of the first items, or of the longest where lengths are known; the same on every rank."""
         items = _SeededItems(self.dataset, cfg.seed, is_recorded=False)
-        keys = [(place, place) for place in range(min(number, len(self.dataset)))]
+        places = range(number)
+        if longest and self.lengths is not None:
+            places = np.argsort(-self.lengths, kind="stable")[:number].tolist()
+        keys = [(place, places[place % len(places)] % len(self.dataset)) for place in range(number)]
         batch = _Counted(self.collate)(items.__getitems__(keys))
         return _sized(send_to_device(batch, accelerator.device), accelerator.device)
 

@@ -23,6 +23,7 @@ def main(cfg: Config) -> None:
     files = accel_ddp.export.files_of(task.model, task.tokenizer)
     saved = accel_ddp.checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.identity, files=files)
     first = saved.restore()
+    accel_ddp.fitting.settle(accelerator, cfg, model, optimizer, task.train, task.loss_sum, speed)
     updates = task.train.starting_at(first, accelerator, cfg)
     model.train(cfg.dropout)
     updates, _ = speed.ready(accelerator, model, updates, task.loss_sum)

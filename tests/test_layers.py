@@ -38,11 +38,12 @@ ALLOWED = {
     "heads": {"losses", "packing"},
     "flops": {"config", "packing"},
     "fast": {"config", "flops", "graphs", "heads", "packing", "seeds", "stream", "update", "world"},
+    "fitting": {"config", "fast", "stream", "update", "world"},
     "update": {"config", "packing", "seeds"},
     "metrics": {"config", "stream", "stop", "world"},
     "checkpoint": {"config", "snapshot", "state", "world"},
     "hooks": {"checkpoint", "config", "stop", "update"},
-    "loop": {"config", "world", "stop", "stream", "optim", "update", "checkpoint", "hooks", "seeds", "fast", "flops"},
+    "loop": {"config", "world", "stop", "stream", "optim", "update", "checkpoint", "hooks", "seeds", "fast", "fitting", "flops"},
 }
 
 

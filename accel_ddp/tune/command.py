@@ -125,7 +125,8 @@ def wish_of(given: argparse.Namespace, cfg: TrainConfig | None, place: Place, wo
         model = {}
     precision = getattr(cfg, "mixed_precision", "auto")
     precision = str(place.config.get("mixed_precision", "no")) if precision == "auto" else precision
-    tokens = given.tokens or (cfg.micro_batch_size * min(128, getattr(cfg, "max_length", 128)) if cfg else 0)
+    micro = 8 if cfg is None or cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # auto: found only in training
+    tokens = given.tokens or (micro * min(128, getattr(cfg, "max_length", 128)) if cfg else 0)
     which = " --machine_rank $NODE_RANK" if place.nodes > 1 else ""  # the line is the same on every node
     options = f"{shlex.join(_of_launch(words[:script]))}{which}".strip()
     launch = " ".join(filter(None, ["accelerate launch", options, shlex.join(words[script:]) or "recipes/classify.py"]))
