@@ -220,7 +220,7 @@ def _speed(numbers: Numbers, pace: Pace) -> dict[str, float]:
     known = {
         "tokens": numbers.tokens,
         "tokens_per_second": round(pace.tokens, 1),
-        "tflops_per_second": round(pace.flops / 1e12, 3),
+        "tflops": float(f"{pace.flops / 1e12:.4g}"),
     }
     known = {name: value for name, value in known.items() if value}
     return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})

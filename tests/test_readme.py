@@ -46,12 +46,23 @@ def test_the_two_node_commands_run(tmp_path):
     assert "2 nodes x 1 rank" in ended.texts[0]
 
 
-def test_the_doctors_command_runs_on_every_node():
-    (command,) = blocks("bash every node")
-    command = command.replace("10.0.0.1", "127.0.0.1").replace("recipes/", f"--main_process_port {free_port()} recipes/")
-    environments = [clean_environment(NODE_RANK=str(node)) for node in (0, 1)]
-    ended = run_all([["bash", "-ec", command]] * 2, environments).well()
-    assert all("verdict: healthy" in text for text in ended.texts)
+def test_commands_for_every_node_run_there(tmp_path):
+    """`tune` for a smaller model and in less time; what it writes is used by the next."""
+    ends = {"tune": "tuned.yaml", "launch": "model saved in", "doctor": "verdict: healthy"}
+    found = blocks("bash every node")
+    assert len(found) == len(ends)
+    for command, (word, end) in zip(found, ends.items()):
+        assert f" {word} " in command
+        command = command.replace("10.0.0.1", "127.0.0.1").replace("accelerate_configs/tuned", f"{tmp_path}/tuned")
+        options = f"--main_process_port {free_port()}"
+        if word == "tune":
+            options += f" --minutes 0.2 --out {tmp_path}"
+        command = command.replace("recipes/classify.py", f"{options} recipes/{'classify' if word == 'doctor' else 'sft'}.py")
+        if word == "launch":
+            command = f"{command.rstrip()} --steps 2 --max_eval_items 8 --output_dir {tmp_path}/run"
+        environments = [clean_environment(NODE_RANK=str(node)) for node in (0, 1)]
+        ended = run_all([["bash", "-ec", command]] * 2, environments).well()
+        assert end in ended.text
 
 
 def test_files_that_the_readme_names_exist():
