@@ -298,6 +298,11 @@ def _refuse_what_the_device_cannot(cfg: TrainConfig, precision: str, use_gpu: bo
         raise UserError("--mixed_precision fp16 needs a GPU; on CPU Accelerate would train in float32. Use bf16 or no.")
     if cfg.comm_hook == "bf16" and not use_gpu:
         raise UserError("--comm_hook bf16 needs NCCL, that is GPUs. Use --comm_hook fp16 or none.")
+    if cfg.comm_hook == "powersgd" and not use_gpu:
+        raise UserError(
+            "--comm_hook powersgd needs NCCL, that is GPUs: over gloo its collectives are started in another order on each rank, "
+            "which hangs. Use --comm_hook fp16 or none."
+        )
     if cfg.sync_batchnorm and not use_gpu:
         raise UserError("--sync_batchnorm needs GPUs: torch has no CPU version of it.")
     if cfg.static_graph and cfg.split(NUM_RANKS)[1] > 1 and NUM_RANKS > 1:

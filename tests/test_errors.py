@@ -222,6 +222,7 @@ def test_what_is_left_out_is_counted_and_said(told, case, words):
         (["--report_to", "wandbb"], "wandb, tensorboard, trackio"),
         (["--mixed_precision", "fp16"], "needs a GPU"),
         (["--comm_hook", "bf16"], "needs NCCL"),
+        (["--comm_hook", "powersgd"], "over gloo"),
         (["--static_graph", "--micro_batch_size", "2"], "--static_graph"),
         (["--output_dir", "/proc/none"], "cannot be written"),
         (["--train_file", "nowhere.csv"], "no such file"),
