@@ -60,6 +60,7 @@ _MODULES = [
     "metrics",
     "models",
     "optim",
+    "packed",
     "packing",
     "runtime",
     "seeds",

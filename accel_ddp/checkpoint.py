@@ -214,7 +214,10 @@ class Checkpoints:
         evaluations = world.agreed(evaluations, source) or {}
         refuse_changed_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
-            self.cfg.micro_batch_size = run["config"]["micro_batch_size"]  # what was found then: the same to the last bit
+            found = run["config"]["micro_batch_size"]  # what was found then: the same to the last bit
+            if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
+                self.cfg.micro_batch_size = found
+                world.say(f"--micro_batch_size auto: {found}, as before")
         self._load(path, run, source)
         self.run_id = run["run"]
         if source == 0 and path.parent.resolve() == self.folder.resolve():
@@ -327,6 +330,9 @@ class Checkpoints:
             )
         if run["config"]["micro_batch_size"] != self.cfg.micro_batch_size:
             world.say("  another --micro_batch_size: the same result within rounding, but for what dropout draws")
+        for name in ("packing", "compile"):
+            if run["config"].get(name, "off") != getattr(self.cfg, name):
+                world.say(f"  another --{name}: the same result within rounding, but for what dropout draws")
         if self.cfg.comm_hook == "powersgd":
             world.say("  --comm_hook powersgd: its memory of errors starts anew, so this is not bit-identical to going on")
         newer = [f"{n} {run['versions'].get(n)} then, {v} now" for n, v in versions().items() if run["versions"].get(n) != v]

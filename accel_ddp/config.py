@@ -31,7 +31,7 @@ class TrainConfig:
     """What every recipe needs. A recipe subclasses it and adds its own fields."""
 
     # Options that a resumed run may change freely: they do not change what is learned (but for rounding, and for what
-    # dropout draws with another micro-batch). A recipe may add its own.
+    # dropout draws with another micro-batch, packing or compilation). A recipe may add its own.
     harmless: typing.ClassVar[tuple[str, ...]] = (
         "output_dir", "resume", "allow_config_change", "micro_batch_size", "gradient_checkpointing", "find_unused_parameters",
         "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_timeout_seconds", "num_workers", "prefetch_factor",

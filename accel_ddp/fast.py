@@ -1,7 +1,6 @@
 """Makes a model fast without changing what it computes: packed texts, compiled layers, recorded kernels."""
 
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ from torch import nn
 from accel_ddp import flops, heads, packing, world
 from accel_ddp.config import TrainConfig
 from accel_ddp.graphs import Recorded
+from accel_ddp.packed import Packed
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, WholeBatch, rehearse
@@ -31,13 +31,12 @@ class Speed:
 
     def __init__(self, model: nn.Module, cfg: TrainConfig) -> None:
         self.model, self.cfg = model, cfg
-        self.packed: packing.Packed | None = None
+        self.packed: Packed | None = None
         self.recorded: Recorded | None = None
         self.plain: list[Callable[..., Any]] = []  # the layers before they were compiled; none where they were not
-        try:
-            self.work: flops.Work | None = flops.Work(model)
-        except (packing.Unpackable, StopIteration, AttributeError):
-            self.work = None
+        self.work: flops.Work | None = None
+        with contextlib.suppress(Exception):  # a statistic: no reason not to train a model of some other make
+            self.work = flops.Work(model)
 
     def work_of(self, batches: list[Any]) -> tuple[float, float]:
         """(tokens, FLOPs) of this rank's share of an update; zeros where they are not known."""
@@ -47,49 +46,34 @@ class Speed:
             return float(tokens), 0.0
         return float(tokens), float(sum(self.work.of(s.real, s.squares, s.targets, s.texts) for s in sizes))
 
-    def ready(
-        self, accelerator: Accelerator, model: nn.Module, updates: Iterator[list[Any]], loss_sum: LossSum
-    ) -> tuple[Iterator[list[Any]], float | None]:
-        """(the same updates, seconds of `warm_up` on the first of them)"""
-        if not self.plain:
-            return updates, None
-        first = next(updates)
-        return itertools.chain([first], updates), self.warm_up(accelerator, model, first[0], loss_sum)
-
-    def warm_up(self, accelerator: Accelerator, model: nn.Module, batch: Any, loss_sum: LossSum) -> float:
-        """Compile now, before the first step; the seconds that it took.
+    def warm_up(self, accelerator: Accelerator, model: nn.Module, train: TrainBatches, loss_sum: LossSum) -> float | None:
+        """Compile now, before the first step: the seconds that it took, or None where there is nothing to compile.
 
         On each node one rank compiles and the others find its work in the cache. A model that cannot be compiled is
-        computed as it is, after one line that says so.
+        computed as it is, after one line that says so. The micro-batch is the same in every life of a run, because what a
+        compiler chooses may depend on its size.
         """
-        from filelock import FileLock, Timeout
-
+        if not self.plain:
+            return None
         began = time.monotonic()
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         world.say(f"warm-up: compiling the layers (kept in {folder}; without it: --compile off)")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / "accel_ddp.lock")
-            with contextlib.suppress(Timeout):
-                lock.acquire(timeout=self.cfg.ddp_timeout_seconds / 2)
-        except OSError:  # a cache that cannot be written is no reason not to train
-            lock = None
         module = accelerator.unwrap_model(model)
-        try:
-            seed_torch(mixed(self.cfg.seed, "warm-up"), accelerator.device)
-            rehearse(module, batch, loss_sum)
-            rehearse(module, batch, loss_sum)  # the second time it is recorded
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler may run into
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
-                  f"{type(error).__name__}: {first[:160]}", file=sys.stderr, flush=True)  # fmt: skip
-            calls, self.plain, heads.softmax = self.plain, [], heads.plain_softmax
-            self._record(calls, accelerator.device)
-        finally:
-            if lock is not None:
-                lock.release()
+        micro = self.cfg.split(world.NUM_RANKS)[0]
+        with world.together("compile the layers"), _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
+            try:
+                batch = train.sample(micro, accelerator, self.cfg)
+                seed_torch(mixed(self.cfg.seed, "warm-up"), accelerator.device)
+                rehearse(module, batch, loss_sum)
+                rehearse(module, batch, loss_sum)  # the second time it is recorded
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a compiler may run into
+                first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+                print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
+                      f"{type(error).__name__}: {first[:160]}", file=sys.stderr, flush=True)  # fmt: skip
+                calls, self.plain, heads.softmax = self.plain, [], heads.plain_softmax
+                self._record(calls, accelerator.device)
         return time.monotonic() - began
 
     @contextlib.contextmanager
@@ -113,14 +97,36 @@ class Speed:
             packed.run, packed.forget = self.recorded.call, self.recorded.forget
 
 
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
+    """Among the processes that share the folder; whoever has waited too long, or cannot lock there, goes on."""
+    from filelock import FileLock, Timeout
+
+    lock = None
+    with contextlib.suppress(OSError, NotImplementedError, Timeout):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "accel_ddp.lock")
+        lock.acquire(timeout=patience)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def prepare(
     accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, total_steps: int
 ) -> Speed:
-    """Before `accelerator.prepare`. Says in one line each what is done, and why something that was asked for is not."""
+    """Before `accelerator.prepare`. Says in a line what is done, and why something is not; the same on all ranks."""
     speed = Speed(model, cfg)
     why = "--packing off" if cfg.packing == "off" else _pack(accelerator, cfg, model, train, loss_sum, speed)
-    if why and cfg.packing == "on":
-        world.say(f"--packing on: not possible: {why}. Texts are padded.")
+    whys = [found for found in _of_all(why) if found]
+    if whys and speed.packed is not None:
+        speed.packed.remove()
+        speed.packed = None
+    if whys and (cfg.packing == "on" or whys[0] not in ("--packing off", NO_TEXTS)):
+        asked = "--packing on: not possible: " if cfg.packing == "on" else "texts are padded: "
+        world.say(f"{asked}{whys[0]}." + (" Texts are padded." if cfg.packing == "on" else ""))
     why = "--compile off" if cfg.compile == "off" else _compile(cfg, accelerator.device, speed, total_steps)
     if why and cfg.compile == "on":
         world.say(f"--compile on: not possible: {why}. Layers are computed as they are.")
@@ -130,23 +136,39 @@ def prepare(
     return speed
 
 
+NO_TEXTS = "its batches have no attention mask"
+
+
+def _of_all(mine: str) -> list[str]:
+    """What each rank says, on every rank: they do the same, or a meeting of some would wait for the others."""
+    return world.agreed(world.gathered(mine))
+
+
 def _pack(
     accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, speed: Speed
 ) -> str:
-    batch = train.sample(4, accelerator, cfg)
-    if getattr(batch, "sizes", None) is None:
-        return "its batches have no attention mask"
-    if not getattr(model, "is_quantized", False):
-        model.to(accelerator.device)
-    try:
-        packed = packing.Packed(model)
-    except packing.Unpackable as why:
-        return str(why)
-    packed.install()
-    by_batch = loss_sum.embed if isinstance(loss_sum, WholeBatch) else loss_sum
-    if why := packed.holds_for(lambda batch: by_batch(model, batch).double().sum(), batch):
-        packed.remove()
-        return why
+    """Why not, or nothing."""
+    with world.together("compare packed and padded texts"):
+        batch = train.sample(4, accelerator, cfg)
+        if getattr(batch, "sizes", None) is None:
+            return NO_TEXTS
+        if not getattr(model, "is_quantized", False):
+            model.to(accelerator.device)
+        try:
+            packed = Packed(model)
+        except packing.Unpackable as why:
+            return str(why)
+        packed.install()
+        by_batch = loss_sum.embed if isinstance(loss_sum, WholeBatch) else loss_sum
+        loss = lambda batch: by_batch(model, batch).double().sum()
+        is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
+        why = packed.holds_for(loss, batch, allowed=1e-4 if is_wide else 3e-2)
+        if not why and accelerator.mixed_precision != "no":  # then attention is another
+            with accelerator.autocast():
+                why = packed.holds_for(loss, batch, allowed=5e-2)
+        if why:
+            packed.remove()
+            return why
     speed.packed = packed
     return ""
 
@@ -158,11 +180,12 @@ def _compile(cfg: TrainConfig, device: torch.device, speed: Speed, total_steps: 
     if speed.packed is None:
         return "its texts are not packed, so that every batch has another shape"
     calls = speed.packed.calls
-    why = "triton is not installed" if find_spec("triton") is None else ""
-    runs = total_steps * cfg.split(world.NUM_RANKS)[1] * len(calls)
-    if not why and (cfg.compile == "on" or runs >= RUNS_THAT_PAY):
+    missing = [host for host in _of_all("" if find_spec("triton") else world.HOST) if host]
+    micro = cfg.split(world.NUM_RANKS)[0]
+    runs = total_steps * (cfg.global_batch_size // micro) * len(calls)  # of all ranks: however they share them, it is one run
+    if not missing and (cfg.compile == "on" or runs >= RUNS_THAT_PAY):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
         speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
         heads.softmax = torch.compile(heads.fused_softmax, dynamic=True)
     speed._record(calls, device)
-    return why
+    return f"triton is not installed on {', '.join(missing)}" if missing else ""

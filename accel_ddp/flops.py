@@ -7,12 +7,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import packing
 from accel_ddp.config import TrainConfig
+from accel_ddp.packed import layers_of
 
 # Dense products in bf16 or fp16, in TFLOP/s, as the makers state them; the first that is in a GPU's name counts.
 PEAKS = {
-    "B300": 2500, "B200": 2250, "GB200": 2500, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989,
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181,
     "L4": 121, "RTX 6000 Ada": 364, "RTX 4090": 165.2, "RTX 3090": 71, "RTX A6000": 154.8, "V100": 125, "T4": 65,
 }  # fmt: skip
@@ -41,11 +42,11 @@ class Work:
     """The floating-point operations of one update, forward and backward, of a transformer that is one stack of layers."""
 
     def __init__(self, model: nn.Module):
-        """Raises packing.Unpackable where the stack is not found."""
-        layers = packing.layers_of(model)
+        """Raises Unpackable where the stack is not found."""
+        layers = layers_of(model)
         inside = {id(module) for layer in layers for module in layer.modules()}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        matrices = [m for m in model.modules() if hasattr(m, "weight") and type(m).__name__ in ("Linear", "Conv1D")]
+        matrices = [m for m in model.modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]  # not those around them
         self.per_token = sum(_of_one(m) for m in matrices if id(m) in inside)
         self.per_target = _of_one(head) if isinstance(head, nn.Linear) else 0
         # What is neither, a pooler or a classifier, sees a text once; a head over tags sees every token of it.

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from accel_ddp import world
 
 MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
-LEAST_FREE = 0.3  # of the GPU's memory: with less, nothing more is recorded
+LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
 
 
 class _Shared:
@@ -108,14 +108,17 @@ class Recorded:
     def call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The layer's output, from its recording if there is one."""
         plain = self.calls[number]
-        if not torch.is_grad_enabled() or self.broken or not self.layers[number].training:
+        if self.broken:
             return plain(hidden, *args, **kwargs)
         if number == 0:
             self._look_at(hidden, args, kwargs)
+            if self.broken:
+                return plain(hidden, *args, **kwargs)
             if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight:
                 self._record(hidden)
         elif kwargs is not self.given[1] or not _same(args, self.given[0]):
             self.broken = "layers are given different things"
+            return plain(hidden, *args, **kwargs)
         key = self.key
         if key not in self.recordings:
             self._remember(number)
@@ -136,8 +139,10 @@ class Recorded:
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if any(x.requires_grad for x in self.inputs):
             self.broken = "layers share something that is learned"
+        if strange := [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)]:
+            self.broken = f"layers are given a {type(strange[0]).__name__}, of which nobody knows whether it changes"
         others = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
-        self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, others)
+        self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, self.layers[0].training, others)
 
     def forget(self) -> None:
         """Another micro-batch: what was computed before and never had a backward pass will not have one."""
@@ -157,8 +162,10 @@ class Recorded:
 
     def _record(self, hidden: Tensor) -> None:
         free, all_of_it = torch.cuda.mem_get_info(hidden.device)
-        cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
-        if free + cached < LEAST_FREE * all_of_it:  # a recording keeps its memory
+        held = torch.cuda.memory_allocated(hidden.device)
+        unused = free + torch.cuda.memory_reserved(hidden.device) - held
+        # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
+        if unused < 2.5 * (torch.cuda.max_memory_allocated(hidden.device) - held) or unused < LEAST_FREE * all_of_it:
             return
         began = time.monotonic()
         generator = torch.cuda.default_generators[hidden.device.index or 0]

@@ -90,7 +90,7 @@ def fit(
             measure()
             rate.restart()
         if step < total_steps and not is_done and not is_stopping:
-            updates, seconds = speed.ready(accelerator, model, updates, loss_sum)
+            seconds = speed.warm_up(accelerator, model, train, loss_sum)
             for hook in hooks if seconds is not None else ():
                 hook.on_warm_up(seconds)
             rate.restart()

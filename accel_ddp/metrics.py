@@ -11,9 +11,9 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import stop, world
+from accel_ddp import packing, stop, world
 from accel_ddp.config import TrainConfig
-from accel_ddp.stream import loader_options
+from accel_ddp.stream import Counted, loader_options, sized
 
 Rows = dict[str, np.ndarray]
 
@@ -28,12 +28,12 @@ class EvalBatches:
         self.num_items, self.device = len(dataset), accelerator.device
         share = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.loader = DataLoader(
-            Subset(dataset, share), batch_size=batch_size, collate_fn=collate, **loader_options(cfg, accelerator)
+            Subset(dataset, share), batch_size=batch_size, collate_fn=Counted(collate), **loader_options(cfg, accelerator)
         )
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            yield send_to_device(batch, self.device, non_blocking=True)
+            yield sized(send_to_device(batch, self.device, non_blocking=True), self.device)
 
 
 @torch.no_grad()
@@ -63,7 +63,9 @@ def evaluate(
     for batch in batches:
         if is_cut_short := stop.is_asked():
             break
-        for name, value in measure(module, batch).items():
+        with packing.using(batch):
+            measured = measure(module, batch)
+        for name, value in measured.items():
             parts.setdefault(name, []).append(value)
     module.train(was_training)
     mine = {name: _joined([_as_array(value) for value in values]) for name, values in parts.items()}

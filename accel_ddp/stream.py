@@ -80,6 +80,13 @@ class Batch(dict):
 
     sizes: Sizes | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """`batch.input_ids`, as people of transformers write it."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
 
 class TrainBatches:
     """The micro-batches of each step, on this rank's device.
@@ -114,13 +121,13 @@ class TrainBatches:
         loader = DataLoader(
             _SeededItems(self.dataset, cfg.seed),
             batch_sampler=stream,
-            collate_fn=_Counted(self.collate),
+            collate_fn=Counted(self.collate),
             **loader_options(cfg, accelerator),
         )
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of every global micro-batch
         accelerator._dataloaders.pop()  # kept there, its workers would live until the process ends
         while True:
-            yield [_sized(next(micro_batches), accelerator.device) for _ in range(count)]
+            yield [sized(next(micro_batches), accelerator.device) for _ in range(count)]
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
         """A micro-batch of the first items, or of the longest where lengths are known; the same on every rank."""
@@ -129,8 +136,8 @@ class TrainBatches:
         if longest and self.lengths is not None:
             places = np.argsort(-self.lengths, kind="stable")[:number].tolist()
         keys = [(place, places[place % len(places)] % len(self.dataset)) for place in range(number)]
-        batch = _Counted(self.collate)(items.__getitems__(keys))
-        return _sized(send_to_device(batch, accelerator.device), accelerator.device)
+        batch = Counted(self.collate)(items.__getitems__(keys))
+        return sized(send_to_device(batch, accelerator.device), accelerator.device)
 
 
 def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -215,7 +222,7 @@ class _SeededItems(Dataset):
 _COUNTS = "_counts"
 
 
-class _Counted:
+class Counted:
     """Counts the tokens of a micro-batch where it is made, on the host."""
 
     def __init__(self, collate: Callable[[list], Any]):
@@ -232,17 +239,17 @@ class _Counted:
         return {**batch, _COUNTS: (lengths.numel(), int(lengths.sum()), int((lengths**2).sum()), mask.shape[-1], targets)}
 
 
-def _sized(batch: Any, device: torch.device) -> Any:
+def sized(batch: Any, device: torch.device) -> Any:
     if not isinstance(batch, Mapping) or _COUNTS not in batch:
         return batch
-    sized = Batch(batch)
-    texts, real, squares, width, targets = sized.pop(_COUNTS)
+    found = Batch(batch)
+    texts, real, squares, width, targets = found.pop(_COUNTS)
     on_gpu = device.type == "cuda"
     row = _rounded(real) if on_gpu else real
     # What remains of the row is computed like a text, so it must not be longer than the longest.
     longest = max(1 << max(0, width - 1).bit_length(), 1 << (row - real).bit_length()) if on_gpu else width
-    sized.sizes = Sizes(texts, real, squares, row, longest, targets, _rounded(targets) if on_gpu else targets)
-    return sized
+    found.sizes = Sizes(texts, real, squares, row, longest, targets, _rounded(targets) if on_gpu else max(1, targets))
+    return found
 
 
 def _rounded(number: int) -> int:

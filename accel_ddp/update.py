@@ -1,5 +1,6 @@
 """One optimizer update: the only place that touches gradients."""
 
+import contextlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -199,22 +200,35 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # it remembers every gradient that it has seen
-    rehearse(model, batch, loss_sum)
-
-
-def rehearse(model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
-    """A forward and a backward pass of which nothing remains but what they have set up. Of a model without its DDP nothing
-    is sent to other ranks."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    try:
-        with packing.using(batch):
-            loss = loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)
-        loss.backward()
-    finally:
+    with _as_it_was(model):
+        _loss(model, batch, loss_sum).backward()
         for parameter in model.parameters():
             parameter.grad = None
+
+
+def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
+    """A forward and a backward pass of which nothing remains but what they have set up, of a model without its DDP.
+
+    No parameter gets a gradient: DDP counts those, and with --static_graph it would never send one again.
+    """
+    with _as_it_was(module):
+        learned = [p for p in module.parameters() if p.requires_grad]
+        torch.autograd.grad(_loss(module, batch, loss_sum), learned, allow_unused=True)
+
+
+def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum) -> Tensor:
+    """Something of the same cost, where the loss needs the rows of other ranks."""
+    with packing.using(batch):
+        return loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Statistics of batch norm are put back."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    yield
     with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers):  # statistics of batch norm
+        for buffer, before in zip(model.buffers(), buffers):
             buffer.copy_(before)
 
 

@@ -30,7 +30,7 @@ class Config(RecipeConfig):
     matryoshka: tuple[int, ...] = ()  # also train embeddings that are cut to so many dimensions, for example 256 128 64
     max_length: int = 64  # tokens; longer texts are cut
     global_batch_size: int = 64  # rows per update, over all ranks: each is a negative for all others
-    micro_batch_size: int = 64  # rows a rank holds in memory at once
+    micro_batch_size: int | Literal["auto"] = 64  # rows a rank holds in memory at once
     lr: float = 1e-4  # the highest learning rate of the run
     warmup_ratio: float = 0.1  # share of all updates until --lr is reached
     best_metric: str = "mrr"  # what early stopping looks at

@@ -33,7 +33,7 @@ class Config(RecipeConfig):
     norm: Literal["batch", "group"] = "batch"  # of mini-resnet; group: no image sees the others of its batch
     augment: Literal["none", "crop", "crop_flip"] = "crop"  # crop: training images are shifted; flip: and mirrored
     epochs: float = 10.0  # passes over the training items; --steps overrides it
-    micro_batch_size: int = 32  # images a rank holds in memory at once: batch norm's statistics are over these
+    micro_batch_size: int | Literal["auto"] = 32  # images a rank holds at once: batch norm's statistics are over these
     lr: float = 3e-3  # the highest learning rate of the run
     best_metric: str = "accuracy"  # what early stopping looks at: accuracy, macro_f1, loss
 

@@ -26,7 +26,7 @@ def main(cfg: Config) -> None:
     accel_ddp.fitting.settle(accelerator, cfg, model, optimizer, task.train, task.loss_sum, speed)
     updates = task.train.starting_at(first, accelerator, cfg)
     model.train(cfg.dropout)
-    updates, _ = speed.ready(accelerator, model, updates, task.loss_sum)
+    speed.warm_up(accelerator, model, task.train, task.loss_sum)
     for step in range(first, total_steps):
         accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)

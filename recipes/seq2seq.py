@@ -9,6 +9,7 @@ The loss is a mean over target tokens, however these lie on ranks and micro-batc
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config import RecipeConfig, run
@@ -28,7 +29,7 @@ class Config(RecipeConfig):
     max_new_tokens: int = 64  # of a text that is written, in evaluations and by the exported model
     num_beams: int = 1  # of the search for such a text; 1: greedy
     epochs: float = 7.0  # passes over the training items; --steps overrides it
-    micro_batch_size: int = 32  # items a rank holds in memory at once: only dropout's masks depend on it
+    micro_batch_size: int | Literal["auto"] = 32  # items a rank holds in memory at once
     lr: float = 4e-3  # the highest learning rate of the run; for pretrained models 5e-5 to 5e-4
     warmup_ratio: float = 0.05  # updates until --lr is reached, as a share of all, where --warmup_steps is 0
     eval_every: int = 300  # updates; 0: at the end of every epoch

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from accel_ddp.config import TrainConfig, parse_config
-from accel_ddp.tune import search, shapes
+from accel_ddp.tune import results, search, shapes
 from tests.conftest import Running, clean_environment, free_port, run_all
 
 TUNE = [sys.executable, "-m", "accel_ddp.cli", "tune"]
@@ -41,6 +41,13 @@ def assert_no_rank_is_left(parents: list[int]) -> None:
     while any(map(ranks_of, parents)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(ranks_of, parents))
+
+
+def test_settings_are_quoted_for_the_shell(tmp_path):
+    (tmp_path / "tuned.env").write_text(results.env_text([], search.TREE))
+    name, value = next((name, value) for name, value in search.TREE.items() if ";" in value)
+    command = f"set -a; . {tmp_path}/tuned.env; set +a; printenv {name}"
+    assert subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=True).stdout.strip() == value
 
 
 def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, tiny_model):

@@ -6,6 +6,7 @@ A trial that hangs, fails or is refused is ended on every node, named in the tab
 import asyncio
 import json
 import math
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -242,7 +243,7 @@ class Course:
             of_step = [f"model: {of_model}; a step in 1/{config['faster']:.2f} of the time with DDP's defaults"]
             text = results.yaml_text([*header, *of_step], config)
             files = {node: {**one, "tuned.yaml": text} for node, one in files.items()}
-        exports = " ".join(f"{name}={value}" for name, value in best.of_node(0).items())
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in best.of_node(0).items())
         lines = [f"best settings: {best.words}, {default.score / best.score:.2f} times the default's speed"]
         if config:
             lines.append(

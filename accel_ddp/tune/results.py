@@ -1,6 +1,7 @@
 """What was measured, as rows of a table and as files."""
 
 import math
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,7 @@ def env_text(header: list[str], settings: Settings) -> str:
              "#   set -a; . THIS_FILE; set +a", *(f"# {line}" for line in header)]  # fmt: skip
     if "NCCL_BUFFSIZE" in settings or "NCCL_MIN_NCHANNELS" in settings:
         lines.append("# Larger buffers and more channels take more GPU memory: channels x buffer for each neighbour.")
-    lines += [f"{name}={value}" for name, value in settings.items()]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]  # NCCL_ALGO may hold a semicolon
     return "\n".join([*lines, *([] if settings else ["# Nothing was faster than the default: there is nothing to set."])]) + "\n"
 
 

@@ -66,7 +66,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
     model.train()
     batch = train.sample(len(LENGTHS), accelerator, cfg)
     if compile_option == "on":
-        speed.ready(accelerator, model, iter([[batch]]), loss_sum)
+        speed.warm_up(accelerator, model, train, loss_sum)
         assert speed.plain, "not compiled"
     results = []
     for _ in range(times):
@@ -86,6 +86,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
 def apart(a, b):
     """The largest difference, as a share of the largest gradient of the same parameter."""
     ends = [abs(a[0] - b[0]) / abs(a[0])]
+    assert all(bool(gradient.isfinite().all()) for _, gradients in (a, b) for gradient in gradients.values())
     return max(ends + [float((a[1][n] - b[1][n]).abs().max() / a[1][n].abs().max().clamp(min=1e-6)) for n in a[1]])
 
 
