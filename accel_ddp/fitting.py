@@ -1,16 +1,18 @@
 """`--micro_batch_size auto`: the largest that fits, found before training, the same on all ranks."""
 
+from typing import NamedTuple
+
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import world
+from accel_ddp import graphs, world
 from accel_ddp.config import TrainConfig, UserError
 from accel_ddp.fast import Speed
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, rehearse
 
-FULL = 0.92  # of a GPU's memory; what is between is for pieces that do not fit together
+FULL = 0.9  # of a GPU's memory; the rest is for pieces that do not fit together, and for the library's own
 ON_CPU = 16  # items: larger ones are not faster there, and nobody says how much memory is free
 
 
@@ -33,7 +35,8 @@ def settle(
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
         with world.together("find the largest micro-batch that fits"), speed.plainly():
-            largest = _largest(sizes, accelerator, cfg, module, optimizer, train, loss_sum)
+            trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, graphs.ROOM if speed.recorded else 1.0)
+            largest = _largest(sizes, trial)
         tried = ", by trying the longest items"
     answers = world.gathered(largest)
     smallest = world.agreed(min(answers) if answers else None)
@@ -52,57 +55,49 @@ def settle(
     world.say(f"--micro_batch_size auto: {micro} x {count} micro-batch{'es' * (count > 1)} per rank{tried}")
 
 
-def _largest(
-    sizes: list[int],
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    train: TrainBatches,
-    loss_sum: LossSum,
-) -> int:
-    """0 where not even one fits. Sizes double, so that a step that is too large is seldom far too large."""
+class _Trial(NamedTuple):
+    accelerator: Accelerator
+    cfg: TrainConfig
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: TrainBatches
+    loss_sum: LossSum
+    times: float  # what a micro-batch takes: with room for recordings of it, which are worth more than a larger one
+
+    def fits(self, size: int) -> bool:
+        device = self.accelerator.device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        # What AdamW will need from its first step on.
+        learned = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        later = 0 if self.optimizer.state else 2 * learned
+        try:
+            rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        taken = torch.cuda.max_memory_allocated(device) - held
+        return held + later + self.times * taken <= FULL * torch.cuda.get_device_properties(device).total_memory
+
+
+def _largest(sizes: list[int], trial: _Trial) -> int:
+    """0 where not even one fits. Sizes double, so that one that is too large is seldom far too large."""
     doubling = [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
-    best = 0
+    best, module = 0, trial.module
     was_training = module.training
-    module.train(cfg.dropout)
+    module.train(trial.cfg.dropout)
     for size in doubling:
-        if not _fits(size, accelerator, cfg, module, optimizer, train, loss_sum):
-            between = [other for other in sizes if best < other < size]
-            while between:  # halving what lies between
-                middle = between[len(between) // 2]
-                if _fits(middle, accelerator, cfg, module, optimizer, train, loss_sum):
-                    best = middle
-                    between = [other for other in between if other > middle]
-                else:
-                    between = [other for other in between if other < middle]
-            break
-        best = size
+        if trial.fits(size):
+            best = size
+            continue
+        between = [other for other in sizes if best < other < size]
+        while between:  # halving what lies between
+            middle = between[len(between) // 2]
+            is_small = trial.fits(middle)
+            best = middle if is_small else best
+            between = [other for other in between if (other > middle) == is_small and other != middle]
+        break
     module.train(was_training)
     return best
-
-
-def _fits(
-    size: int,
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    train: TrainBatches,
-    loss_sum: LossSum,
-) -> bool:
-    device = accelerator.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        # What AdamW will need from its first step on.
-        learned = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        later = torch.empty(0 if optimizer.state else 2 * learned, dtype=torch.uint8, device=device)
-        rehearse(module, train.sample(size, accelerator, cfg, longest=True), loss_sum)
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        later = None  # noqa: F841
-        torch.cuda.empty_cache()
-    peak = torch.cuda.max_memory_reserved(device)
-    return peak <= FULL * torch.cuda.get_device_properties(device).total_memory

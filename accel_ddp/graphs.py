@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from accel_ddp import world
 
 MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
+# A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
+ROOM = 2.5  # times what a micro-batch takes
 LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
 
 
@@ -117,7 +119,7 @@ class Recorded:
             if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight:
                 self._record(hidden)
         elif kwargs is not self.given[1] or not _same(args, self.given[0]):
-            self.broken = "layers are given different things"
+            self._give_up("layers are given different things")
             return plain(hidden, *args, **kwargs)
         key = self.key
         if key not in self.recordings:
@@ -138,11 +140,16 @@ class Recorded:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if any(x.requires_grad for x in self.inputs):
-            self.broken = "layers share something that is learned"
+            self._give_up("layers share something that is learned")
         if strange := [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)]:
-            self.broken = f"layers are given a {type(strange[0]).__name__}, of which nobody knows whether it changes"
+            self._give_up(f"layers are given a {type(strange[0]).__name__}, of which nobody knows whether it changes")
         others = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
         self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, self.layers[0].training, others)
+
+    def _give_up(self, why: str) -> None:
+        self.broken = why
+        print(f"rank {world.RANK} on {world.HOST}: kernels cannot be recorded, training goes on without: {why}",
+              file=sys.stderr, flush=True)  # fmt: skip
 
     def forget(self) -> None:
         """Another micro-batch: what was computed before and never had a backward pass will not have one."""
@@ -164,8 +171,7 @@ class Recorded:
         free, all_of_it = torch.cuda.mem_get_info(hidden.device)
         held = torch.cuda.memory_allocated(hidden.device)
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
-        # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
-        if unused < 2.5 * (torch.cuda.max_memory_allocated(hidden.device) - held) or unused < LEAST_FREE * all_of_it:
+        if unused < ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held) or unused < LEAST_FREE * all_of_it:
             return
         began = time.monotonic()
         generator = torch.cuda.default_generators[hidden.device.index or 0]
@@ -176,9 +182,7 @@ class Recorded:
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
-            self.broken = f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200]
-            print(f"rank {world.RANK} on {world.HOST}: kernels cannot be recorded, training goes on without: {self.broken}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            self._give_up(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
             torch.cuda.synchronize()
         generator.set_state(drawn)
         self.seconds += time.monotonic() - began

@@ -39,7 +39,7 @@ ALLOWED = {
     "packed": {"packing"},
     "flops": {"config", "packed"},
     "fast": {"config", "flops", "graphs", "heads", "packed", "packing", "seeds", "stream", "update", "world"},
-    "fitting": {"config", "fast", "stream", "update", "world"},
+    "fitting": {"config", "fast", "graphs", "stream", "update", "world"},
     "update": {"config", "packing", "seeds"},
     "metrics": {"config", "packing", "stream", "stop", "world"},
     "checkpoint": {"config", "snapshot", "state", "world"},

@@ -1,6 +1,5 @@
 """Packed and padded are two ways to one result; so are a loss with and without a table of scores."""
 
-import dataclasses
 import json
 import sys
 
@@ -11,11 +10,11 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from accel_ddp import flops, heads, losses, packing
+from accel_ddp import fitting, flops, heads, losses, packing
 from accel_ddp import packed as packs
-from accel_ddp.config import UserError, parse_config
+from accel_ddp.config import TrainConfig, UserError, parse_config
 from accel_ddp.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
-from tests.conftest import ROOT, clean_environment, run_all, run_ranks
+from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
@@ -386,6 +385,33 @@ def test_a_run_says_how_fast_it_is_and_finds_its_micro_batch(tmp_path):
     assert "tokens/s" in auto.text
 
 
+def test_a_rehearsal_does_not_disturb_ddp():
+    """With --static_graph DDP counts gradients; one that it did not expect, and it never sends any again."""
+    ended = run_all([[sys.executable, PROGRAMS / "rehearses.py"]] * 2, rank_environments(2)).well()
+    assert ended.text.count("alike") == 2
+
+
+def test_the_largest_size_is_found_by_doubling_and_halving():
+    """With a GPU that is told to hold so many items."""
+
+    class Trial:
+        module, cfg = nn.Linear(1, 1), TrainConfig()
+
+        def __init__(self, room):
+            self.room, self.tried = room, []
+
+        def fits(self, size):
+            self.tried.append(size)
+            return size <= self.room
+
+    for per_rank in (1, 7, 12, 96, 1000):
+        sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        for room in range(per_rank + 2):
+            trial = Trial(room)
+            assert fitting._largest(sizes, trial) == max((size for size in sizes if size <= room), default=0)
+            assert len(trial.tried) == len(set(trial.tried))
+
+
 def test_what_was_asked_for_and_is_not_possible_is_said(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
     command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--packing", "on", "--compile", "on"]
@@ -395,11 +421,7 @@ def test_what_was_asked_for_and_is_not_possible_is_said(tmp_path):
 
 
 def test_a_micro_batch_is_a_number_or_auto():
-    @dataclasses.dataclass(kw_only=True)
-    class Config(__import__("accel_ddp.config", fromlist=["TrainConfig"]).TrainConfig):
-        pass
-
-    assert parse_config(Config, ["--micro_batch_size", "auto"]).split(2) == (16, 1)
-    assert parse_config(Config, ["--micro_batch_size", "4"]).split(2) == (4, 4)
+    assert parse_config(TrainConfig, ["--micro_batch_size", "auto"]).split(2) == (16, 1)
+    assert parse_config(TrainConfig, ["--micro_batch_size", "4"]).split(2) == (4, 4)
     with pytest.raises(UserError, match="micro_batch_size 0"):
-        parse_config(Config, ["--micro_batch_size", "0"])
+        parse_config(TrainConfig, ["--micro_batch_size", "0"])

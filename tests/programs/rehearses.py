@@ -1,0 +1,25 @@
+"""DDP with a static graph, after a rehearsal: whether the ranks still have one gradient. Prints one word on each."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_ddp.update import rehearse
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+loss_sum = lambda model, batch: model(batch).pow(2).sum()
+rehearse(ddp.module, torch.ones(3, 4), loss_sum)
+assert all(p.grad is None for p in model.parameters())
+for _ in range(4):
+    loss_sum(ddp, torch.full((3, 4), 1.0 + dist.get_rank())).backward()
+    mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+    others = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(others, mine)
+    assert torch.equal(*others), "each rank has its own gradient"
+    for p in model.parameters():
+        p.grad = None
+print("alike")
+dist.destroy_process_group()
