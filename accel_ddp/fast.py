@@ -69,9 +69,9 @@ class Speed:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a compiler may run into
-                first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+                words = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])  # the second: why
                 print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
-                      f"{type(error).__name__}: {first[:160]}", file=sys.stderr, flush=True)  # fmt: skip
+                      f"{type(error).__name__}: {words[:200]}", file=sys.stderr, flush=True)  # fmt: skip
                 calls, self.plain, heads.softmax = self.plain, [], heads.plain_softmax
                 self._record(calls, accelerator.device)
         return time.monotonic() - began

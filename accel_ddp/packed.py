@@ -147,12 +147,14 @@ class Packed:
             if number == 0:
                 hidden_states = pack(hidden_states, at)
             args, kwargs = self._arguments(args, kwargs, at)
-            if not torch.is_grad_enabled():  # an evaluation is not worth a compilation of its own
-                out = original(hidden_states, *args, **kwargs)
-            elif self.run is not None:
+            if self.run is not None and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
-            else:
+            elif torch.is_grad_enabled() or self.layers[number].training:
+                # Also without gradients: a pass that is repeated with them must draw the same dropout, and compiled code draws
+                # another than plain code does.
                 out = self.calls[number](hidden_states, *args, **kwargs)
+            else:  # an evaluation is not worth a compilation of its own
+                out = original(hidden_states, *args, **kwargs)
             if number < last:
                 return out
             out = (unpack(out[0], at), *out[1:]) if isinstance(out, tuple) else unpack(out, at)

@@ -81,6 +81,7 @@ def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, ti
     assert "set -a; . " in table
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_is_ended_and_named_and_the_tuning_goes_on():
     """One rank of node 1 stands still, as one does whose packets are lost."""
     running = Running(*commands("--try", "HANGS=1", "--model_bytes", "400000", "--out", "runs/tune_test"))
