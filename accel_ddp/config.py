@@ -247,10 +247,9 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         raise
     except KeyboardInterrupt:
         sys.exit(130)
-    # Threads on a CPU wait asleep, not spinning, where the cores are shared: that is many times faster there (6 and 20 items/s
-    # beside one other process), and a third slower where nobody else is. Read when torch is imported, the next line.
-    if not _has_the_cores_for_itself():
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster
+    # (6 and 20 items/s beside one other process), and elsewhere slower by a tenth. Read when torch is imported, the next line.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from accel_ddp import runtime  # torch: imported only when the words make sense
 
     code = runtime.supervise(main, cfg)
@@ -258,14 +257,6 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
-
-
-def _has_the_cores_for_itself() -> bool:
-    import psutil
-
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        return False
-    return psutil.cpu_percent(interval=0.15) / 100 * (psutil.cpu_count() or 1) < 0.2  # cores that others keep busy
 
 
 def tell_the_launcher(text: str) -> None:
