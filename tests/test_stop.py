@@ -256,6 +256,7 @@ def restarting(folder: Path, step_seconds: float) -> Running:
     return Running([[*command, *arguments]], [clean_environment(OMP_NUM_THREADS="1")])
 
 
+@pytest.mark.slow
 def test_a_launcher_that_restarts_its_ranks_goes_on_after_a_kill(tmp_path, straight):
     """Without --resume: the user has typed nothing new."""
     folder = tmp_path / "run"

@@ -50,6 +50,7 @@ def test_settings_are_quoted_for_the_shell(tmp_path):
     assert subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=True).stdout.strip() == value
 
 
+@pytest.mark.slow  # CI has the README's own `tune`
 def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, tiny_model):
     """With a variable that works, one that does not, and a file that was there before."""
     outs = [tmp_path / "0", tmp_path / "1"]
