@@ -30,7 +30,7 @@ class Speed:
     """What was done to a model, and how much it computes."""
 
     def __init__(self, model: nn.Module, cfg: TrainConfig) -> None:
-        self.model, self.cfg = model, cfg
+        self.cfg = cfg
         self.packed: Packed | None = None
         self.recorded: Recorded | None = None
         self.plain: list[Callable[..., Any]] = []  # the layers before they were compiled; none where they were not

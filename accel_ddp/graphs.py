@@ -7,7 +7,6 @@ the layers below it still compute, and hooks, accumulation and frozen parameters
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,7 +104,7 @@ class Recorded:
         self.copied: tuple[Any, list[Tensor]] = (None, [])
         self.given: tuple[Any, Any] = ((), None)
         self.key: Any = None
-        self.seconds, self.broken = 0.0, ""
+        self.broken = ""  # why nothing is recorded any more
 
     def call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The layer's output, from its recording if there is one."""
@@ -173,7 +172,6 @@ class Recorded:
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
         if unused < ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held) or unused < LEAST_FREE * all_of_it:
             return
-        began = time.monotonic()
         generator = torch.cuda.default_generators[hidden.device.index or 0]
         drawn = generator.get_state()  # dropout goes on as if nothing had been recorded
         try:
@@ -185,7 +183,6 @@ class Recorded:
             self._give_up(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
             torch.cuda.synchronize()
         generator.set_state(drawn)
-        self.seconds += time.monotonic() - began
 
     def _recorded(self, hidden: Tensor) -> list[_Recording]:
         shared, number_of = self.shared, len(self.layers)
