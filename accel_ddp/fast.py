@@ -1,9 +1,11 @@
 """Makes a model fast without changing what it computes: packed texts, compiled layers, recorded kernels."""
 
 import contextlib
+import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +62,13 @@ class Speed:
         world.say(f"warm-up: compiling the layers (kept in {folder}; without it: --compile off)")
         module = accelerator.unwrap_model(model)
         micro = self.cfg.split(world.NUM_RANKS)[0]
-        with world.together("compile the layers"), _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
+        with (
+            world.together("compile the layers"),
+            _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2),
+            warnings.catch_warnings(),
+        ):
+            # How the compiler goes about the loss of a large vocabulary is no business of the user's.
+            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
             try:
                 batch = train.sample(micro, accelerator, self.cfg)
                 seed_torch(mixed(self.cfg.seed, "warm-up"), accelerator.device)
@@ -93,7 +101,9 @@ class Speed:
         packed = self.packed
         packed.calls, packed.run, self.recorded = calls, None, None
         if not self.cfg.gradient_checkpointing:  # which runs a layer again in its backward pass
-            self.recorded = Recorded(packed.layers, calls, device, is_compiled=bool(self.plain))
+            # Alone, all layers start at once; DDP is given gradients as soon as they fill one of its buckets.
+            group_bytes = math.inf if world.NUM_RANKS == 1 else self.cfg.bucket_cap_mb << 20
+            self.recorded = Recorded(packed.layers, calls, device, bool(self.plain), group_bytes)
             packed.run, packed.forget = self.recorded.call, self.recorded.forget
 
 

@@ -1,8 +1,9 @@
-"""Layers that start at once: each is compiled, and its kernels are started together, from a recording (a CUDA graph).
+"""Layers that start at once: their kernels are started together, from a recording (a CUDA graph).
 
-Small and medium models are bound by how fast the host can start kernels. A recording of a layer's forward pass, and one of
-its backward pass, are one start each. Every layer is a node of its own in autograd's graph: DDP sends a layer's gradients while
-the layers below it still compute, and hooks, accumulation and frozen parameters are as they always are.
+Small and medium models are bound by how fast the host can start kernels. A recording of the forward pass of some layers, and one
+of their backward pass, are one start each. Such a group is a node in autograd's graph. Without other ranks it is the whole
+stack; with them it is as large as one of DDP's buckets, so that DDP sends the gradients of a group while those below it still
+compute. Hooks, accumulation and frozen parameters are as they always are.
 """
 
 import contextlib
@@ -20,57 +21,89 @@ MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed 
 # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
 ROOM = 2.5  # times what a micro-batch takes
 LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
+ALIGNED = 64  # numbers; sums over a gradient are not the same to the last bit where it begins at another kind of address
+
+
+class _Group:
+    """Layers that are recorded together, and where their gradients lie."""
+
+    def __init__(self, first: int, layers: list[nn.Module]):
+        self.first, self.layers = first, layers
+        self.of_layers = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        self.parameters = [p for parameters in self.of_layers for p in parameters]
+        self.gradients: Tensor | None = None  # written by every replay of a backward pass
+
+    def reserve(self, device: torch.device) -> None:
+        if self.gradients is None and self.parameters:
+            size = sum(p.numel() + -p.numel() % ALIGNED for p in self.parameters)
+            self.gradients = torch.empty(size, dtype=self.parameters[0].dtype, device=device)
+
+    def make_room(self) -> None:
+        """Autograd keeps what it gets as a parameter's gradient. What lies there of an earlier micro-batch goes elsewhere."""
+        held = [p for p in self.parameters if p.grad is not None]
+        if not held:
+            return
+        place = self.gradients.untyped_storage().data_ptr()
+        held = [p for p in held if p.grad.untyped_storage().data_ptr() == place]
+        if held:
+            copy = self.gradients.clone()
+            for p in held:
+                p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
 
 
 class _Shared:
-    """What the recordings of all layers have in common."""
+    """What all recordings have in common."""
 
     def __init__(self, device: torch.device):
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
-        self.gradients: Tensor | None = None  # of one layer at a time: copied from here as soon as they are there
-        self.in_flight: set[tuple[int, Any]] = set()  # (layer, shape) whose backward pass is to come
+        self.in_flight: set[tuple[int, Any]] = set()  # (first layer, shape) whose backward pass is to come
         self.shape: Any = None  # theirs
 
 
 class _Recording(NamedTuple):
+    """Of a group of layers, for one shape."""
+
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph | None  # None where nothing is learned
     hidden: Tensor  # read by `forward`
     inputs: list[Tensor]  # read by both; the same for all layers of a shape
-    out: Tensor
+    outs: list[Tensor]  # of each layer
     gradient_out: Tensor  # read by `backward`
     gradient_in: Tensor | None
-    gradients: list[Tensor]  # of the parameters: views of `_Shared.gradients`
-    used: list[bool]  # whether a parameter has a gradient at all
-    size: int  # of all gradients
+    gradients: list[Tensor]  # one after the other in `_Group.gradients`, with what lies between them
+    places: list[int | None]  # of each parameter among these; None where it has no gradient
+    size: int  # of all of them
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shared: _Shared, key: Any, it: _Recording, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.shared, ctx.key, ctx.it = shared, key, it
+    def forward(
+        ctx: Any, shared: _Shared, key: Any, group: _Group, it: _Recording, hidden: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.shared, ctx.key, ctx.group, ctx.it = shared, key, group, it
+        ctx.set_materialize_grads(False)
         if hidden.data_ptr() != it.hidden.data_ptr():
             it.hidden.copy_(hidden)
         it.forward.replay()
-        return it.out.detach()
+        return tuple(out.detach() for out in it.outs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        it = ctx.it
+    def backward(ctx: Any, *of_layers: Tensor | None) -> tuple:
+        it, (*between, gradient) = ctx.it, of_layers
         ctx.shared.in_flight.discard(ctx.key)
+        if gradient is None or any(g is not None for g in between):
+            raise RuntimeError("the loss uses what comes out of a layer before the last one: add --compile off")
         if gradient.data_ptr() != it.gradient_out.data_ptr():
             it.gradient_out.copy_(gradient)
-        it.backward.replay()
-        found: Any = ()
+        found: tuple = ()
         if it.gradients:
-            # One copy for all: autograd keeps what it gets as a parameter's gradient, and the next layer writes here again.
-            copy = ctx.shared.gradients[: it.size].clone()
-            found = torch._C._nn.unflatten_dense_tensors(copy, it.gradients)
-        if not all(it.used):
-            views = iter(found)
-            found = [next(views) if used else None for used in it.used]
-        return None, None, None, None if it.gradient_in is None else it.gradient_in.detach(), *found
+            ctx.group.make_room()
+        it.backward.replay()
+        if it.gradients:
+            found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: it.size], it.gradients)
+        inward = None if it.gradient_in is None else it.gradient_in.detach()
+        return None, None, None, None, inward, *[None if place is None else found[place] for place in it.places]
 
 
 @contextlib.contextmanager
@@ -92,46 +125,92 @@ def _same(some: tuple, others: tuple) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
+def _grouped(layers: list[nn.Module], least: float) -> list[_Group]:
+    """Neighbours, with at least so many bytes of gradients each, but for the first group: it is the last to be sent."""
+    groups: list[_Group] = []
+    end = len(layers)
+    size = 0
+    for first in reversed(range(len(layers))):
+        size += sum(p.numel() * p.element_size() for p in layers[first].parameters() if p.requires_grad)
+        if size >= least or first == 0:
+            groups.append(_Group(first, layers[first:end]))
+            end, size = first, 0
+    return groups[::-1]
+
+
 class Recorded:
     """Calls of a stack of layers, recorded for each shape the second time that it comes: the first time compiles."""
 
-    def __init__(self, layers: list[nn.Module], calls: list[Callable[..., Any]], device: torch.device, is_compiled: bool):
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        calls: list[Callable[..., Any]],
+        device: torch.device,
+        is_compiled: bool,
+        group_bytes: float,
+    ):
         self.layers, self.calls, self.is_compiled = layers, calls, is_compiled
-        self.parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        self.group_bytes = group_bytes  # of gradients that are there at once
+        self.groups: list[_Group] = []
         self.shared = _Shared(device)
         self.seen: set[Any] = set()  # shapes that came through all layers
-        self.recordings: dict[Any, list[_Recording]] = {}
+        self.recordings: dict[Any, list[_Recording]] = {}  # of each group
         self.copied: tuple[Any, list[Tensor]] = (None, [])
         self.given: tuple[Any, Any] = ((), None)
         self.key: Any = None
+        self.computed: tuple[int, tuple[Tensor, ...] | None] = (
+            0,
+            None,
+        )  # by a replay: the first layer of it, what came out of each
+        self.last: Any = None  # what the layer before gave
+        self.is_chain = True  # whether each layer is given what the one before gave
         self.broken = ""  # why nothing is recorded any more
 
     def call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The layer's output, from its recording if there is one."""
-        plain = self.calls[number]
-        if self.broken:
-            return plain(hidden, *args, **kwargs)
+        if self.broken and self.computed[1] is None:
+            return self.calls[number](hidden, *args, **kwargs)
         if number == 0:
+            self.computed = 0, None
             self._look_at(hidden, args, kwargs)
-            if self.broken:
-                return plain(hidden, *args, **kwargs)
-            if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight:
+            if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight and not self.broken:
                 self._record(hidden)
-        elif kwargs is not self.given[1] or not _same(args, self.given[0]):
+        first, outs = self.computed
+        is_inside = outs is not None and first < number < first + len(outs)
+        if number and (kwargs is not self.given[1] or not _same(args, self.given[0])):
+            if is_inside:
+                raise RuntimeError("layers are given different things, which they were not before: add --compile off")
             self._give_up("layers are given different things")
-            return plain(hidden, *args, **kwargs)
-        key = self.key
-        if key not in self.recordings:
-            self._remember(number)
-            return plain(hidden, *args, **kwargs)
-        busy = self.shared.in_flight
+        if is_inside:
+            if hidden is not outs[number - first - 1]:
+                raise RuntimeError("a layer is not given what the one before gave, which it was before: add --compile off")
+            out = outs[number - first]
+        elif not self.broken and self.key in self.recordings and (found := self._replayed(number, hidden)) is not None:
+            self.computed = number, found
+            out = found[0]
+        else:
+            self.computed = 0, None
+            self.is_chain = self.is_chain and (number == 0 or hidden is self.last)
+            out = self.last = self.calls[number](hidden, *args, **kwargs)
+        if number == len(self.layers) - 1:
+            self.computed, self.last = (0, None), None  # what they hold on to may go
+            if len(self.seen) < MOST_SHAPES and not self.broken:
+                self.seen.add(self.key)
+        return out
+
+    def _replayed(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """What comes out of the layers of the group that begins here; none where it cannot be had from a recording."""
+        place = next((i for i, group in enumerate(self.groups) if group.first == number), None)
+        if place is None:
+            return None  # the group's first layer was not to be had either
+        busy, group, key = self.shared.in_flight, self.groups[place], self.key
         if (number, key) in busy or (busy and self.shared.shape != key):
-            return plain(hidden, *args, **kwargs)  # called again before its backward pass: that one needs what is recorded
+            return None  # called again before its backward pass: that one needs what is recorded
         self.shared.shape = key
-        it = self.recordings[key][number]
+        it = self.recordings[key][place]
         self._copy(it.inputs)
         busy.add((number, key))
-        return _Replay.apply(self.shared, (number, key), it, hidden, *self.parameters[number])
+        return _Replay.apply(self.shared, (number, key), group, it, hidden, *group.parameters)
 
     def _look_at(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """What the layers are given beside their hidden states: all of them the same objects."""
@@ -153,10 +232,6 @@ class Recorded:
     def forget(self) -> None:
         """Another micro-batch: what was computed before and never had a backward pass will not have one."""
         self.shared.in_flight.clear()
-
-    def _remember(self, number: int) -> None:
-        if number == len(self.layers) - 1 and len(self.seen) < MOST_SHAPES:
-            self.seen.add(self.key)
 
     def _copy(self, mine: list[Tensor]) -> None:
         """Positions and the places of texts, once for all layers."""
@@ -185,18 +260,17 @@ class Recorded:
         generator.set_state(drawn)
 
     def _recorded(self, hidden: Tensor) -> list[_Recording]:
-        shared, number_of = self.shared, len(self.layers)
-        sizes = [sum(p.numel() for p in parameters) for parameters in self.parameters]
-        dtypes = {p.dtype for parameters in self.parameters for p in parameters}
-        if len(dtypes) > 1:
+        shared = self.shared
+        if not self.groups:
+            self.groups = _grouped(self.layers, self.group_bytes if self.is_chain else 0)
+        if len({p.dtype for group in self.groups for p in group.parameters}) > 1:
             raise ValueError("its parameters are of several types")
-        if shared.gradients is None and dtypes:
-            shared.gradients = torch.empty(max(sizes), dtype=dtypes.pop(), device=hidden.device)
+        for group in self.groups:
+            group.reserve(hidden.device)
         inputs = [x.clone() for x in self.inputs]
         first = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         options = {"pool": shared.pool, "stream": shared.stream, "capture_error_mode": "thread_local"}
         torch.cuda.synchronize()
-        done: list[_Recording] = []
         kept = torch.is_autocast_cache_enabled()
         if not self.is_compiled:  # which holds casts of its own, and would compile anew
             torch.set_autocast_cache_enabled(False)  # a cast that was kept from outside would not be done again in a replay
@@ -206,45 +280,70 @@ class Recorded:
             args, kwargs = pytree.tree_unflatten(same, self.spec)
             self._on_the_stream(first, args, kwargs)
             ahead, x = [], first
-            for number in range(number_of):
-                graph = torch.cuda.CUDAGraph()
-                with _twins(self.layers[number], self.parameters[number]) as twins, torch.cuda.graph(graph, **options):
-                    out = self.calls[number](x, *args, **kwargs)
-                if not isinstance(out, Tensor):
-                    raise ValueError("its layers return more than one tensor")
-                ahead.append((graph, x, out, twins))
-                x = out.detach().requires_grad_(out.requires_grad)
-            gradient = torch.empty_like(ahead[-1][2])
-            for number in reversed(range(number_of)):
-                graph, x, out, parameters = ahead[number]
-                if not out.requires_grad:  # frozen, like all below it
-                    done.append(_Recording(graph, None, x, inputs, out, gradient, None, [], [False] * len(parameters), 0))
-                    continue
-                wanted = ([x] if x.requires_grad else []) + parameters
-                back = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(back, **options):
-                    found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
-                    inward = found.pop(0) if x.requires_grad else None
-                    used = [g is not None for g in found]
-                    views, start = [], 0
-                    for parameter, g in zip(parameters, found):
-                        if g is not None:
-                            views.append(shared.gradients[start : start + parameter.numel()].view(parameter.shape))
-                            start += parameter.numel()
-                    if views:
-                        torch._foreach_copy_(views, [g for g in found if g is not None])
-                done.append(_Recording(graph, back, x.detach(), inputs, out.detach(), gradient, inward, views, used, start))
-                del found, out, x, parameters
-                ahead[number] = None
-                gradient = inward if inward is not None else gradient
+            for group in self.groups:
+                graph, passed = torch.cuda.CUDAGraph(), []
+                with torch.cuda.graph(graph, **options):
+                    for number, layer in enumerate(group.layers, start=group.first):
+                        with _twins(layer, group.of_layers[number - group.first]) as twins:
+                            out = self.calls[number](x, *args, **kwargs)
+                        if not isinstance(out, Tensor):
+                            raise ValueError("its layers return more than one tensor")
+                        passed.append((x, out, twins))
+                        x = out.detach().requires_grad_(out.requires_grad)
+                ahead.append((graph, passed))
+            done: list[_Recording] = []
+            gradient = torch.empty_like(ahead[-1][1][-1][1])
+            for group in reversed(self.groups):
+                graph, passed = ahead.pop()
+                done.append(self._recorded_back(group, graph, passed, inputs, gradient, options))
+                gradient = done[-1].gradient_in if done[-1].gradient_in is not None else gradient
         finally:
             torch.set_autocast_cache_enabled(kept)
         return done[::-1]
 
+    def _recorded_back(
+        self, group: _Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor, options: dict
+    ) -> _Recording:
+        """`passed`: of each layer, what went in, what came out, its parameters; emptied, so that their memory is used again."""
+        hidden, outs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
+        places: list[int | None] = []
+        views: list[Tensor] = []
+        if not passed[-1][1].requires_grad:  # frozen, like all below it
+            return _Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [None] * len(group.parameters), 0)
+        back, start, inward = torch.cuda.CUDAGraph(), 0, None
+        with torch.cuda.graph(back, **options):
+            while passed:
+                x, out, parameters = passed.pop()
+                if not out.requires_grad:
+                    places[:0] = [None] * len(parameters)
+                    inward = None
+                    continue
+                wanted = ([x] if x.requires_grad else []) + parameters
+                found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+                inward = found.pop(0) if x.requires_grad else None
+                mine: list[int | None] = []
+                for g in found:
+                    mine.append(None if g is None else len(views))
+                    if g is not None:
+                        view = group.gradients[start : start + g.numel()].view(g.shape)
+                        views.append(view)
+                        start += g.numel()
+                        if gap := -start % ALIGNED:
+                            views.append(group.gradients[start : start + gap])
+                            start += gap
+                targets = [views[place] for place in mine if place is not None]
+                if targets:
+                    torch._foreach_copy_(targets, [g for g in found if g is not None])
+                places[:0] = mine
+                gradient = inward if inward is not None else gradient
+                del found, out, x, parameters, wanted
+        return _Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, places, start)
+
     def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""
         with torch.cuda.stream(self.shared.stream):
-            with _twins(self.layers[0], self.parameters[0]) as twins:
+            trained = [p for p in self.layers[0].parameters() if p.requires_grad]
+            with _twins(self.layers[0], trained) as twins:
                 out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
                 torch.autograd.grad(out.sum(), [p for p in (first, *twins) if p.requires_grad], allow_unused=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_ddp import losses, packing
 
-PIECE = 1 << 27  # scores that exist at once
+PIECE = 1 << 28  # scores that exist at once
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -27,8 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix = weight.to(narrow)
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Summed in float32 over the pieces, whatever they are computed in.
-        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wants_weight else None
+        d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if wants_bias else None
         total = hidden.new_zeros((), dtype=torch.promote_types(narrow, torch.float32))
         size = max(256, PIECE // len(matrix) // 256 * 256)
@@ -44,9 +43,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_hidden:
                 torch.mm(gradient, matrix, out=d_hidden[first : first + size])
             if wants_weight:
-                d_weight += gradient.T @ some
+                part = _product(gradient.T, some, torch.promote_types(weight.dtype, torch.float32))
+                d_weight = part if d_weight is None else d_weight.add_(part)
             if wants_bias:
                 d_bias += gradient.sum(0, dtype=d_bias.dtype)
+        if wants_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight)
         ctx.save_for_backward(*[x for x in (d_hidden, d_weight, d_bias) if x is not None])
         ctx.has = [x is not None for x in (d_hidden, d_weight, d_bias)]
         ctx.types = [hidden.dtype, weight.dtype, bias.dtype if bias is not None else None]
@@ -58,6 +60,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *[
             (next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)
         ], None  # fmt: skip
+
+
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """In the wide type, in which it is summed anyway, where a GPU can write it so."""
+    if a.is_cuda and a.dtype != wide and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(a, b, out_dtype=wide)
+    return (a @ b).to(wide)
 
 
 def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,9 @@ class Packed:
         kinds = {config._attn_implementation for config in self.configs.values()}
         if not kinds <= {ITS_OWN, NAME}:
             raise Unpackable(f"its attention is {', '.join(map(str, kinds))}, not {ITS_OWN}")
+        dropped = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
+        if any(getattr(config, name, 0) for config in self.configs.values() for name in dropped):
+            raise Unpackable("it leaves out layers at random (layerdrop)")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
         # Texts that are no longer than half of a window, which may be of both sides, do not feel it.

@@ -131,6 +131,7 @@ def test_packed_recorded_and_compiled_layers_compute_what_plain_ones_do():
     for kind in ("bert", "llama"):
         assert found[kind]["packed"] < 0.05, found
         assert found[kind]["recorded"] == 0, found
+        assert found[kind]["accumulated"] == 0, found
         assert found[kind]["compiled"] < 0.05, found
         assert found[kind]["compiled again"] == 0, found
     assert found["dropout"]["recorded"] == 0, found

@@ -1,5 +1,6 @@
 """Packed and padded are two ways to one result; so are a loss with and without a table of scores."""
 
+import itertools
 import json
 import sys
 
@@ -18,6 +19,7 @@ from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments,
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
+OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": 100}
 POSITIONS = {"max_position_embeddings": 64}
 KINDS = {
     "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SHAPE, **POSITIONS)),
@@ -115,11 +117,32 @@ def test_texts_of_a_row_do_not_see_each_other():
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_is_given_what_the_one_before_gave(kind):
+    """Else their kernels could not be recorded together."""
+    model = KINDS[kind]()
+    packed, given = packs.Packed(model), []
+
+    def run(number, hidden, args, kwargs):
+        out = packed.calls[number](hidden, *args, **kwargs)
+        given.append((hidden, out))
+        return out
+
+    packed.install()
+    packed.run = run
+    batch = a_batch()
+    with packing.using(batch):
+        loss_of(model, batch)
+    assert len(given) == 3
+    assert all(after[0] is before[1] for before, after in itertools.pairwise(given))
+
+
 def test_what_cannot_be_packed_is_padded_and_says_why():
     t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     for model, why in (
         (transformers.T5ForConditionalGeneration(t5), "2 stacks"),
         (nn.Linear(2, 2), "no model of transformers"),
+        (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
         (KINDS["bert"]().to(torch.float32), ""),
     ):
         if isinstance(model, transformers.BertForSequenceClassification):
