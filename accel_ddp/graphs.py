@@ -60,6 +60,16 @@ class _Shared:
         self.in_flight: set[tuple[int, Any]] = set()  # (first layer, shape) whose backward pass is to come
         self.shape: Any = None  # theirs
 
+    @contextlib.contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Not `torch.cuda.graph`, which gives all memory that is kept back to the device each time: slow steps follow."""
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
 
 class _Recording(NamedTuple):
     """Of a group of layers, for one shape."""
@@ -245,8 +255,11 @@ class Recorded:
         free, all_of_it = torch.cuda.mem_get_info(hidden.device)
         held = torch.cuda.memory_allocated(hidden.device)
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
-        if unused < ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held) or unused < LEAST_FREE * all_of_it:
+        needed = max(ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held), LEAST_FREE * all_of_it)
+        if unused < needed:
             return
+        if free < needed:  # a recording cannot use what is kept for others
+            torch.cuda.empty_cache()
         generator = torch.cuda.default_generators[hidden.device.index or 0]
         drawn = generator.get_state()  # dropout goes on as if nothing had been recorded
         try:
@@ -269,7 +282,6 @@ class Recorded:
             group.reserve(hidden.device)
         inputs = [x.clone() for x in self.inputs]
         first = hidden.detach().clone().requires_grad_(hidden.requires_grad)
-        options = {"pool": shared.pool, "stream": shared.stream, "capture_error_mode": "thread_local"}
         torch.cuda.synchronize()
         kept = torch.is_autocast_cache_enabled()
         if not self.is_compiled:  # which holds casts of its own, and would compile anew
@@ -282,7 +294,7 @@ class Recorded:
             ahead, x = [], first
             for group in self.groups:
                 graph, passed = torch.cuda.CUDAGraph(), []
-                with torch.cuda.graph(graph, **options):
+                with shared.recording(graph):
                     for number, layer in enumerate(group.layers, start=group.first):
                         with _twins(layer, group.of_layers[number - group.first]) as twins:
                             out = self.calls[number](x, *args, **kwargs)
@@ -295,14 +307,14 @@ class Recorded:
             gradient = torch.empty_like(ahead[-1][1][-1][1])
             for group in reversed(self.groups):
                 graph, passed = ahead.pop()
-                done.append(self._recorded_back(group, graph, passed, inputs, gradient, options))
+                done.append(self._recorded_back(group, graph, passed, inputs, gradient))
                 gradient = done[-1].gradient_in if done[-1].gradient_in is not None else gradient
         finally:
             torch.set_autocast_cache_enabled(kept)
         return done[::-1]
 
     def _recorded_back(
-        self, group: _Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor, options: dict
+        self, group: _Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
     ) -> _Recording:
         """`passed`: of each layer, what went in, what came out, its parameters; emptied, so that their memory is used again."""
         hidden, outs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
@@ -311,7 +323,7 @@ class Recorded:
         if not passed[-1][1].requires_grad:  # frozen, like all below it
             return _Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [None] * len(group.parameters), 0)
         back, start, inward = torch.cuda.CUDAGraph(), 0, None
-        with torch.cuda.graph(back, **options):
+        with self.shared.recording(back):
             while passed:
                 x, out, parameters = passed.pop()
                 if not out.requires_grad:

@@ -34,7 +34,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         pieces = -(-len(hidden) // size)
         size = -(-len(hidden) // pieces // 64) * 64 if pieces else size  # equal ones
         for first in range(0, len(hidden), max(size, 1)):
-            some, right = hidden[first : first + size], labels[first : first + size]
+            # A copy of the labels: for one that begins elsewhere the loss would be compiled again.
+            some, right = hidden[first : first + size], labels[first : first + size].clone()
             scores = some @ matrix.T
             if bias is not None:
                 scores += bias.to(narrow)

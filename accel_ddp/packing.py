@@ -75,7 +75,7 @@ def segments_of(micro: Micro, is_flash: bool) -> Segments:
     places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
     ends = mask.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
-    starts[-1] = tokens
+    starts[-1:].fill_(tokens)  # not `starts[-1] = tokens`, for which the host waits until the device has done all before it
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
     return Segments(starts, micro.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)

@@ -575,11 +575,13 @@ class Bench:
             self.cached.add(job.family)
         return {**spec, "command": words}
 
+    def folder_of(self, spec: Spec, round_number: int = 0) -> Path:
+        return self.work / "runs" / f"{spec['kind']}-{spec['job']}-{spec['variant']}-seed{spec['seed']}-round{round_number}"
+
     def run(self, spec: Spec, round_number: int = 0) -> dict[str, Any] | None:
         """The result: of an earlier call if it is there, none if this call has no time left."""
-        name = f"{spec['kind']}-{spec['job']}-{spec['variant']}-seed{spec['seed']}-round{round_number}"
-        folder = self.work / "runs" / name
-        file = folder / "result.json"
+        folder = self.folder_of(spec, round_number)
+        name, file = folder.name, folder / "result.json"
         if file.exists():
             result = json.loads(file.read_text())
             if result["spec"] == spec and not (result["failed"] and self.options.retry):
@@ -630,7 +632,7 @@ class Bench:
             for variant in chosen:
                 warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
                 found.append(self.run(self.spec("curve", name, variant, steps, warm, seed)))
-        folders = sorted(file.parent for file in (self.work / "runs").glob(f"curve-{name}-*/result.json"))
+        folders = [self.folder_of(result["spec"]) for result in found if result]  # not those of calls beside this one
         unscored = [str(folder) for folder in folders if (folder / "model").is_dir()]
         if unscored:
             env = {**os.environ, **environment(self.work)}
