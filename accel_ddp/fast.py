@@ -23,9 +23,9 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, WholeBatch, rehearse
 
-# Compiling takes some 20 s, and saves about 0.4 ms whenever a layer is run, forward and back (benchmarks/README.md). Counted
-# in runs of a layer and not in seconds: a resumed run must come to the same answer.
-RUNS_THAT_PAY = 50_000
+# Compiling takes about 20 s, and saves 0.05 (BERT-base) to 0.12 us (a small decoder) whenever a token goes through a layer,
+# forward and back (benchmarks/README.md). Counted in tokens and not in seconds: a resumed run must come to the same answer.
+TOKENS_THAT_PAY = 250_000_000
 
 
 class Speed:
@@ -137,7 +137,7 @@ def prepare(
     if whys and (cfg.packing == "on" or whys[0] not in ("--packing off", NO_TEXTS)):
         asked = "--packing on: not possible: " if cfg.packing == "on" else "texts are padded: "
         world.say(f"{asked}{whys[0]}." + (" Texts are padded." if cfg.packing == "on" else ""))
-    why = "--compile off" if cfg.compile == "off" else _compile(cfg, accelerator.device, speed, total_steps)
+    why = "--compile off" if cfg.compile == "off" else _compile(accelerator, cfg, train, speed, total_steps)
     if why and cfg.compile == "on":
         world.say(f"--compile on: not possible: {why}. Layers are computed as they are.")
     done = ["texts are packed"] * bool(speed.packed) + ["layers are recorded"] * bool(speed.recorded)
@@ -183,17 +183,24 @@ def _pack(
     return ""
 
 
-def _compile(cfg: TrainConfig, device: torch.device, speed: Speed, total_steps: int) -> str:
+def _pays(accelerator: Accelerator, cfg: TrainConfig, train: TrainBatches, num_layers: int, total_steps: int) -> bool:
+    """Whether compiling saves more time than it takes; the same answer on every rank and in every life of a run."""
+    with world.together("count tokens"):
+        known = train.lengths  # of each item, where they can be had
+        length = train.sample(64, accelerator, cfg).sizes.real / 64 if known is None else float(known.mean())
+    return total_steps * cfg.global_batch_size * length * num_layers >= TOKENS_THAT_PAY
+
+
+def _compile(accelerator: Accelerator, cfg: TrainConfig, train: TrainBatches, speed: Speed, total_steps: int) -> str:
     """Records the layers' kernels where there is a GPU; compiles them too where that pays."""
+    device = accelerator.device
     if device.type != "cuda":
         return "there is no GPU"
     if speed.packed is None:
         return "its texts are not packed, so that every batch has another shape"
     calls = speed.packed.calls
     missing = [host for host in _of_all("" if find_spec("triton") else world.HOST) if host]
-    micro = cfg.split(world.NUM_RANKS)[0]
-    runs = total_steps * (cfg.global_batch_size // micro) * len(calls)  # of all ranks: however they share them, it is one run
-    if not missing and (cfg.compile == "on" or runs >= RUNS_THAT_PAY):
+    if not missing and (cfg.compile == "on" or _pays(accelerator, cfg, train, len(calls), total_steps)):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
         speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
         heads.softmax = torch.compile(heads.fused_softmax, dynamic=True)

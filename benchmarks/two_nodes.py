@@ -34,6 +34,7 @@ class Row:
     packing: str = "off"
     hook: str = "none"
     is_tuned: bool = False
+    bucket: int = 25  # MB; the default
     nodes: int = 2
 
     def computing(self) -> tuple[str, str]:
@@ -51,8 +52,12 @@ ROWS = {
     "packing": Row(packing="on"),
     "packing, recorded": Row(packing="on", compile="auto"),  # so few steps are not compiled
     "packing, recorded, tuned, bf16 hook": Row(packing="on", compile="auto", is_tuned=True, hook="bf16"),
+    "packing, recorded, tuned, bf16 hook, buckets of 100 MB": Row(
+        packing="on", compile="auto", is_tuned=True, hook="bf16", bucket=100
+    ),
     "all, float32 gradients": Row(compile="on", packing="on", is_tuned=True),
     "all, bf16 hook": Row(compile="on", packing="on", is_tuned=True, hook="bf16"),
+    "all, bf16 hook, buckets of 100 MB": Row(compile="on", packing="on", is_tuned=True, hook="bf16", bucket=100),
 }
 
 
@@ -86,7 +91,8 @@ class Bench:
         vs_trainer.fill_our_cache(self.job, self.words(Row(), 32, 32)[1:])
 
     def words(self, row: Row, batch: int, micro: int) -> list[str]:
-        extra = f"--comm_hook {row.hook} --log_every 1 --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
+        extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
+        extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
         if not self.options.no_new_options:
             extra += f" --compile {row.compile} --packing {row.packing}"
         # A later option wins over an earlier one.

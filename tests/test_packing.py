@@ -2,16 +2,19 @@
 
 import itertools
 import json
+import math
 import sys
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import fitting, flops, heads, losses, packing
+from accel_ddp import fast, fitting, flops, heads, losses, packing
 from accel_ddp import packed as packs
 from accel_ddp.config import TrainConfig, UserError, parse_config
 from accel_ddp.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
@@ -345,6 +348,24 @@ def test_lengths_are_known_where_rows_are_of_a_table():
 
 
 # ------------------------------------------------------------------------------------- how much it is
+
+
+def test_whether_compiling_pays_is_a_matter_of_tokens():
+    """Of a whole run: of lengths that are known, and of a sample where they are not."""
+    rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
+
+    def collate(rows):
+        return {
+            name: nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
+            for name in ("input_ids", "attention_mask")
+        }
+
+    accelerator, cfg, needed = Accelerator(cpu=True), TrainConfig(global_batch_size=32), fast.TOKENS_THAT_PAY / (32 * 25 * 12)
+    for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
+        train = TrainBatches(data, collate)
+        assert (train.lengths is not None) == is_known
+        assert not fast._pays(accelerator, cfg, train, 12, math.floor(needed))
+        assert fast._pays(accelerator, cfg, train, 12, math.ceil(needed))
 
 
 def test_operations_are_counted_as_by_hand():

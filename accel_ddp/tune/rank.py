@@ -211,9 +211,10 @@ class Rank:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
+        # Without device_ids, which are for moving inputs: there are none, and DDP fails where it looks for the first.
         ddp = DistributedDataParallel(
-            model, device_ids=[self.device] if self.device.type == "cuda" else None, bucket_cap_mb=config["bucket_cap_mb"],
-            gradient_as_bucket_view=config["gradient_as_bucket_view"], broadcast_buffers=False,
+            model, bucket_cap_mb=config["bucket_cap_mb"], gradient_as_bucket_view=config["gradient_as_bucket_view"],
+            broadcast_buffers=False,
         )  # fmt: skip
         hook = config["comm_hook"]
         if hook == "powersgd":
