@@ -38,7 +38,7 @@ class Hook:
     def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
         """`evaluations` are those of the run's earlier lives, where it was resumed. Return True if that was its end."""
 
-    def on_warm_up(self, seconds: float) -> None:
+    def on_warm_up(self, step: int, seconds: float) -> None:
         """Layers were compiled before the first step."""
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None: ...
@@ -75,7 +75,7 @@ class Progress(Hook):
         if sys.stderr.isatty():
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
 
-    def on_warm_up(self, seconds):
+    def on_warm_up(self, step, seconds):
         self._print(f"warm-up: {seconds:.1f} s")
         self.began = time.monotonic()
 
@@ -136,8 +136,8 @@ class JsonlLog(Hook):
         self.total_steps = total_steps
         self._write("start", step, total_steps=total_steps)
 
-    def on_warm_up(self, seconds):
-        self._write("warm_up", 0, seconds=round(seconds, 3))
+    def on_warm_up(self, step, seconds):
+        self._write("warm_up", step, seconds=round(seconds, 3))
 
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:

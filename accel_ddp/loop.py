@@ -92,7 +92,7 @@ def fit(
         if step < total_steps and not is_done and not is_stopping:
             seconds = speed.warm_up(accelerator, model, train, loss_sum)
             for hook in hooks if seconds is not None else ():
-                hook.on_warm_up(seconds)
+                hook.on_warm_up(step, seconds)
             rate.restart()
         while step < total_steps and not is_done and not is_stopping:
             lr = lr_at(step, cfg, total_steps)

@@ -5,7 +5,7 @@
     python benchmarks/two_nodes.py --work DIR --tiny --no_new_options                     # on a CPU, over gloo
 
 Each rank is a node: two `accelerate launch`, each with its own NCCL_HOSTID, over the loopback interface. Data and model are those
-of vs_trainer.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /
+of made.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /
 step). The step without it is that of two runs of one rank each, of the same options and half the batch, *at the same time on the
 same GPU*: they share it as the two nodes do, but never wait for each other. A GPU of its own for each node would compute faster,
 so that there the share would be larger. Kernels of torch.compile are kept between runs: only steady states are compared.
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import made
 import vs_trainer
 
 TUNED = "NCCL_MIN_NCHANNELS=8 NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=4 NCCL_ALGO=Ring NCCL_PROTO=Simple"
@@ -81,12 +82,10 @@ class Bench:
         import torch
 
         self.precision = "bf16" if torch.cuda.device_count() else "no"
-        families, jobs = (
-            (vs_trainer.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (vs_trainer.FAMILIES, vs_trainer.JOBS)
-        )
+        families, jobs = (made.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (made.FAMILIES, vs_trainer.JOBS)
         self.family, self.job = families["bert"], jobs["bert32"]
-        self.data = vs_trainer.make_data(self.work, "bert", self.family)
-        self.model = vs_trainer.make_model(self.work, "bert", self.family, 0)
+        self.data = made.make_data(self.work, "bert", self.family)
+        self.model = made.make_model(self.work, "bert", self.family, 0)
         self.tuned = read_env(options.env_file)
         vs_trainer.fill_our_cache(self.job, self.words(Row(), 32, 32)[1:])
 

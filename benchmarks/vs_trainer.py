@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from curves import curve_table, draw_curves
+from made import FAMILIES, TINY_FAMILIES, Family, make_data, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 NEVER = str(10**9)  # steps until an evaluation or a save
 LOG_EVERY = 10  # steps; the default of our recipes, and given to Trainer
-TOPICS = 8
 Spec = dict[str, Any]
 
 
@@ -65,172 +66,11 @@ TRAINER = {
 TRAINER["trainer+all"] = {name: value for flags in TRAINER.values() for name, value in flags.items()}
 
 
-@dataclasses.dataclass
-class Family:
-    vocabulary: int
-    shape: dict[str, Any]  # of the model
-    rows: int
-    max_length: int = 512
-    mean_length: float = 232
-
-
-FAMILIES = {
-    "bert": Family(30522, {}, rows=25_600),  # the library's default is BERT-base
-    "decoder": Family(
-        49152,
-        {
-            "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-            "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
-        },
-        rows=12_800,
-    ),
-}  # fmt: skip
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-TINY_FAMILIES = {name: Family(1000, SMALL, rows=1024, max_length=64, mean_length=29) for name in FAMILIES}
 TINY_JOBS = {
     "bert32": Job("bert", "classify", 8, steps=40, warm=20, curve_steps=60, lr=1e-3),
     "bert128": Job("bert", "classify", 16, steps=40, warm=20, curve_steps=60, lr=1e-3),
     "sft16": Job("decoder", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
 }
-
-
-# ------------------------------------------------------------------------------------ data and models
-
-
-def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> np.ndarray:
-    """Lognormal, in tokens with the special ones; the spread is that of film reviews, and the mean is what remains when cut."""
-    normal = rng.standard_normal(number)
-    low, high = 0.0, math.log(family.max_length)
-    for _ in range(40):  # the middle that gives this mean
-        middle = (low + high) / 2
-        lengths = np.clip(np.exp(middle + 0.6 * normal), 8, family.max_length)
-        low, high = (middle, high) if lengths.mean() < family.mean_length else (low, middle)
-    return lengths.round().astype(int)
-
-
-def zipf(rng: np.random.Generator, size: Any, num_words: int) -> np.ndarray:
-    """Numbers below `num_words`, the lower the more frequent, as words are."""
-    heights = np.cumsum(1 / np.arange(1, num_words + 1))
-    return np.searchsorted(heights, rng.random(size) * heights[-1])
-
-
-def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Words of each text, and which topic has most of them: by a hair in some, so that rare words have to be learned too."""
-    shape, common = (len(lengths), lengths.max()), num_words // 4
-    each = (num_words - common) // TOPICS
-    main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.2, 0.8, (len(lengths), 1))
-    topic = np.where(rng.random(shape) < share, main, rng.integers(TOPICS, size=shape))
-    topical = common + topic * each + zipf(rng, shape, each)
-    is_topical = rng.random(shape) < 0.5
-    words = np.where(is_topical, topical, zipf(rng, shape, common))
-    inside = is_topical & (np.arange(shape[1]) < lengths[:, None])
-    counts = np.stack([((topic == number) & inside).sum(1) for number in range(TOPICS)], 1)
-    return [row[:length] for row, length in zip(words, lengths)], counts.argmax(1)
-
-
-def texts_of_a_chain(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> list[np.ndarray]:
-    """A Markov chain: often one of two words that follow the last one, else any word, of which some belong to a topic."""
-    followers = zipf(np.random.default_rng(1), (num_words, 2), num_words)  # the same in training and evaluation
-    words = np.empty((len(lengths), lengths.max()), dtype=int)
-    shift = rng.integers(TOPICS, size=len(lengths)) * (num_words // TOPICS)
-    last = zipf(rng, len(lengths), num_words)
-    for place in range(words.shape[1]):
-        follows, of_topic = rng.random(len(lengths)) < 0.6, rng.random(len(lengths)) < 0.5
-        fresh = zipf(rng, len(lengths), num_words)
-        fresh = np.where(of_topic, (fresh + shift) % num_words, fresh)
-        last = np.where(follows, followers[last, rng.integers(2, size=len(lengths))], fresh)
-        words[:, place] = last
-    return [row[:length] for row, length in zip(words, lengths)]
-
-
-def make_tokenizer(name: str, family: Family) -> Any:
-    """Whole words, separated by spaces: as many as the model's vocabulary has."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    if name == "bert":
-        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-        inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    else:
-        special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
-        inputs = ["input_ids", "attention_mask"]
-    words = [*special.values(), *(f"w{i}" for i in range(family.vocabulary - len(special)))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"]))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if name == "bert":
-        ids = [("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))]
-        inner.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
-    options = {"model_max_length": family.max_length, "model_input_names": inputs, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **options, **special)
-
-
-def made_once(final: Path, make: Any) -> Path:
-    """The folder that `make` fills; whole or absent."""
-    if not final.exists():
-        partial = final.with_name(f"{final.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        make(partial)
-        partial.rename(final)
-    return final
-
-
-def make_data(work: Path, name: str, family: Family) -> Path:
-    """train.jsonl and eval.jsonl for our recipes; the same rows as tokens for Trainer; how many tokens each row has."""
-
-    def make(folder: Path) -> None:
-        import datasets
-
-        datasets.disable_progress_bars()
-        tokenizer = make_tokenizer(name, family)
-        num_words, extra = family.vocabulary - 5, 2 if name == "bert" else 1  # special tokens in the vocabulary, and in a text
-        spelling = np.array([f"w{i}" for i in range(num_words)], dtype=object)
-        for part, number, seed in (("train", family.rows, 2), ("eval", min(512, family.rows), 3)):
-            rng = np.random.default_rng(seed)
-            lengths = lengths_of_texts(rng, number, family)
-            if name == "bert":
-                words, labels = texts_with_topics(rng, lengths - extra, num_words)
-                rows = [{"text": " ".join(spelling[ids]), "label": f"topic{label}"} for ids, label in zip(words, labels)]
-            else:
-                rows = [{"text": " ".join(spelling[ids])} for ids in texts_of_a_chain(rng, lengths - extra, num_words)]
-            (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            end = "" if name == "bert" else tokenizer.eos_token
-            encode = lambda some, end=end: {
-                **tokenizer([text + end for text in some["text"]]),
-                **({"labels": [int(label[-1]) for label in some["label"]]} if "label" in some else {}),
-            }
-            table = datasets.Dataset.from_list(rows)
-            table = table.map(encode, batched=True, remove_columns=table.column_names, new_fingerprint=f"{name}{part}{number}")
-            assert [len(ids) for ids in table["input_ids"][:100]] == lengths[:100].tolist(), "a word is not one token"
-            table.save_to_disk(str(folder / f"{part}_tokens"))
-            np.save(folder / f"{part}_lengths.npy", lengths)
-
-    return made_once(work / "data" / name, make)
-
-
-def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
-    """Random weights and the tokenizer, as `from_pretrained` takes them; the head of the classifier is among them."""
-
-    def make(folder: Path) -> None:
-        import torch
-        from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        torch.manual_seed(seed)
-        tokenizer = make_tokenizer(name, family)
-        sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
-        if name == "bert":
-            names = {f"topic{i}": i for i in range(TOPICS)}
-            labels = {"num_labels": TOPICS, "label2id": names, "id2label": {i: label for label, i in names.items()}}
-            model = BertForSequenceClassification(BertConfig(**sizes, **labels))
-        else:
-            ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-            model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=2048, tie_word_embeddings=True))
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    return made_once(work / "models" / f"{name}-{seed}", make)
 
 
 def fill_our_cache(job: Job, words: list[str]) -> None:
@@ -665,69 +505,6 @@ def speed_table(found: list[dict[str, Any]]) -> list[str]:
         cells += [str(whole[0]["steps"]), f"{middle('to_end_of_training'):.1f}", times, peak, whole[0].get("note", "")]
         lines.append(f"| {' | '.join([*key, *cells])} |")
     return lines
-
-
-def last_tenth(losses: list[float]) -> float:
-    return statistics.mean(losses[-max(1, len(losses) // 10) :])
-
-
-def curve_table(found: list[dict[str, Any]]) -> list[str]:
-    lines = ["| job | variant | seeds | steps | first loss | training loss, last tenth | evaluation loss |", "|---" * 7 + "|"]
-    for key in dict.fromkeys((r["spec"]["job"], r["spec"]["variant"]) for r in found):
-        runs = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == key]
-        whole = [r for r in runs if not r["failed"]]
-        if not whole:
-            lines.append(f"| {key[0]} | {key[1]} | | | | failed: {runs[0]['failed'].replace('|', '/')} | |")
-            continue
-        spread = lambda values: f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})" if values else ""
-        cells = [spread([last_tenth(r["losses"]) for r in whole]), spread([r["eval_loss"] for r in whole if "eval_loss" in r])]
-        first = f"{statistics.mean(r['losses'][0] for r in whole):.4f}"
-        lines.append(f"| {' | '.join([*key, str(len(whole)), str(whole[0]['steps']), first, *cells])} |")
-    return lines
-
-
-def draw_curves(found: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Losses over steps: each seed thin, their mean thick; with PIL, which is installed wherever the recipes are."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    zoom, width, height, left, right, top, bottom = 2, 900, 560, 70, 20, 40, 50  # drawn large, shown half as large: smooth lines
-    image = Image.new("RGB", (width * zoom, height * zoom), "white")
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=14 * zoom)
-    by_variant: dict[str, list[np.ndarray]] = {}
-    for result in found:
-        losses = np.array(result["losses"])
-        window = max(1, len(losses) // 40)
-        smooth = np.convolve(losses, np.ones(window) / window, "valid")
-        by_variant.setdefault(result["spec"]["variant"], []).append(smooth)
-    longest = max(len(curve) for curves in by_variant.values() for curve in curves)
-    values = np.concatenate([curve for curves in by_variant.values() for curve in curves])
-    low, high = float(values.min()), float(values.max())
-    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-9
-    x = lambda step: (left + (width - left - right) * step / max(1, longest - 1)) * zoom
-    y = lambda loss: (top + (height - top - bottom) * (high - loss) / (high - low)) * zoom
-    for i in range(6):
-        loss, step = low + (high - low) * i / 5, round((longest - 1) * i / 5)
-        draw.line([(x(0), y(loss)), (x(longest - 1), y(loss))], fill="#dddddd", width=zoom)
-        draw.text((x(0) - 6 * zoom, y(loss)), f"{loss:.2f}", fill="black", font=font, anchor="rm")
-        draw.text((x(step), y(low) + 6 * zoom), str(step), fill="black", font=font, anchor="mt")
-    draw.rectangle([x(0), y(high), x(longest - 1), y(low)], outline="black", width=zoom)
-    draw.text((width * zoom / 2, height * zoom - 8 * zoom), "step", fill="black", font=font, anchor="mb")
-    draw.text((8 * zoom, 10 * zoom), "training loss", fill="black", font=font, anchor="lt")
-    draw.text((width * zoom / 2, 10 * zoom), title, fill="black", font=font, anchor="mt")
-    colours = [((220, 80, 40), (245, 200, 180)), ((30, 90, 200), (180, 205, 245)), ((30, 150, 60), (185, 230, 195)),
-               ((140, 60, 160), (225, 195, 235)), ((90, 90, 90), (205, 205, 205))]  # fmt: skip
-    chosen = {variant: colours[i % len(colours)] for i, variant in enumerate(by_variant)}
-    for variant, curves in by_variant.items():
-        for curve in curves if len(curves) > 1 else []:
-            draw.line([(x(step), y(loss)) for step, loss in enumerate(curve)], fill=chosen[variant][1], width=zoom)
-    for i, (variant, curves) in enumerate(by_variant.items()):
-        mean = np.mean([curve[: min(map(len, curves))] for curve in curves], axis=0)
-        draw.line([(x(step), y(loss)) for step, loss in enumerate(mean)], fill=chosen[variant][0], width=2 * zoom)
-        at = (top + 18 + 22 * i) * zoom
-        draw.line([((width - 260) * zoom, at), ((width - 230) * zoom, at)], fill=chosen[variant][0], width=3 * zoom)
-        words = f"{variant}, {len(curves)} seed{'s' * (len(curves) > 1)}"
-        draw.text(((width - 222) * zoom, at), words, fill="black", font=font, anchor="lm")
-    image.resize((width, height), Image.Resampling.LANCZOS).save(path)
 
 
 def about_the_machine() -> dict[str, Any]:

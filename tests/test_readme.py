@@ -1,4 +1,4 @@
-"""Every command in the README runs as it is written there."""
+"""Every command in the README, and in those of the folders that it sends to, runs as it is written there."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
-README = (ROOT / "README.md").read_text()
+README = "\n".join((ROOT / name).read_text() for name in ("README.md", "recipes/README.md", "accelerate_configs/README.md"))
 
 
 def blocks(kind: str) -> list[str]:
@@ -48,7 +48,7 @@ def test_the_two_node_commands_run(tmp_path):
 
 def test_commands_for_every_node_run_there(tmp_path):
     """`tune` for a smaller model and in less time; what it writes is used by the next."""
-    ends = {"tune": "tuned.yaml", "launch": "model saved in", "doctor": "verdict: healthy"}
+    ends = {"doctor": "verdict: healthy", "tune": "tuned.yaml", "launch": "model saved in"}
     found = blocks("bash every node")
     assert len(found) == len(ends)
     for command, (word, end) in zip(found, ends.items()):

@@ -1,0 +1,172 @@
+"""What vs_trainer.py and two_nodes.py train on: texts of lognormal lengths and models of random weights, made from seeds."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOPICS = 8
+
+
+@dataclasses.dataclass
+class Family:
+    vocabulary: int
+    shape: dict[str, Any]  # of the model
+    rows: int
+    max_length: int = 512
+    mean_length: float = 232
+
+
+FAMILIES = {
+    "bert": Family(30522, {}, rows=25_600),  # the library's default is BERT-base
+    "decoder": Family(
+        49152,
+        {
+            "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+            "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
+        },
+        rows=12_800,
+    ),
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+TINY_FAMILIES = {name: Family(1000, SMALL, rows=1024, max_length=64, mean_length=29) for name in FAMILIES}
+
+
+def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> np.ndarray:
+    """Lognormal, in tokens with the special ones; the spread is that of film reviews, and the mean is what remains when cut."""
+    normal = rng.standard_normal(number)
+    low, high = 0.0, math.log(family.max_length)
+    for _ in range(40):  # the middle that gives this mean
+        middle = (low + high) / 2
+        lengths = np.clip(np.exp(middle + 0.6 * normal), 8, family.max_length)
+        low, high = (middle, high) if lengths.mean() < family.mean_length else (low, middle)
+    return lengths.round().astype(int)
+
+
+def zipf(rng: np.random.Generator, size: Any, num_words: int) -> np.ndarray:
+    """Numbers below `num_words`, the lower the more frequent, as words are."""
+    heights = np.cumsum(1 / np.arange(1, num_words + 1))
+    return np.searchsorted(heights, rng.random(size) * heights[-1])
+
+
+def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Words of each text, and which topic has most of them: by a hair in some, so that rare words have to be learned too."""
+    shape, common = (len(lengths), lengths.max()), num_words // 4
+    each = (num_words - common) // TOPICS
+    main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.2, 0.8, (len(lengths), 1))
+    topic = np.where(rng.random(shape) < share, main, rng.integers(TOPICS, size=shape))
+    topical = common + topic * each + zipf(rng, shape, each)
+    is_topical = rng.random(shape) < 0.5
+    words = np.where(is_topical, topical, zipf(rng, shape, common))
+    inside = is_topical & (np.arange(shape[1]) < lengths[:, None])
+    counts = np.stack([((topic == number) & inside).sum(1) for number in range(TOPICS)], 1)
+    return [row[:length] for row, length in zip(words, lengths)], counts.argmax(1)
+
+
+def texts_of_a_chain(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> list[np.ndarray]:
+    """A Markov chain: often one of two words that follow the last one, else any word, of which some belong to a topic."""
+    followers = zipf(np.random.default_rng(1), (num_words, 2), num_words)  # the same in training and evaluation
+    words = np.empty((len(lengths), lengths.max()), dtype=int)
+    shift = rng.integers(TOPICS, size=len(lengths)) * (num_words // TOPICS)
+    last = zipf(rng, len(lengths), num_words)
+    for place in range(words.shape[1]):
+        follows, of_topic = rng.random(len(lengths)) < 0.6, rng.random(len(lengths)) < 0.5
+        fresh = zipf(rng, len(lengths), num_words)
+        fresh = np.where(of_topic, (fresh + shift) % num_words, fresh)
+        last = np.where(follows, followers[last, rng.integers(2, size=len(lengths))], fresh)
+        words[:, place] = last
+    return [row[:length] for row, length in zip(words, lengths)]
+
+
+def make_tokenizer(name: str, family: Family) -> Any:
+    """Whole words, separated by spaces: as many as the model's vocabulary has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    if name == "bert":
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+        inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    else:
+        special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        inputs = ["input_ids", "attention_mask"]
+    words = [*special.values(), *(f"w{i}" for i in range(family.vocabulary - len(special)))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if name == "bert":
+        ids = [("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))]
+        inner.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    options = {"model_max_length": family.max_length, "model_input_names": inputs, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options, **special)
+
+
+def made_once(final: Path, make: Any) -> Path:
+    """The folder that `make` fills; whole or absent."""
+    if not final.exists():
+        partial = final.with_name(f"{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        make(partial)
+        partial.rename(final)
+    return final
+
+
+def make_data(work: Path, name: str, family: Family) -> Path:
+    """train.jsonl and eval.jsonl for our recipes; the same rows as tokens for Trainer; how many tokens each row has."""
+
+    def make(folder: Path) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        tokenizer = make_tokenizer(name, family)
+        num_words, extra = family.vocabulary - 5, 2 if name == "bert" else 1  # special tokens in the vocabulary, and in a text
+        spelling = np.array([f"w{i}" for i in range(num_words)], dtype=object)
+        for part, number, seed in (("train", family.rows, 2), ("eval", min(512, family.rows), 3)):
+            rng = np.random.default_rng(seed)
+            lengths = lengths_of_texts(rng, number, family)
+            if name == "bert":
+                words, labels = texts_with_topics(rng, lengths - extra, num_words)
+                rows = [{"text": " ".join(spelling[ids]), "label": f"topic{label}"} for ids, label in zip(words, labels)]
+            else:
+                rows = [{"text": " ".join(spelling[ids])} for ids in texts_of_a_chain(rng, lengths - extra, num_words)]
+            (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            end = "" if name == "bert" else tokenizer.eos_token
+            encode = lambda some, end=end: {
+                **tokenizer([text + end for text in some["text"]]),
+                **({"labels": [int(label[-1]) for label in some["label"]]} if "label" in some else {}),
+            }
+            table = datasets.Dataset.from_list(rows)
+            table = table.map(encode, batched=True, remove_columns=table.column_names, new_fingerprint=f"{name}{part}{number}")
+            assert [len(ids) for ids in table["input_ids"][:100]] == lengths[:100].tolist(), "a word is not one token"
+            table.save_to_disk(str(folder / f"{part}_tokens"))
+            np.save(folder / f"{part}_lengths.npy", lengths)
+
+    return made_once(work / "data" / name, make)
+
+
+def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
+    """Random weights and the tokenizer, as `from_pretrained` takes them; the head of the classifier is among them."""
+
+    def make(folder: Path) -> None:
+        import torch
+        from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.manual_seed(seed)
+        tokenizer = make_tokenizer(name, family)
+        sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
+        if name == "bert":
+            names = {f"topic{i}": i for i in range(TOPICS)}
+            labels = {"num_labels": TOPICS, "label2id": names, "id2label": {i: label for label, i in names.items()}}
+            model = BertForSequenceClassification(BertConfig(**sizes, **labels))
+        else:
+            ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=2048, tie_word_embeddings=True))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return made_once(work / "models" / f"{name}-{seed}", make)
