@@ -3,7 +3,8 @@
 Small and medium models are bound by how fast the host can start kernels. A recording of the forward pass of some layers, and one
 of their backward pass, are one start each. Such a group is a node in autograd's graph. Without other ranks it is the whole
 stack; with them it is as large as one of DDP's buckets, so that DDP sends the gradients of a group while those below it still
-compute. Hooks, accumulation and frozen parameters are as they always are.
+compute. Hooks, accumulation and frozen parameters are as they always are. One thing is not: a gradient that somebody keeps beyond
+`zero_grad` is overwritten by the next replay.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from accel_ddp import world
@@ -21,6 +23,7 @@ MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed 
 # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
 ROOM = 2.5  # times what a micro-batch takes
 LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
+ASK_AGAIN = 100  # micro-batches after there was no room
 ALIGNED = 64  # numbers; sums over a gradient are not the same to the last bit where it begins at another kind of address
 
 
@@ -57,7 +60,9 @@ class _Shared:
     def __init__(self, device: torch.device):
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
-        self.in_flight: set[tuple[int, Any]] = set()  # (first layer, shape) whose backward pass is to come
+        self.device = device
+        # (first layer, shape) whose backward pass is to come, and which of their forward passes that was.
+        self.in_flight: dict[tuple[int, Any], object] = {}
         self.shape: Any = None  # theirs
 
     @contextlib.contextmanager
@@ -68,7 +73,14 @@ class _Shared:
             try:
                 yield
             finally:
-                graph.capture_end()
+                try:
+                    graph.capture_end()
+                except Exception:
+                    # Torch leaves its allocator in the state of recording, in which it gives no memory back any more.
+                    with contextlib.suppress(Exception):
+                        torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
+                        torch._C._cuda_releasePool(self.device.index or 0, self.pool)
+                    raise
 
 
 class _Recording(NamedTuple):
@@ -82,7 +94,8 @@ class _Recording(NamedTuple):
     gradient_out: Tensor  # read by `backward`
     gradient_in: Tensor | None
     gradients: list[Tensor]  # one after the other in `_Group.gradients`, with what lies between them
-    places: list[int | None]  # of each parameter among these; None where it has no gradient
+    parameters: list[nn.Parameter]  # those that have a gradient
+    places: list[int]  # of theirs among the gradients
     size: int  # of all of them
 
 
@@ -92,6 +105,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, shared: _Shared, key: Any, group: _Group, it: _Recording, hidden: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.shared, ctx.key, ctx.group, ctx.it = shared, key, group, it
+        ctx.token = shared.in_flight[key] = object()
         ctx.set_materialize_grads(False)
         if hidden.data_ptr() != it.hidden.data_ptr():
             it.hidden.copy_(hidden)
@@ -99,9 +113,11 @@ class _Replay(torch.autograd.Function):
         return tuple(out.detach() for out in it.outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *of_layers: Tensor | None) -> tuple:
         it, (*between, gradient) = ctx.it, of_layers
-        ctx.shared.in_flight.discard(ctx.key)
+        if ctx.shared.in_flight.pop(ctx.key, None) is not ctx.token:
+            raise RuntimeError("a backward pass for the second time, or after the next micro-batch's forward: add --compile off")
         if gradient is None or any(g is not None for g in between):
             raise RuntimeError("the loss uses what comes out of a layer before the last one: add --compile off")
         if gradient.data_ptr() != it.gradient_out.data_ptr():
@@ -113,7 +129,7 @@ class _Replay(torch.autograd.Function):
         if it.gradients:
             found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: it.size], it.gradients)
         inward = None if it.gradient_in is None else it.gradient_in.detach()
-        return None, None, None, None, inward, *[None if place is None else found[place] for place in it.places]
+        return None, None, None, None, inward, *[found[place] for place in it.places]
 
 
 @contextlib.contextmanager
@@ -168,18 +184,21 @@ class Recorded:
         self.copied: tuple[Any, list[Tensor]] = (None, [])
         self.given: tuple[Any, Any] = ((), None)
         self.key: Any = None
-        self.computed: tuple[int, tuple[Tensor, ...] | None] = (
-            0,
-            None,
-        )  # by a replay: the first layer of it, what came out of each
+        self.parameters = [p for layer in layers for p in layer.parameters()]
+        self.trained: tuple[bool, ...] = ()  # which of them are learned
+        # By a replay: the first layer of it, and what came out of each.
+        self.computed: tuple[int, tuple[Tensor, ...] | None] = (0, None)
         self.last: Any = None  # what the layer before gave
+        self.version = 0  # its own: nobody has written into it since
         self.is_chain = True  # whether each layer is given what the one before gave
+        self.patience = 0  # micro-batches until memory is asked for again
         self.broken = ""  # why nothing is recorded any more
 
     def call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The layer's output, from its recording if there is one."""
         if self.broken and self.computed[1] is None:
             return self.calls[number](hidden, *args, **kwargs)
+        is_untouched = number == 0 or hidden._version == self.version
         if number == 0:
             self.computed = 0, None
             self._look_at(hidden, args, kwargs)
@@ -192,7 +211,7 @@ class Recorded:
                 raise RuntimeError("layers are given different things, which they were not before: add --compile off")
             self._give_up("layers are given different things")
         if is_inside:
-            if hidden is not outs[number - first - 1]:
+            if hidden is not outs[number - first - 1] or not is_untouched:
                 raise RuntimeError("a layer is not given what the one before gave, which it was before: add --compile off")
             out = outs[number - first]
         elif not self.broken and self.key in self.recordings and (found := self._replayed(number, hidden)) is not None:
@@ -200,8 +219,9 @@ class Recorded:
             out = found[0]
         else:
             self.computed = 0, None
-            self.is_chain = self.is_chain and (number == 0 or hidden is self.last)
+            self.is_chain = self.is_chain and (number == 0 or hidden is self.last) and is_untouched
             out = self.last = self.calls[number](hidden, *args, **kwargs)
+        self.version = out._version if isinstance(out, Tensor) else 0
         if number == len(self.layers) - 1:
             self.computed, self.last = (0, None), None  # what they hold on to may go
             if len(self.seen) < MOST_SHAPES and not self.broken:
@@ -219,8 +239,7 @@ class Recorded:
         self.shared.shape = key
         it = self.recordings[key][place]
         self._copy(it.inputs)
-        busy.add((number, key))
-        return _Replay.apply(self.shared, (number, key), group, it, hidden, *group.parameters)
+        return _Replay.apply(self.shared, (number, key), group, it, hidden, *it.parameters)
 
     def _look_at(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """What the layers are given beside their hidden states: all of them the same objects."""
@@ -231,6 +250,10 @@ class Recorded:
             self._give_up("layers share something that is learned")
         if strange := [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)]:
             self._give_up(f"layers are given a {type(strange[0]).__name__}, of which nobody knows whether it changes")
+        trained = tuple([p.requires_grad for p in self.parameters])
+        if trained != self.trained:
+            self._drop()
+            self.trained = trained
         others = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
         self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, self.layers[0].training, others)
 
@@ -238,6 +261,12 @@ class Recorded:
         self.broken = why
         print(f"rank {world.RANK} on {world.HOST}: kernels cannot be recorded, training goes on without: {why}",
               file=sys.stderr, flush=True)  # fmt: skip
+
+    def _drop(self) -> None:
+        """All recordings, and their memory."""
+        self.groups, self.copied = [], (None, [])
+        self.recordings.clear()
+        self.seen.clear()
 
     def forget(self) -> None:
         """Another micro-batch: what was computed before and never had a backward pass will not have one."""
@@ -252,11 +281,15 @@ class Recorded:
         self.copied = mine, self.inputs
 
     def _record(self, hidden: Tensor) -> None:
+        self.patience -= 1
+        if self.patience > 0:
+            return
         free, all_of_it = torch.cuda.mem_get_info(hidden.device)
         held = torch.cuda.memory_allocated(hidden.device)
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
         needed = max(ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held), LEAST_FREE * all_of_it)
         if unused < needed:
+            self.patience = ASK_AGAIN
             return
         if free < needed:  # a recording cannot use what is kept for others
             torch.cuda.empty_cache()
@@ -264,12 +297,16 @@ class Recorded:
         drawn = generator.get_state()  # dropout goes on as if nothing had been recorded
         try:
             self.recordings[self.key] = self._recorded(hidden)
+        except torch.OutOfMemoryError:  # those that there are go on
+            self.patience = sys.maxsize
+            torch.cuda.synchronize()
         except Exception as error:
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
             self._give_up(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
             torch.cuda.synchronize()
+            self._drop()
         generator.set_state(drawn)
 
     def _recorded(self, hidden: Tensor) -> list[_Recording]:
@@ -303,6 +340,8 @@ class Recorded:
                         passed.append((x, out, twins))
                         x = out.detach().requires_grad_(out.requires_grad)
                 ahead.append((graph, passed))
+                if not self.is_chain:  # what the next is given is written elsewhere: somebody may still read this
+                    x = torch.empty_like(x).requires_grad_(x.requires_grad)
             done: list[_Recording] = []
             gradient = torch.empty_like(ahead[-1][1][-1][1])
             for group in reversed(self.groups):
@@ -318,38 +357,38 @@ class Recorded:
     ) -> _Recording:
         """`passed`: of each layer, what went in, what came out, its parameters; emptied, so that their memory is used again."""
         hidden, outs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
-        places: list[int | None] = []
         views: list[Tensor] = []
+        learned: list[nn.Parameter] = []
+        places: list[int] = []
         if not passed[-1][1].requires_grad:  # frozen, like all below it
-            return _Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [None] * len(group.parameters), 0)
+            return _Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [], [], 0)
         back, start, inward = torch.cuda.CUDAGraph(), 0, None
         with self.shared.recording(back):
             while passed:
-                x, out, parameters = passed.pop()
+                x, out, twins = passed.pop()
                 if not out.requires_grad:
-                    places[:0] = [None] * len(parameters)
                     inward = None
                     continue
-                wanted = ([x] if x.requires_grad else []) + parameters
+                wanted = ([x] if x.requires_grad else []) + twins
                 found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
                 inward = found.pop(0) if x.requires_grad else None
-                mine: list[int | None] = []
-                for g in found:
-                    mine.append(None if g is None else len(views))
-                    if g is not None:
-                        view = group.gradients[start : start + g.numel()].view(g.shape)
-                        views.append(view)
-                        start += g.numel()
-                        if gap := -start % ALIGNED:
-                            views.append(group.gradients[start : start + gap])
-                            start += gap
-                targets = [views[place] for place in mine if place is not None]
+                targets = []
+                for parameter, g in zip(group.of_layers[len(passed)], found):
+                    if g is None:
+                        continue
+                    learned.append(parameter)
+                    places.append(len(views))
+                    views.append(group.gradients[start : start + g.numel()].view(g.shape))
+                    targets.append(views[-1])
+                    start += g.numel()
+                    if gap := -start % ALIGNED:
+                        views.append(group.gradients[start : start + gap])
+                        start += gap
                 if targets:
                     torch._foreach_copy_(targets, [g for g in found if g is not None])
-                places[:0] = mine
                 gradient = inward if inward is not None else gradient
-                del found, out, x, parameters, wanted
-        return _Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, places, start)
+                del found, out, x, twins, wanted
+        return _Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, learned, places, start)
 
     def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""

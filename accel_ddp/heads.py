@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from accel_ddp import losses, packing
 
@@ -56,6 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         saved = iter(ctx.saved_tensors)
         return *[
@@ -65,7 +67,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """In the wide type, in which it is summed anyway, where a GPU can write it so."""
-    if a.is_cuda and a.dtype != wide and hasattr(torch.ops.aten.mm, "dtype"):
+    is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
+    if a.is_cuda and is_narrow and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=wide)
     return (a @ b).to(wide)
 
@@ -96,6 +99,8 @@ softmax = plain_softmax  # `fast` takes the other, compiled, where it compiles l
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """Of the words that a head of this weight and bias gives `hidden`, computed in the type of `hidden`."""
+    if not torch.is_grad_enabled():  # inside of the function that is not to be seen, and gradients would be computed
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels)
 
 

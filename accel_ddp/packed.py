@@ -150,7 +150,7 @@ class Packed:
             if number == 0:
                 hidden_states = pack(hidden_states, at)
             args, kwargs = self._arguments(args, kwargs, at)
-            if self.run is not None and torch.is_grad_enabled():
+            if self.run is not None and not packing.is_settling and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
             elif torch.is_grad_enabled() or self.layers[number].training:
                 # Also without gradients: a pass that is repeated with them must draw the same dropout, and compiled code draws

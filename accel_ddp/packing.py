@@ -46,6 +46,7 @@ class Micro(NamedTuple):
 
 
 now: Micro | None = None
+is_settling = False  # while it is, layers are not replayed: DDP looks in which order gradients come; set by `update`
 is_packing = False  # whether the forward pass that runs is a packed one; set by `packed`
 
 

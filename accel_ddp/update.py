@@ -200,10 +200,14 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # it remembers every gradient that it has seen
-    with _as_it_was(model):
-        _loss(model, batch, loss_sum).backward()
-        for parameter in model.parameters():
-            parameter.grad = None
+    packing.is_settling = True  # always in the same order: whether a recording is there yet differs from life to life
+    try:
+        with _as_it_was(model):
+            _loss(model, batch, loss_sum).backward()
+    finally:
+        packing.is_settling = False
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
