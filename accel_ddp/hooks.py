@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -162,7 +163,11 @@ class Trackers(Hook):
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
         self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
         name = cfg.run_name or Path(cfg.output_dir).name
-        options: dict[str, Any] = {"wandb": {"name": name, "dir": cfg.output_dir}, "trackio": {"name": name}}
+        resumes = "allow" if cfg.resume else "never"
+        options: dict[str, Any] = {
+            "wandb": {"name": name, "dir": cfg.output_dir, "id": _wandb_id(cfg), "resume": "allow"},
+            "trackio": {"name": name, "resume": resumes},
+        }
         if "wandb" in cfg.report_to and not _wandb_can_log_in():
             os.environ.setdefault("WANDB_MODE", "offline")
             print(f"wandb has no key here: the run is written to {cfg.output_dir}/wandb; send it later with `wandb sync`.")
@@ -224,6 +229,22 @@ def _speed(numbers: Numbers, pace: Pace) -> dict[str, float]:
     }
     known = {name: value for name, value in known.items() if value}
     return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})
+
+
+def _wandb_id(cfg: TrainConfig) -> str:
+    """A resumed run goes on in the run that wandb has of it; WANDB_RUN_ID wins. Of steps that are done again wandb keeps the
+    first values, which are the same."""
+    path = Path(cfg.output_dir) / "wandb_id.txt"
+    if given := os.environ.get("WANDB_RUN_ID"):
+        return given
+    with contextlib.suppress(OSError):
+        if cfg.resume and (known := path.read_text().strip()):
+            return known
+    made = secrets.token_hex(4)
+    if "wandb" in cfg.report_to:
+        with contextlib.suppress(OSError):
+            path.write_text(made + "\n")
+    return made
 
 
 def _wandb_can_log_in() -> bool:

@@ -196,6 +196,11 @@ def test_every_process_of_a_rank_gets_the_signal_and_wandb_keeps_its_record(tmp_
         command = [BIN / "wandb", "leet", "inspect", "--json", run]
         records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         assert len([r for r in records if '"type":"history"' in r.replace(" ", "") and "train/loss" in r]) == stopped
+        more = ["--output_dir", folder, "--steps", 40, "--report_to", "wandb", "--resume", "--stop_after", stopped + 2]
+        assert run_ranks(1, TRAINS, *WORDS, *more).codes == [75]
+        runs = [path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")]
+        assert len(runs) == 2, "two lives"
+        assert len(set(runs)) == 1, "of one run of wandb's"
 
 
 def test_the_step_to_stop_after_and_another_number_of_ranks(tmp_path):
