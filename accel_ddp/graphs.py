@@ -4,7 +4,7 @@ Small and medium models are bound by how fast the host can start kernels. A reco
 of their backward pass, are one start each. Such a group is a node in autograd's graph. Without other ranks it is the whole
 stack; with them it is as large as one of DDP's buckets, so that DDP sends the gradients of a group while those below it still
 compute. Hooks, accumulation and frozen parameters are as they always are. One thing is not: a gradient that somebody keeps beyond
-`zero_grad` is overwritten by the next replay.
+its step is overwritten by the next replay.
 """
 
 import contextlib
