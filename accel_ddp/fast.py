@@ -36,6 +36,7 @@ class Speed:
         self.packed: Packed | None = None
         self.recorded: Recorded | None = None
         self.plain: list[Callable[..., Any]] = []  # the layers before they were compiled; none where they were not
+        self.reads_targets = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))  # with its decoder
         self.work: flops.Work | None = None
         with contextlib.suppress(Exception):  # a statistic: no reason not to train a model of some other make
             self.work = flops.Work(model)
@@ -43,7 +44,7 @@ class Speed:
     def work_of(self, batches: list[Any]) -> tuple[float, float]:
         """(tokens, FLOPs) of this rank's share of an update; zeros where they are not known."""
         sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]
-        tokens = sum(size.real for size in sizes)
+        tokens = sum(size.real + (size.targets if self.reads_targets else 0) for size in sizes)
         if self.work is None:
             return float(tokens), 0.0
         return float(tokens), float(sum(self.work.of(s.real, s.squares, s.targets, s.texts) for s in sizes))
@@ -136,7 +137,7 @@ def prepare(
         speed.packed = None
     if whys and (cfg.packing == "on" or whys[0] not in ("--packing off", NO_TEXTS)):
         asked = "--packing on: not possible: " if cfg.packing == "on" else "texts are padded: "
-        world.say(f"{asked}{whys[0]}." + (" Texts are padded." if cfg.packing == "on" else ""))
+        world.say(f"{asked}{whys[0]}." + (" Texts are padded." if cfg.packing == "on" and whys[0] != NO_TEXTS else ""))
     why = "--compile off" if cfg.compile == "off" else _compile(accelerator, cfg, train, speed, total_steps)
     if why and cfg.compile == "on":
         world.say(f"--compile on: not possible: {why}. Layers are computed as they are.")

@@ -31,13 +31,13 @@ def settle(
     per_rank = cfg.split(world.NUM_RANKS)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     largest = max(size for size in sizes if size <= ON_CPU)
-    tried = ""
+    tried = f" (at most {ON_CPU} on CPUs; it divides the {per_rank} of a rank)"
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
         with world.together("find the largest micro-batch that fits"), speed.plainly():
             trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, graphs.ROOM if speed.recorded else 1.0)
             largest = _largest(sizes, trial)
-        tried = ", by trying the longest items"
+        tried = f", by trying the longest items (it divides the {per_rank} of a rank)"
     answers = world.gathered(largest)
     smallest = world.agreed(min(answers) if answers else None)
     if smallest == 0:

@@ -21,13 +21,13 @@ from accel_ddp.update import Numbers
 class Pace(NamedTuple):
     """Per second, over all ranks."""
 
-    items: float
+    samples: float  # of the data; what the loss is averaged over may be more, as in a language model
     tokens: float  # real ones; 0 where items are no texts
     flops: float  # of the model; 0 where they are not counted
     mfu: float | None  # the share of what the GPUs can do at best, where that is known
 
     def words(self) -> str:
-        text = f"{self.items:.1f} items/s"
+        text = f"{self.samples:.1f} samples/s"
         if self.tokens:
             text += f"  {self.tokens:,.0f} tokens/s"
         return text + (f"  MFU {self.mfu:.1%}" if self.mfu is not None else "")
@@ -143,7 +143,7 @@ class JsonlLog(Hook):
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
-                        items=numbers.items, items_per_second=pace.items, **_speed(numbers, pace))  # fmt: skip
+                        items=numbers.items, samples_per_second=round(pace.samples, 2), **_speed(numbers, pace))  # fmt: skip
 
     def on_evaluate(self, step, metrics):
         self._write("evaluate", step, **metrics)
@@ -170,7 +170,8 @@ class Trackers(Hook):
         }
         if "wandb" in cfg.report_to and not _wandb_can_log_in():
             os.environ.setdefault("WANDB_MODE", "offline")
-            print(f"wandb has no key here: the run is written to {cfg.output_dir}/wandb; send it later with `wandb sync`.")
+            folder = f"{cfg.output_dir}/wandb"
+            print(f"wandb has no key here: the run is written to {folder}; send it later: wandb sync {folder}/offline-run-*")
         with stop.kept_from_children():
             self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
 
@@ -184,10 +185,13 @@ class Trackers(Hook):
                     f"tracking stopped, training goes on, log.jsonl has it all: {type(error).__name__}: {error}", file=sys.stderr
                 )
 
+    def on_start(self, step, total_steps, evaluations):
+        self.total_steps = total_steps
+
     def on_update(self, numbers, pace):
-        if numbers.step % self.every == 0:
+        if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
-                      "train/items_per_second": pace.items}  # fmt: skip
+                      "train/samples_per_second": pace.samples}  # fmt: skip
             values |= {f"train/{name}": value for name, value in _speed(numbers, pace).items()}
             self._try(self.accelerator.log, values, step=numbers.step)
 
@@ -235,16 +239,14 @@ def _wandb_id(cfg: TrainConfig) -> str:
     """A resumed run goes on in the run that wandb has of it; WANDB_RUN_ID wins. Of steps that are done again wandb keeps the
     first values, which are the same."""
     path = Path(cfg.output_dir) / "wandb_id.txt"
-    if given := os.environ.get("WANDB_RUN_ID"):
-        return given
+    known = os.environ.get("WANDB_RUN_ID", "")
     with contextlib.suppress(OSError):
-        if cfg.resume and (known := path.read_text().strip()):
-            return known
-    made = secrets.token_hex(4)
+        known = known or (path.read_text().strip() if cfg.resume else "")
+    known = known or secrets.token_hex(4)
     if "wandb" in cfg.report_to:
         with contextlib.suppress(OSError):
-            path.write_text(made + "\n")
-    return made
+            path.write_text(known + "\n")
+    return known
 
 
 def _wandb_can_log_in() -> bool:

@@ -45,7 +45,7 @@ def fit(
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
     peak = flops.peak_of_all(accelerator, cfg)
-    reader, rate = LateReader(accelerator.device), _Rate()
+    reader, rate = LateReader(accelerator.device), _Rate(cfg.global_batch_size)
     metrics: dict[str, float] = {}
     skipped, is_stopping = 0, 0 < cfg.stop_after <= step
     is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
@@ -131,7 +131,8 @@ def fit(
             world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
         reason = stop.reason() if is_stopping else ""
         for hook in hooks:
-            hook.on_end(step, {**metrics, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
+            now = metrics if step in saved.evaluations else {}  # not those of an earlier step
+            hook.on_end(step, {**now, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
         if is_stopping:
             world.agreed(None, what="close its trackers")  # the launcher ends all ranks as soon as the first is gone
 
@@ -177,17 +178,18 @@ def _check(accelerator: Accelerator, numbers: Numbers) -> bool:
 class _Rate:
     """How fast it goes since the last evaluation or save, the latest counting most."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples_of_step: int) -> None:
+        self.samples_of_step = samples_of_step
         self.restart()
 
     def restart(self) -> None:
-        self.last, self.items, self.tokens, self.flops, self.seconds = time.monotonic(), 0.0, 0.0, 0.0, 0.0
+        self.last, self.steps, self.tokens, self.flops, self.seconds = time.monotonic(), 0.0, 0.0, 0.0, 0.0
 
     def after(self, numbers: Numbers, peak: float | None) -> Pace:
         now = time.monotonic()
-        self.items, self.tokens = 0.9 * self.items + numbers.items, 0.9 * self.tokens + numbers.tokens
+        self.steps, self.tokens = 0.9 * self.steps + 1, 0.9 * self.tokens + numbers.tokens
         self.flops, self.seconds = 0.9 * self.flops + numbers.flops, 0.9 * self.seconds + now - self.last
         self.last = now
         seconds = max(self.seconds, 1e-9)
         mfu = self.flops / seconds / peak if peak and self.flops else None
-        return Pace(self.items / seconds, self.tokens / seconds, self.flops / seconds, mfu)
+        return Pace(self.steps * self.samples_of_step / seconds, self.tokens / seconds, self.flops / seconds, mfu)

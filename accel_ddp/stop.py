@@ -18,6 +18,8 @@ from pathlib import Path
 from accel_ddp import world
 from accel_ddp.config import TrainConfig, is_voice_of_node
 
+ONE_CTRL_C = 0.5  # seconds: `timeout`, for one, hands on a Ctrl-C that the terminal has sent to everyone already
+
 _agreed = False  # all ranks know of the stop, and save
 _armed = False  # while a checkpoint can be made; before and after it there is nothing to save
 _reason = ""  # of this rank
@@ -91,15 +93,19 @@ def kept_from_children() -> Iterator[None]:
 
 
 def _hear(reader: int) -> None:
-    interrupted = False
+    interrupted = 0.0  # when
     while True:
         number = os.read(reader, 1)[0]
         if number not in _signals:
             continue
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        now = time.monotonic()
+        if interrupted and now - interrupted < ONE_CTRL_C:
+            continue
         # torchrun answers a second Ctrl-C with SIGTERM.
-        again = interrupted and number in (signal.SIGINT, signal.SIGTERM)
-        interrupted = interrupted or number == signal.SIGINT
+        again = bool(interrupted) and number in (signal.SIGINT, signal.SIGTERM)
+        if number == signal.SIGINT:
+            interrupted = interrupted or now
         if again or not _armed:
             kind = "interrupted" if interrupted else "stopped"
             text = f"{kind}: {name} on {world.HOST}; every rank ends at once. --resume goes on from the last checkpoint."

@@ -2,7 +2,7 @@
 
     python benchmarks/two_nodes.py --work DIR --batches 32:32 --out nodes32.json
     python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; settings of your own
-    python benchmarks/two_nodes.py --work DIR --tiny --no_new_options                     # on a CPU, over gloo
+    python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" packing           # on a CPU, over gloo
 
 Each rank is a node: two `accelerate launch`, each with its own NCCL_HOSTID, over the loopback interface. Data and model are those
 of made.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /

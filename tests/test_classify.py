@@ -111,7 +111,7 @@ def read_back(folder: Path) -> None:
     board = EventAccumulator(str(logs[0])).Reload()
     assert [s.value for s in board.Scalars("train/loss")] == pytest.approx(losses, rel=1e-5)
     assert [s.step for s in board.Scalars("eval/accuracy")] == [6, 12]
-    assert {"train/lr", "train/grad_norm", "train/items_per_second"} <= set(board.Tags()["scalars"])
+    assert {"train/lr", "train/grad_norm", "train/samples_per_second"} <= set(board.Tags()["scalars"])
 
     runs = list((folder / "wandb").glob("offline-run-*"))
     assert len(runs) == 1
