@@ -113,8 +113,7 @@ def _claim_output_dir(cfg: TrainConfig) -> None:
         _lock(folder)
         ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
         ours += [path.name for path in snapshot.all_of(folder)[-1:]]
-        log = folder / "log.jsonl"
-        if set(ours) <= {"config.json", "log.jsonl"} and not (log.exists() and log.stat().st_size):
+        if ours == ["config.json", "log.jsonl"] and (folder / "log.jsonl").stat().st_size == 0:
             ours = []  # of a run that was refused before it began
         candidates = snapshot.candidates(cfg)
         comes_from = Path(cfg.resume) if cfg.resume not in ("", "auto") else folder

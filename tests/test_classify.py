@@ -185,7 +185,13 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
 
 
 def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tmp_path):
-    folder = tmp_path / "run"
+    folder, model = tmp_path / "run", tmp_path / "model"
+    for place in (folder, model):
+        place.mkdir()
+        (place / "config.json").write_text("{}")
+    (folder / "log.jsonl").touch()  # as a run leaves it that was refused before it began
+    refused = run_ranks(1, CLASSIFY, *arguments, "--output_dir", model)
+    assert "holds another run (config.json)" in refused.text
     run_ranks(1, CLASSIFY, *arguments, "--steps", 12, "--save_every", 5, "--output_dir", folder, "--keep_last", 3).well()
     for newest in ("step_00000012", "step_00000010"):  # as if it had been killed after step 5
         shutil.rmtree(folder / newest)
