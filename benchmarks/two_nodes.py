@@ -2,7 +2,7 @@
 
     python benchmarks/two_nodes.py --work DIR --batches 32:32 --out nodes32.json
     python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; settings of your own
-    python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" packing           # on a CPU, over gloo
+    python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" packing --no_share      # on a CPU, over gloo
 
 Each rank is a node: two `accelerate launch`, each with its own NCCL_HOSTID, over the loopback interface. Data and model are those
 of made.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /
@@ -92,8 +92,7 @@ class Bench:
     def words(self, row: Row, batch: int, micro: int) -> list[str]:
         extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
         extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
-        if not self.options.no_new_options:
-            extra += f" --compile {row.compile} --packing {row.packing}"
+        extra += f" --compile {row.compile} --packing {row.packing}"
         # A later option wins over an earlier one.
         return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, self.options.steps, 0, extra)
 
@@ -165,8 +164,6 @@ def seconds_per_step(logs: list[Path], warm: int) -> float:
 def main(options: argparse.Namespace) -> None:
     bench, found = Bench(options), []
     rows = {name: row for name, row in ROWS.items() if not options.rows or name in options.rows}
-    if options.no_new_options:
-        rows = {name: row for name, row in rows.items() if row.computing() == ("off", "off")}
     for batch, micro in [map(int, entry.split(":")) for entry in options.batches]:
         plain = bench.result("plain DDP", ROWS["plain DDP"], batch, micro)
         apart: dict[tuple[str, str], float] = {}
@@ -213,7 +210,6 @@ if __name__ == "__main__":
     parser.add_argument("--warm", type=int, default=25, help="steps before the measured ones")
     parser.add_argument("--env_file", type=Path, help="NCCL's settings, as `accel-ddp tune` writes them; default: ones of ours")
     parser.add_argument("--no_share", action="store_true", help="only rates: do not measure the share of communication")
-    parser.add_argument("--no_new_options", action="store_true", help="for recipes without --compile and --packing")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and texts, for a CPU")
     parser.add_argument("--out", type=Path, help="a .json file for all results")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
