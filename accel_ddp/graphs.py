@@ -7,161 +7,26 @@ compute. Hooks, accumulation and frozen parameters are as they always are. One t
 its step is overwritten by the next replay.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from accel_ddp import world
+from accel_ddp.replay import ALIGNED, Group, Recording, Replay, Shared, grouped, twins_of
 
 MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
 # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
 ROOM = 2.5  # times what a micro-batch takes
 LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
 ASK_AGAIN = 100  # micro-batches after there was no room
-ALIGNED = 64  # numbers; sums over a gradient are not the same to the last bit where it begins at another kind of address
-
-
-class _Group:
-    """Layers that are recorded together, and where their gradients lie."""
-
-    def __init__(self, first: int, layers: list[nn.Module]):
-        self.first, self.layers = first, layers
-        self.of_layers = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
-        self.parameters = [p for parameters in self.of_layers for p in parameters]
-        self.gradients: Tensor | None = None  # written by every replay of a backward pass
-
-    def reserve(self, device: torch.device) -> None:
-        if self.gradients is None and self.parameters:
-            size = sum(p.numel() + -p.numel() % ALIGNED for p in self.parameters)
-            self.gradients = torch.empty(size, dtype=self.parameters[0].dtype, device=device)
-
-    def make_room(self) -> None:
-        """Autograd keeps what it gets as a parameter's gradient. What lies there of an earlier micro-batch goes elsewhere."""
-        held = [p for p in self.parameters if p.grad is not None]
-        if not held:
-            return
-        place = self.gradients.untyped_storage().data_ptr()
-        held = [p for p in held if p.grad.untyped_storage().data_ptr() == place]
-        if held:
-            copy = self.gradients.clone()
-            for p in held:
-                p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
-
-
-class _Shared:
-    """What all recordings have in common."""
-
-    def __init__(self, device: torch.device):
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
-        self.device = device
-        # (first layer, shape) whose backward pass is to come, and which of their forward passes that was.
-        self.in_flight: dict[tuple[int, Any], object] = {}
-        self.shape: Any = None  # theirs
-
-    @contextlib.contextmanager
-    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Not `torch.cuda.graph`, which gives all memory that is kept back to the device each time: slow steps follow."""
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                try:
-                    graph.capture_end()
-                except Exception:
-                    # Torch leaves its allocator in the state of recording, in which it gives no memory back any more.
-                    with contextlib.suppress(Exception):
-                        torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-                        torch._C._cuda_releasePool(self.device.index or 0, self.pool)
-                    raise
-
-
-class _Recording(NamedTuple):
-    """Of a group of layers, for one shape."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph | None  # None where nothing is learned
-    hidden: Tensor  # read by `forward`
-    inputs: list[Tensor]  # read by both; the same for all layers of a shape
-    outs: list[Tensor]  # of each layer
-    gradient_out: Tensor  # read by `backward`
-    gradient_in: Tensor | None
-    gradients: list[Tensor]  # one after the other in `_Group.gradients`, with what lies between them
-    parameters: list[nn.Parameter]  # those that have a gradient
-    places: list[int]  # of theirs among the gradients
-    size: int  # of all of them
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, shared: _Shared, key: Any, group: _Group, it: _Recording, hidden: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.shared, ctx.key, ctx.group, ctx.it = shared, key, group, it
-        ctx.token = shared.in_flight[key] = object()
-        ctx.set_materialize_grads(False)
-        if hidden.data_ptr() != it.hidden.data_ptr():
-            it.hidden.copy_(hidden)
-        it.forward.replay()
-        return tuple(out.detach() for out in it.outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *of_layers: Tensor | None) -> tuple:
-        it, (*between, gradient) = ctx.it, of_layers
-        if ctx.shared.in_flight.pop(ctx.key, None) is not ctx.token:
-            raise RuntimeError("a backward pass for the second time, or after the next micro-batch's forward: add --compile off")
-        if gradient is None or any(g is not None for g in between):
-            raise RuntimeError("the loss uses what comes out of a layer before the last one: add --compile off")
-        if gradient.data_ptr() != it.gradient_out.data_ptr():
-            it.gradient_out.copy_(gradient)
-        found: tuple = ()
-        if it.gradients:
-            ctx.group.make_room()
-        it.backward.replay()
-        if it.gradients:
-            found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: it.size], it.gradients)
-        inward = None if it.gradient_in is None else it.gradient_in.detach()
-        return None, None, None, None, inward, *[found[place] for place in it.places]
-
-
-@contextlib.contextmanager
-def _twins(layer: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Other parameters over the same memory. DDP keeps the node of each parameter in autograd's graph, which is of another
-    stream: a recording that met it would have to wait for that stream, which is not allowed."""
-    twin_of = {id(p): nn.Parameter(p.detach()) for p in parameters}
-    owners = [(module, name, p) for module in layer.modules() for name, p in module._parameters.items() if id(p) in twin_of]
-    for module, name, p in owners:
-        module._parameters[name] = twin_of[id(p)]
-    try:
-        yield [twin_of[id(p)] for p in parameters]
-    finally:
-        for module, name, p in owners:
-            module._parameters[name] = p
 
 
 def _same(some: tuple, others: tuple) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
-
-
-def _grouped(layers: list[nn.Module], least: float) -> list[_Group]:
-    """Neighbours, with at least so many bytes of gradients each, but for the first group: it is the last to be sent."""
-    groups: list[_Group] = []
-    end = len(layers)
-    size = 0
-    for first in reversed(range(len(layers))):
-        size += sum(p.numel() * p.element_size() for p in layers[first].parameters() if p.requires_grad)
-        if size >= least or first == 0:
-            groups.append(_Group(first, layers[first:end]))
-            end, size = first, 0
-    return groups[::-1]
 
 
 class Recorded:
@@ -177,10 +42,10 @@ class Recorded:
     ):
         self.layers, self.calls, self.is_compiled = layers, calls, is_compiled
         self.group_bytes = group_bytes  # of gradients that are there at once
-        self.groups: list[_Group] = []
-        self.shared = _Shared(device)
+        self.groups: list[Group] = []
+        self.shared = Shared(device)
         self.seen: set[Any] = set()  # shapes that came through all layers
-        self.recordings: dict[Any, list[_Recording]] = {}  # of each group
+        self.recordings: dict[Any, list[Recording]] = {}  # of each group
         self.copied: tuple[Any, list[Tensor]] = (None, [])
         self.given: tuple[Any, Any] = ((), None)
         self.key: Any = None
@@ -239,7 +104,7 @@ class Recorded:
         self.shared.shape = key
         it = self.recordings[key][place]
         self._copy(it.inputs)
-        return _Replay.apply(self.shared, (number, key), group, it, hidden, *it.parameters)
+        return Replay.apply(self.shared, (number, key), group, it, hidden, *it.parameters)
 
     def _look_at(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """What the layers are given beside their hidden states: all of them the same objects."""
@@ -309,10 +174,10 @@ class Recorded:
             self._drop()
         generator.set_state(drawn)
 
-    def _recorded(self, hidden: Tensor) -> list[_Recording]:
+    def _recorded(self, hidden: Tensor) -> list[Recording]:
         shared = self.shared
         if not self.groups:
-            self.groups = _grouped(self.layers, self.group_bytes if self.is_chain else 0)
+            self.groups = grouped(self.layers, self.group_bytes if self.is_chain else 0)
         if len({p.dtype for group in self.groups for p in group.parameters}) > 1:
             raise ValueError("its parameters are of several types")
         for group in self.groups:
@@ -333,7 +198,7 @@ class Recorded:
                 graph, passed = torch.cuda.CUDAGraph(), []
                 with shared.recording(graph):
                     for number, layer in enumerate(group.layers, start=group.first):
-                        with _twins(layer, group.of_layers[number - group.first]) as twins:
+                        with twins_of(layer, group.of_layers[number - group.first]) as twins:
                             out = self.calls[number](x, *args, **kwargs)
                         if not isinstance(out, Tensor):
                             raise ValueError("its layers return more than one tensor")
@@ -342,7 +207,7 @@ class Recorded:
                 ahead.append((graph, passed))
                 if not self.is_chain:  # what the next is given is written elsewhere: somebody may still read this
                     x = torch.empty_like(x).requires_grad_(x.requires_grad)
-            done: list[_Recording] = []
+            done: list[Recording] = []
             gradient = torch.empty_like(ahead[-1][1][-1][1])
             for group in reversed(self.groups):
                 graph, passed = ahead.pop()
@@ -353,15 +218,15 @@ class Recorded:
         return done[::-1]
 
     def _recorded_back(
-        self, group: _Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
-    ) -> _Recording:
+        self, group: Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
+    ) -> Recording:
         """`passed`: of each layer, what went in, what came out, its parameters; emptied, so that their memory is used again."""
         hidden, outs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
         views: list[Tensor] = []
         learned: list[nn.Parameter] = []
         places: list[int] = []
         if not passed[-1][1].requires_grad:  # frozen, like all below it
-            return _Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [], [], 0)
+            return Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [], [], 0)
         back, start, inward = torch.cuda.CUDAGraph(), 0, None
         with self.shared.recording(back):
             while passed:
@@ -388,13 +253,13 @@ class Recorded:
                     torch._foreach_copy_(targets, [g for g in found if g is not None])
                 gradient = inward if inward is not None else gradient
                 del found, out, x, twins, wanted
-        return _Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, learned, places, start)
+        return Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, learned, places, start)
 
     def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""
         with torch.cuda.stream(self.shared.stream):
             trained = [p for p in self.layers[0].parameters() if p.requires_grad]
-            with _twins(self.layers[0], trained) as twins:
+            with twins_of(self.layers[0], trained) as twins:
                 out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
                 torch.autograd.grad(out.sum(), [p for p in (first, *twins) if p.requires_grad], allow_unused=True)

@@ -163,10 +163,9 @@ class Trackers(Hook):
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
         self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
         name = cfg.run_name or Path(cfg.output_dir).name
-        resumes = "allow" if cfg.resume else "never"
         options: dict[str, Any] = {
             "wandb": {"name": name, "dir": cfg.output_dir, "id": _wandb_id(cfg), "resume": "allow"},
-            "trackio": {"name": name, "resume": resumes},
+            "trackio": {"name": name, **({"resume": "allow"} if cfg.resume else {})},
         }
         if "wandb" in cfg.report_to and not _wandb_can_log_in():
             os.environ.setdefault("WANDB_MODE", "offline")

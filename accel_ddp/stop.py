@@ -100,7 +100,7 @@ def _hear(reader: int) -> None:
             continue
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         now = time.monotonic()
-        if interrupted and now - interrupted < ONE_CTRL_C:
+        if number == signal.SIGINT and interrupted and now - interrupted < ONE_CTRL_C:
             continue
         # torchrun answers a second Ctrl-C with SIGTERM.
         again = bool(interrupted) and number in (signal.SIGINT, signal.SIGTERM)

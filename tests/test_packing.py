@@ -272,6 +272,8 @@ def test_a_loss_in_pieces_is_that_of_the_whole_table(monkeypatch, softmax):
     whole = F.cross_entropy(values[0] @ values[1].T + values[2], labels, reduction="sum")
     pieces = heads.linear_cross_entropy(*values, labels)
     assert abs(whole.item() - pieces.item()) < 1e-9
+    with torch.no_grad():
+        assert heads.linear_cross_entropy(*values, labels).item() == pieces.item()
     for a, b in zip(torch.autograd.grad(whole * 0.3, values), torch.autograd.grad(pieces * 0.3, values)):
         assert torch.allclose(a, b, atol=1e-12)
 
@@ -366,6 +368,13 @@ def test_whether_compiling_pays_is_a_matter_of_tokens():
         assert (train.lengths is not None) == is_known
         assert not fast._pays(accelerator, cfg, train, 12, math.floor(needed))
         assert fast._pays(accelerator, cfg, train, 12, math.ceil(needed))
+
+
+def test_tokens_of_a_model_with_two_stacks_are_those_of_both():
+    t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
+    batch = a_batch()
+    for model, tokens in ((KINDS["bert"](), sum(LENGTHS)), (transformers.T5ForConditionalGeneration(t5), 2 * sum(LENGTHS))):
+        assert fast.Speed(model, TrainConfig()).work_of([batch])[0] == tokens
 
 
 def test_operations_are_counted_as_by_hand():
