@@ -18,7 +18,7 @@ from pathlib import Path
 from accel_ddp import world
 from accel_ddp.config import TrainConfig, is_voice_of_node
 
-ONE_CTRL_C = 0.5  # seconds: `timeout`, for one, hands on a Ctrl-C that the terminal has sent to everyone already
+ONE_CTRL_C = 0.2  # seconds: `timeout`, for one, hands on a Ctrl-C that the terminal has sent to everyone already
 
 _agreed = False  # all ranks know of the stop, and save
 _armed = False  # while a checkpoint can be made; before and after it there is nothing to save
