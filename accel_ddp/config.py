@@ -192,8 +192,11 @@ class RecipeConfig(TrainConfig):
             raise UserError(f"--lora_dropout {self.lora_dropout}: is a share, from 0 to 1.")
 
 
-def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
-    """The options of this run; a UserError, or tyro's own message and exit code 2, where they cannot be."""
+def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
+    """The options of this run; a UserError, or tyro's own message and exit code 2, where they cannot be.
+
+    `script`: whose options they are, for messages, where it is not the one that runs.
+    """
     import tyro
 
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -219,7 +222,8 @@ def parse_config(cls: type[C], argv: list[str] | None = None) -> C:
 
     # Every rank parses the same words; one voice per node is enough.
     about = sys.modules[cls.__module__].__doc__
-    cfg = tyro.cli(cls, args=arguments, description=about, use_underscores=True, console_outputs=is_voice_of_node())
+    show = is_voice_of_node()
+    cfg = tyro.cli(cls, prog=script, args=arguments, description=about, use_underscores=True, console_outputs=show)
     cfg.validate()
     return cfg
 

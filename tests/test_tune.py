@@ -59,7 +59,10 @@ def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, ti
     tries = ["--try", "GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608", "--try", "GLOO_SOCKET_IFNAME=nowhere0"]
     ended = run_all(*commands(*tries, "--model", tiny_model, out=outs), timeout=150).well()
     tables = [text[text.index("tuning 2 ranks on 2 nodes") :] for text in ended.texts]
-    assert tables[0] == tables[1], "every node prints the same"
+    assert tables[0].split("use it")[0] == tables[1].split("use it")[0], "every node prints the same"
+    for folder, text in zip(outs, tables):
+        assert f"set -a; . {folder}/tuned.env; set +a" in text.split("use it")[1], "but for where its own files are"
+        assert f" --config {folder}/tuned.yaml" in text.split("use it")[1]
     table = tables[0]
     assert "NCCL's settings are not tried: without GPUs it is gloo" in table
     assert "1.00  default\n" in table
@@ -79,7 +82,6 @@ def test_two_nodes_print_one_table_and_write_files_that_can_be_used(tmp_path, ti
         script = f"set -a; . {folder / 'tuned.env'}; set +a; env"
         subprocess.run(["sh", "-euc", script], check=True, capture_output=True)
         assert "2 nodes" in (folder / "tuned.env").read_text()
-    assert "set -a; . " in table
 
 
 @pytest.mark.slow
@@ -177,11 +179,17 @@ def test_what_is_compared_and_what_is_chosen():
     assert search.buckets_to_try(500 * mib) == [25, 5, 10, 50, 100, 200]
     assert search.buckets_to_try(30 * mib) == [25, 5, 10, 50]
     assert search.buckets_to_try(2 * mib) == [25, 5]
-    assert search.best_bucket({25: 10.0, 5: 9.9}) == 25, "noise"
-    assert search.best_bucket({25: 10.0, 100: 8.0}) == 100
-    assert search.best_hook({"none": 10.0, "bf16": 9.5, "powersgd": 1.0}) == "none"
-    assert search.best_hook({"none": 10.0, "bf16": 8.0, "fp16": 7.9}) == "bf16"
-    assert search.best_hook({"none": 10.0, "fp16": 7.9}) == "fp16"
+    default = {search.DEFAULT: 10.0}
+    assert search.best_choice({**default, (5, "none"): 9.9}) == search.DEFAULT, "noise"
+    assert search.best_choice({**default, (100, "none"): 8.0}) == (100, "none")
+    assert search.best_choice({**default, (25, "bf16"): 9.5, (25, "powersgd"): 1.0}) == search.DEFAULT
+    assert search.best_choice({**default, (100, "none"): 8.0, (100, "bf16"): 7.9}) == (100, "none"), "rounding for nothing"
+    assert search.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), "float32's range"
+    assert search.best_choice({**default, (25, "fp16"): 7.9}) == (25, "fp16")
+    assert search.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), "together only"
+    lucky = {search.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [6.6]}
+    assert search.confirmed_choice(lucky) == ((100, "bf16"), 1.25)
+    assert search.confirmed_choice({**lucky, (100, "bf16"): [6.5, 9.5]}) == (search.DEFAULT, 1.0)
     one, other = {"eth0": "10.0.0.0/24", "eth1": "10.1.0.0/24"}, {"ens5": "10.1.0.0/24", "ens6": "10.0.0.0/24"}
     assert search.interface_choices([one, other]) == [["eth0", "ens6"], ["eth1", "ens5"]]
     assert search.interface_choices([one, {"eth0": "10.0.0.0/24"}]) == []

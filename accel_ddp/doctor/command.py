@@ -126,7 +126,7 @@ def options_of(words: list[str]) -> TrainConfig | None:
     spec.loader.exec_module(module)  # recipes import torch only when they run
     kinds = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
     own = [one for one in kinds if one.__module__ == spec.name] or kinds
-    return parse_config(own[-1], words[1:]) if own else None
+    return parse_config(own[-1], words[1:], script=words[0]) if own else None
 
 
 def walk(place: Place, wanted: Wanted, given: argparse.Namespace) -> int:

@@ -191,7 +191,7 @@ async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wis
         may_set = {*TUNED, *INTERFACES, *(name for settings in wish.tries for name in settings)}
         make = lambda tell: Ranks(node, nodes, outcome.local, main["ip"], base, may_set, tell)
         write = lambda files: results.write(wish.out, files)
-        code = await attend(main["ip"], outcome.deep_port, token, hello_of(node), make, write, leaving)
+        code = await attend(main["ip"], outcome.deep_port, token, hello_of(node, wish.out), make, write, leaving)
         if conducting:  # it tells the others how it ended
             await asyncio.wait([conducting], timeout=10)
             if conducting.done():
@@ -207,7 +207,7 @@ async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wis
             await conductor.close()
 
 
-def hello_of(node: int) -> dict[str, Any]:
+def hello_of(node: int, out: str) -> dict[str, Any]:
     """What the main node needs to know of this one."""
     import psutil
 
@@ -217,7 +217,7 @@ def hello_of(node: int) -> dict[str, Any]:
             if name in real and entry.family == socket.AF_INET and entry.netmask and name not in networks:
                 networks[name] = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False))
     return {
-        "node": node, "host": here.HOST, "interfaces": networks,
+        "node": node, "host": here.HOST, "interfaces": networks, "out": out,
         "environment": {name: os.environ[name] for name in TUNED if os.environ.get(name)},
         "chosen": any(os.environ.get(name) for name in INTERFACES),
     }  # fmt: skip

@@ -33,7 +33,7 @@ class Wish:
     tokens: int = 0  # of each rank in a step; 0: by the device
     autocast: str = ""  # dtype of mixed precision
     launch: str = "accelerate launch"  # how the user starts, for the last words
-    out: str = "accelerate_configs"
+    out: str = "accelerate_configs"  # of this node
 
 
 class Course:
@@ -150,6 +150,7 @@ class Course:
             each, ends_at = self.trials.lasted, (ends - self.began) / 60
             about = f"a trial takes about {each:.0f} s: {expected} of them about {expected * each / 60:.1f} minutes"
             await self.all.say(f"{about}; no new one after {ends_at:.1f} minutes")
+        measured: list[Trial] = []
         answer: float | None = None  # of the walk's last settings
         while True:
             is_first = bool(first)
@@ -168,10 +169,11 @@ class Course:
                 break
             trial = await self.reduce_trial(trial, default, best)
             score = None if trial.failed or trial.early else trial.score
-            if score is not None and score < best.score * search.BETTER:
-                best = trial
+            if score is not None:
+                measured.append(trial)
+                best = trial if score < best.score * search.BETTER else best
             answer = None if is_first else score
-        return await self.confirmed(default, best, ends)
+        return await self.confirmed(default, best, measured, ends)
 
     def why_no_sockets(self, said: dict[str, Any]) -> str:
         network = f"{said['network']} {' '.join(said['paths'])}"
@@ -183,18 +185,24 @@ class Course:
             return "the libfabric plugin (EFA) carries the data and brings its own tuning"
         return f"the network is {said['network']}, not sockets"
 
-    async def confirmed(self, default: Trial, best: Trial, ends: float) -> Trial:
-        """The best of many is partly the luckiest: both are measured once more, and the worse of the best counts."""
+    async def confirmed(self, default: Trial, best: Trial, measured: list[Trial], ends: float) -> Trial:
+        """The best of many is partly the luckiest: it and the default are measured once more, of the best the worse counts, and
+        where others are then ahead of it, so are they."""
         if best is default:
             return default
-        if time.monotonic() + 2 * self.trials.lasted < max(ends, self.deadline - 4 * self.trials.lasted):
-            again = [Trial(0, default.settings, note="again")]
-            again += [Trial(0, best.settings, best.interfaces, best.variable, note="again")]
-            again = [await self.reduce_trial(trial, default) for trial in again]
-            if again[1].failed:
-                return default
-            default.score = min(default.score, again[0].score)
-            best.score = max(best.score, again[1].score)
+        ends = max(ends, self.deadline - 4 * self.trials.lasted)
+        if time.monotonic() + 2 * self.trials.lasted < ends:
+            default.score = min(default.score, (await self.reduce_trial(Trial(0, default.settings, note="again"), default)).score)
+            left = [best, *(trial for trial in sorted(measured, key=lambda trial: trial.score) if trial is not best)]
+            best = default
+            while left and left[0].score < best.score * search.BETTER and time.monotonic() + self.trials.lasted < ends:
+                trial = left.pop(0)
+                once_more = Trial(0, trial.settings, trial.interfaces, trial.variable, note="again")
+                await self.reduce_trial(once_more, default)
+                trial.score = math.inf if once_more.failed else max(trial.score, once_more.score)
+                for size, ms in once_more.milliseconds.items():
+                    trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
+                best = trial if trial.score < best.score * search.BETTER else best
         return best if best.score < default.score * search.BETTER else default
 
     async def reduce_trial(self, trial: Trial, default: Trial | None = None, best: Trial | None = None) -> Trial:
@@ -263,9 +271,11 @@ class Course:
             wrote = heard[1]["wrote"] if heard else ["said nothing about its files: its disk does not answer"]
             wrong = wrong or any(not line.startswith("wrote") and "already" not in line for line in wrote)
             await self.all.say("\n".join(f"{self.all.name(node)}: {line}" for line in wrote))
-        out = self.wish.out.rstrip("/")
         names = "tuned.$NODE_RANK.env" if "tuned.env" not in files[0] else "tuned.env"
-        more = f" --config {out}/tuned.yaml" if config else ""
-        await self.all.say(f"use it, on every node:\n  set -a; . {out}/{names}; set +a\n  {self.wish.launch}{more}")
+        for node in range(self.nodes):
+            out = shlex.quote(str(self.all.members[node][0]["out"]).rstrip("/"))
+            more = f" --config {out}/tuned.yaml" if config else ""
+            text = f"use it, on every node:\n  set -a; . {out}/{names}; set +a\n  {self.wish.launch}{more}"
+            await self.all.tell({"do": "say", "text": text}, only=node)
         if wrong:
             raise Ended(1, "some files could not be written, see above; the settings are in the lines before")

@@ -19,7 +19,7 @@ from typing import Any
 
 from accel_ddp.doctor.deep import read_nccl_log
 from accel_ddp.doctor.gpus import cpu_is_wanted
-from accel_ddp.tune.search import CLEARLY_WORSE, best_bucket, best_hook
+from accel_ddp.tune.search import CLEARLY_WORSE, DEFAULT, best_choice, best_exact
 from accel_ddp.tune.shapes import unpacked
 
 WARM_UP = 4  # steps: DDP lays out its buckets after the first, PowerSGD compresses from the third on
@@ -143,14 +143,14 @@ class Rank:
         model = shaped(torch, unpacked(spec["entries"]), getattr(torch, spec["dtype"]), self.device)
         autocast = torch.autocast(self.device.type, getattr(torch, spec["autocast"])) if spec["autocast"] else None
         self.choose_tokens(model, autocast)
-        best, has_base, by_bucket = 0.0, False, {int(size): ms for size, ms in spec["by_bucket"].items()}
-        by_hook = dict(spec["by_hook"])
+        best, has_base, times = 0.0, False, {(size, hook): ms for size, hook, ms in spec["times"]}
         for number, config in spec["configs"]:
             # 0 and "" are the best so far: the same on every rank, as all have the same times.
-            bucket, hook = config["bucket_cap_mb"] or best_bucket(by_bucket), config["comm_hook"]
-            hook = hook or best_hook({"none": by_bucket.get(bucket, 0.0), **by_hook})
-            if (not config["bucket_cap_mb"] and config["again"]) and (bucket == 25 if config["comm_hook"] else hook == "none"):
-                say(at="needless", number=number)  # that is the default, which has just been done
+            so_far = best_exact(times) if config["comm_hook"] == "none" else best_choice(times)
+            bucket, hook = config["bucket_cap_mb"] or so_far[0], config["comm_hook"] or so_far[1]
+            is_done = (bucket, hook) == DEFAULT or (hook == "none" and not config["comm_hook"])
+            if is_done and config["again"] and not config["bucket_cap_mb"]:
+                say(at="needless", number=number)  # the default, or the best without a hook, which have just been done again
                 continue
             say(at="config", number=number, bucket=bucket, hook=hook)
             config = {**config, "bucket_cap_mb": bucket, "comm_hook": hook}
@@ -176,10 +176,8 @@ class Rank:
                 say(at="alone", ms=self.median(step_alone, 1, seconds)[0])
                 has_base = True
             best = min(best or ms, ms)
-            if hook != "none":
-                by_hook[hook] = ms
-            elif config["gradient_as_bucket_view"]:
-                by_bucket[bucket] = min(ms, by_bucket.get(bucket, ms))
+            if config["gradient_as_bucket_view"] and not is_worse:
+                times[bucket, hook] = min(ms, times.get((bucket, hook), ms))
             say(at="timed", number=number, ms=ms, early=is_worse)
             for parameter in model.parameters():
                 parameter.grad = None

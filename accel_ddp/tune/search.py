@@ -99,19 +99,33 @@ def buckets_to_try(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 1
     return sorted(kept, key=lambda size: size != 25)
 
 
-def best_bucket(milliseconds: dict[int, float]) -> int:
-    """DDP's default, unless another is faster by more than noise."""
-    fastest = min(milliseconds, key=milliseconds.get, default=25)
-    return fastest if milliseconds.get(fastest, 0) < milliseconds.get(25, math.inf) * BETTER else 25
-
-
+Choice = tuple[int, str]  # bucket_cap_mb, comm_hook
+DEFAULT: Choice = (25, "none")  # DDP's own
 WORTH_ROUNDING = 0.9  # of the time without a hook: a hook rounds, so noise is no reason for it
 
 
-def best_hook(milliseconds: dict[str, float]) -> str:
-    """none, unless one that only rounds is clearly faster. Of two that are, bf16: it has float32's range."""
-    limit = milliseconds.get("none", 0.0) * WORTH_ROUNDING
-    faster = {hook: ms for hook, ms in milliseconds.items() if hook in ("bf16", "fp16") and ms < limit}
-    if "bf16" in faster and faster["bf16"] < min(faster.values()) * 1.05:
-        return "bf16"
-    return min(faster, key=faster.get, default="none")
+def best_exact(milliseconds: dict[Choice, float]) -> Choice:
+    """Of those without a hook DDP's default, unless another is faster by more than noise."""
+    exact = {choice: ms for choice, ms in milliseconds.items() if choice[1] == "none"}
+    fastest = min(exact, key=exact.get, default=DEFAULT)
+    return fastest if exact.get(fastest, 0.0) < exact.get(DEFAULT, math.inf) * BETTER else DEFAULT
+
+
+def best_choice(milliseconds: dict[Choice, float]) -> Choice:
+    """The best without a hook, unless one that only rounds is clearly faster. Of two that are, bf16: it has float32's range."""
+    exact = best_exact(milliseconds)
+    limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
+    faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
+    fastest = min(faster, key=faster.get, default=exact)
+    safer = {choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < faster[fastest] * 1.05}
+    return min(safer, key=safer.get, default=fastest)
+
+
+def confirmed_choice(times: dict[Choice, list[float]]) -> tuple[Choice, float]:
+    """The best, and how many times as fast as the default it is. The best of many is partly the luckiest: of its times the
+    longest counts, and of the default's the shortest."""
+    least = {choice: min(each) for choice, each in times.items()}
+    candidates = {DEFAULT, best_exact(least), best_choice(least)}
+    judged = {choice: least[choice] if choice == DEFAULT else max(times[choice]) for choice in candidates}
+    chosen = best_choice(judged)
+    return chosen, least[DEFAULT] / judged[chosen]
