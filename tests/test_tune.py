@@ -187,7 +187,8 @@ def test_what_is_compared_and_what_is_chosen():
     assert search.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), "float32's range"
     assert search.best_choice({**default, (25, "fp16"): 7.9}) == (25, "fp16")
     assert search.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), "together only"
-    lucky = {search.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [6.6]}
+    assert search.best_choice({**default, (50, "bf16"): 6.6, (100, "bf16"): 6.21, (200, "bf16"): 6.2}) == (100, "bf16")
+    lucky = {search.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [7.0]}
     assert search.confirmed_choice(lucky) == ((100, "bf16"), 1.25)
     assert search.confirmed_choice({**lucky, (100, "bf16"): [6.5, 9.5]}) == (search.DEFAULT, 1.0)
     one, other = {"eth0": "10.0.0.0/24", "eth1": "10.1.0.0/24"}, {"ens5": "10.1.0.0/24", "ens6": "10.0.0.0/24"}

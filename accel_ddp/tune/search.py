@@ -104,10 +104,16 @@ DEFAULT: Choice = (25, "none")  # DDP's own
 WORTH_ROUNDING = 0.9  # of the time without a hook: a hook rounds, so noise is no reason for it
 
 
+def _fastest(milliseconds: dict[Choice, float]) -> Choice | None:
+    """Of those that are as fast but for noise, the one of the smallest buckets, which hides most where a step computes longer."""
+    limit = min(milliseconds.values(), default=0.0) / BETTER
+    return min((choice for choice, ms in milliseconds.items() if ms < limit), default=None)
+
+
 def best_exact(milliseconds: dict[Choice, float]) -> Choice:
     """Of those without a hook DDP's default, unless another is faster by more than noise."""
     exact = {choice: ms for choice, ms in milliseconds.items() if choice[1] == "none"}
-    fastest = min(exact, key=exact.get, default=DEFAULT)
+    fastest = _fastest(exact) or DEFAULT
     return fastest if exact.get(fastest, 0.0) < exact.get(DEFAULT, math.inf) * BETTER else DEFAULT
 
 
@@ -116,9 +122,10 @@ def best_choice(milliseconds: dict[Choice, float]) -> Choice:
     exact = best_exact(milliseconds)
     limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
     faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
-    fastest = min(faster, key=faster.get, default=exact)
-    safer = {choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < faster[fastest] * 1.05}
-    return min(safer, key=safer.get, default=fastest)
+    limit = min(faster.values(), default=0.0) * 1.05
+    return (
+        _fastest({choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < limit}) or _fastest(faster) or exact
+    )
 
 
 def confirmed_choice(times: dict[Choice, list[float]]) -> tuple[Choice, float]:
