@@ -123,9 +123,8 @@ def best_choice(milliseconds: dict[Choice, float]) -> Choice:
     limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
     faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
     limit = min(faster.values(), default=0.0) * 1.05
-    return (
-        _fastest({choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < limit}) or _fastest(faster) or exact
-    )
+    safer = {choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < limit}
+    return _fastest(safer) or _fastest(faster) or exact
 
 
 def confirmed_choice(times: dict[Choice, list[float]]) -> tuple[Choice, float]:
