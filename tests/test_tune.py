@@ -1,5 +1,6 @@
 """`accel-ddp tune` on two nodes over gloo: one table on both, files that can be used, and an end in seconds whatever dies."""
 
+import asyncio
 import math
 import os
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from accel_ddp.config import TrainConfig, parse_config
-from accel_ddp.tune import results, search, shapes
+from accel_ddp.tune import course, results, search, shapes
 from tests.conftest import Running, clean_environment, free_port, run_all
 
 TUNE = [sys.executable, "-m", "accel_ddp.cli", "tune"]
@@ -169,6 +171,36 @@ def test_the_walk_finds_what_is_fastest_in_few_trials():
         assert (best[search.BUFFER], best[search.CHANNELS], best[search.PROTOCOL]) == ("16777216", "8", "Simple")
     assert all(int(one.get(search.THREADS, 1)) * int(one.get(search.SOCKETS, 1)) <= 64 for one in seen), "NCCL's limit"
     assert not any("LL128" in value for one in seen for value in one.values())
+
+
+def test_settings_that_were_only_lucky_are_not_chosen():
+    """Scores of first trials, and what each gets when it is measured again."""
+
+    class Scripted(course.Course):
+        def __init__(self, again: dict[str, float], lasted: float):
+            self.again, self.deadline, self.trials = again, time.monotonic() + 60, SimpleNamespace(lasted=lasted)
+
+        async def reduce_trial(self, trial, default=None, best=None):
+            trial.score = self.again.pop(trial.settings.get("X", ""))
+            trial.failed = "it failed" if trial.score == math.inf else ""
+            return trial
+
+    def chosen(first: dict[str, float], again: dict[str, float], lasted: float = 1.0) -> tuple[str, set[str]]:
+        trials = [results.Trial(0, {"X": name} if name else {}, score=score) for name, score in first.items()]
+        default, *measured = trials
+        best = min(trials, key=lambda trial: trial.score)
+        scripted = Scripted(dict(again), lasted)
+        found = asyncio.run(scripted.confirmed(default, best, measured, ends=time.monotonic() + 60))
+        return found.settings.get("X", ""), set(again) - set(scripted.again)
+
+    first = {"": 50.0, "lucky": 16.0, "steady": 17.0, "slow": 30.0}
+    again = {"": 50.0, "lucky": 21.0, "steady": 17.1, "slow": 30.0}
+    assert chosen(first, again) == ("steady", {"", "lucky", "steady"})
+    assert chosen(first, {**again, "lucky": 16.2}) == ("lucky", {"", "lucky"})
+    assert chosen(first, {**again, "lucky": math.inf}) == ("steady", {"", "lucky", "steady"})
+    assert chosen(first, {"": 16.0}) == ("", {""}), "the default was unlucky"
+    assert chosen(first, {name: 60.0 for name in first}) == ("", set(first))
+    assert chosen(first, {}, lasted=100.0) == ("lucky", set()), "no time to measure again"
 
 
 def test_what_is_compared_and_what_is_chosen():

@@ -193,10 +193,11 @@ class Course:
         ends = max(ends, self.deadline - 4 * self.trials.lasted)
         if time.monotonic() + 2 * self.trials.lasted < ends:
             default.score = min(default.score, (await self.reduce_trial(Trial(0, default.settings, note="again"), default)).score)
-            left = [best, *(trial for trial in sorted(measured, key=lambda trial: trial.score) if trial is not best)]
-            best = default
-            while left and left[0].score < best.score * search.BETTER and time.monotonic() + self.trials.lasted < ends:
-                trial = left.pop(0)
+            others = sorted((trial for trial in measured if trial is not best), key=lambda trial: trial.score)
+            candidates, best = [best, *others], default
+            for at, trial in enumerate(candidates):
+                if trial.score >= best.score * search.BETTER or (at and time.monotonic() + self.trials.lasted > ends):
+                    break
                 once_more = Trial(0, trial.settings, trial.interfaces, trial.variable, note="again")
                 await self.reduce_trial(once_more, default)
                 trial.score = math.inf if once_more.failed else max(trial.score, once_more.score)
