@@ -192,10 +192,13 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    # Nobody sees that a step of two nodes is spent waiting: 84 % of it in benchmarks/README.md.
+    is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
+    hint = "\nbetween the nodes: the defaults of NCCL and DDP; `accel-ddp tune` finds what is faster here (see the README)"
     return (
         f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {LOCAL_RANKS} "
         f"rank{'s' * (LOCAL_RANKS > 1)} x {split}   "
-        f"({device}; mixed precision: {precision})"
+        f"({device}; mixed precision: {precision}){hint * (nodes > 1 and not is_tuned)}"
     )
 
 

@@ -44,6 +44,7 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     ]
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
     assert "4 items per step = 2 nodes x 1 rank x 2 per micro-batch" in ended.texts[0]
+    assert ended.texts[0].count("`accel-ddp tune` finds what is faster here") == 1
 
 
 def test_the_variables_of_a_node_start_it(tmp_path):
@@ -62,10 +63,11 @@ def test_the_variables_of_a_node_start_it(tmp_path):
                  (line.split("=") for line in text.splitlines() if "=" in line and not line.startswith("#"))]  # fmt: skip
         file = tmp_path / f"node{node}.env"
         file.write_text("\n".join(line.replace("NODE_RANK=0", f"NODE_RANK={node}") for line in lines) + "\n")
-        environments.append(clean_environment(NODE_ENV=str(file), GLOO_SOCKET_IFNAME="lo"))
+        environments.append(clean_environment(NODE_ENV=str(file), GLOO_SOCKET_IFNAME="lo", ACCEL_DDP_TUNED="1"))
     script = f'set -a; . "$NODE_ENV"; set +a; {command} --output_dir {tmp_path / "run"}'
     ended = run_all([["bash", "-c", script]] * 2, environments).well()
     assert "2 nodes x 1 rank" in ended.texts[0]
+    assert "accel-ddp tune" not in ended.text, "it was"
     assert '"ddp_timeout_seconds": 61' in (tmp_path / "run" / "config.json").read_text()
 
 

@@ -87,6 +87,7 @@ def env_text(header: list[str], settings: Settings) -> str:
     if "NCCL_BUFFSIZE" in settings or "NCCL_MIN_NCHANNELS" in settings:
         lines.append("# Larger buffers and more channels take more GPU memory: channels x buffer for each neighbour.")
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]  # NCCL_ALGO may hold a semicolon
+    lines += ["# So that recipes no longer advise to tune:", "ACCEL_DDP_TUNED=1"]
     return "\n".join([*lines, *([] if settings else ["# Nothing was faster than the default: there is nothing to set."])]) + "\n"
 
 
