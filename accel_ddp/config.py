@@ -254,6 +254,8 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster
     # (6 and 20 items/s beside one other process), and elsewhere slower by a tenth. Read when torch is imported, the next line.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # When the main node is gone, torch's store warns with pages of C++ frames, around our words. Errors are still shown.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from accel_ddp import runtime  # torch: imported only when the words make sense
 
     code = runtime.supervise(main, cfg)

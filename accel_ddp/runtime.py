@@ -211,7 +211,9 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
             return _leave(world.unsaved)
         if world.store:
             _part()
-            world.stop_listening()
+            if not world.stop_listening():
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(0)
         if dist.is_initialized():  # torchrun makes a group also of one rank
             dist.destroy_process_group()
         return 0
@@ -223,6 +225,8 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
         world.first_failure(text)
         return _leave(text)
     except Exception as error:
+        if _is_lost_connection(error) and (gone := world.who_is_gone()):
+            return _leave(world.first_failure(gone))
         if not _is_out_of_memory(error):
             text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
             first = world.first_failure(text)
@@ -257,16 +261,18 @@ def _leave(text: str) -> int:
     The launcher ends all ranks as soon as it sees one end; those on their way to the same error get a moment.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
+    world.leave()
     store = world.store if text != world.failure_heard else None  # heard some time ago: the store may be gone with its host
     try:
-        first = store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if store else is_voice_of_node()
+        # Who is lost was said by the thread that heard of it.
+        first = world.is_first_on_node(text) if store else is_voice_of_node() and not text.startswith("lost:")
     except Exception:  # the store's host is gone: better twice than not at all
-        first = True
+        first, store = True, None
     if first:
         print(text, file=sys.stderr, flush=True)
     tell_the_launcher(text)
     with contextlib.suppress(Exception):
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + (2 if text.startswith("lost:") else 5)
         leaving = store.add("leaving", 1) if store else NUM_RANKS
         while leaving < NUM_RANKS and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -274,6 +280,11 @@ def _leave(text: str) -> int:
         if RANK == 0 and NUM_RANKS > 1:
             time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
     return world.exit_code(text)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

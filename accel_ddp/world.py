@@ -22,16 +22,21 @@ import torch.distributed as dist
 
 from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, must_be_the_same
 from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.seeds import mixed
 
 HOST = socket.gethostname()
 RANK, NUM_RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
 LOCAL_RANK, LOCAL_RANKS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
+GOODBYE = 83  # the tag of the message that ends the watch over a rank
+GRACE = 1.5  # seconds in which a rank that is gone may turn out to have said why
+
 store: dist.Store | None = None  # words between ranks outside of any collective; None with one rank
 lasting: dist.Store | None = None  # the same for all attempts of a launcher that restarts its ranks
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
 _listener: threading.Thread | None = None
+_watcher: threading.Thread | None = None
 _is_over = threading.Event()
 _meetings = 0
 is_writing = False  # a checkpoint, on this rank
@@ -115,6 +120,27 @@ def first_failure(text: str) -> str:
     return failure_heard or text
 
 
+def who_is_gone() -> str:
+    """After a connection to another rank broke: which rank is lost, as the one that watches it says; or nothing."""
+    deadline = time.monotonic() + 3 * GRACE
+    while store and time.monotonic() < deadline:
+        try:
+            if store.check(["failed"]):
+                return store.get("failed").decode()
+        except Exception:
+            return (
+                f"lost: the main node {os.environ['MASTER_ADDR']} is gone: a rank there was killed (its launcher says so), its "
+                "launcher was, or it is down. --resume goes on from the last checkpoint."
+            )
+        time.sleep(0.05)
+    return ""
+
+
+def is_first_on_node(text: str) -> bool:
+    """Whether no other rank of this node has said it."""
+    return store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if store else is_voice_of_node()
+
+
 def exit_code(text: str) -> int:
     """Of a rank that ends with these words, its own or those of the first rank that failed."""
     return {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}.get(text.split(":")[0], 1)
@@ -158,7 +184,7 @@ def num_cores() -> int:
 
 def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
-    global store, lasting, _patient, _listener
+    global store, lasting, _patient, _listener, _watcher
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(
@@ -212,14 +238,53 @@ def meet(cfg: TrainConfig, precision: str) -> bool:
     _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     _listener = threading.Thread(target=_listen, daemon=True)
     _listener.start()
+    _watcher = threading.Thread(target=_watch, daemon=True)
+    _watcher.start()
     return use_gpu
 
 
-def stop_listening() -> None:
-    """Before the interpreter shuts down: a thread that is inside the store at that moment would abort the process."""
+def leave() -> None:
+    """From now on it means nothing that another rank ends."""
     _is_over.set()
+
+
+def stop_listening() -> bool:
+    """Before the interpreter shuts down: a thread that is inside the store, or gloo, at that moment would abort the process.
+    All ranks call it, together. False: one that should have said goodbye did not."""
+    leave()
+    if _watcher:
+        with contextlib.suppress(Exception):
+            dist.send(torch.zeros(1), dst=(RANK - 1) % NUM_RANKS, group=_patient, tag=GOODBYE)
+        _watcher.join(5)
     if _listener:
         _listener.join()
+    return not (_watcher and _watcher.is_alive())
+
+
+def _watch() -> None:
+    """Say which rank is gone when the next one ends without a word: killed, or its node is.
+
+    Its kernel closes its connections, so that a goodbye which has not come yet fails at once, whatever this rank is busy
+    with. A collective only knows that some connection broke, and its rank would take the blame; inside of NCCL a rank
+    notices nothing at all.
+    """
+    other = (RANK + 1) % NUM_RANKS
+    try:
+        dist.recv(torch.zeros(1), src=other, group=_patient, tag=GOODBYE)
+        return
+    except Exception:
+        deadline = time.monotonic() + GRACE
+    with contextlib.suppress(Exception):  # the store may be gone too
+        while time.monotonic() < deadline:  # has it said why, or are all on their way out?
+            if _is_over.wait(0.05) or store.check(["failed"]) or store.add("leaving", 0):
+                return
+        host = json.loads(store.get(f"rank/{other}"))["host"]
+        text = first_failure(
+            f"lost: rank {other} on {host} is gone without a word: it was killed (for want of memory? there, `dmesg -T | grep -i "
+            "kill` tells), or its node is down. --resume goes on from the last checkpoint."
+        )
+        if is_first_on_node(text):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _listen() -> None:
@@ -236,12 +301,15 @@ def _listen() -> None:
             if not store.check(["failed"]):
                 continue
             text = failure_heard = store.get("failed").decode()
+            is_said = text.startswith("lost:")
+            if is_said and is_first_on_node(text):  # at once: NCCL may end the process before we do
+                print(text, file=sys.stderr, flush=True)
         except Exception:
             return  # the store is gone with its host, and so is what it knew
         time.sleep(8)
         while is_writing:
             time.sleep(0.1)
-        if is_voice_of_node():
+        if is_voice_of_node() and not is_said:
             print(text, file=sys.stderr, flush=True)
         os._exit(exit_code(text))
 

@@ -11,7 +11,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 ALLOWED = {
     "seeds": set(),
     "config": {"doctor", "runtime"},  # inside `run`, after the options have been parsed
-    "world": {"config", "doctor"},
+    "world": {"config", "doctor", "seeds"},
     "snapshot": {"config"},
     "state": {"config"},
     "stop": {"config", "world"},

@@ -101,10 +101,29 @@ def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tm
     for process in psutil.Process(victim.pid).children(recursive=True):
         process.send_signal(signal.SIGKILL)
     victim.kill()
-    assert running.ended().codes.count(0) == 0
+    ended = running.ended()
+    assert ended.codes.count(0) == 0
+    is_main = victim is running.processes[0]
+    words = (
+        "lost: the main node 127.0.0.1 is gone" if is_main else f"lost: rank 1 on {os.uname().nodename} is gone without a word"
+    )
+    assert words in ended.texts[is_main], "the one that is left does not take the blame"
     assert 4 in steps_saved(folder)
     run_all([[sys.executable, TRAINS, *WORDS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
     assert last(folder) == straight, f"killed at step {at}"
+
+
+def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
+    """Within seconds, and once on each node; they end with it."""
+    running = ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
+    running.until("step  2/12")
+    began = time.monotonic()
+    running.processes[1].kill()
+    ended = running.ended()
+    assert time.monotonic() - began < 8
+    assert ended.codes == [1, -9, 1], ended.text
+    assert ended.text.count(f"lost: rank 1 on {os.uname().nodename} is gone without a word") == 1
+    assert "Traceback" not in ended.text
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
