@@ -1,5 +1,6 @@
 """Rows for a causal language model: chats, instructions and plain texts as tokens, with the answers marked."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ class Format:
             pieces += [(before[len(so_far) :], False), (after[len(before) :], True)]
             so_far = after
         if not pieces:
-            raise _Broken("no message is of the role assistant")
+            raise _Broken("no message is of the role assistant" if messages else "it has no messages")
         return pieces
 
     def _tokens(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
@@ -163,6 +164,9 @@ class Format:
             ids += new
             labels += new if is_learned or self.train_on_prompts else [-100] * len(new)
         return ids, labels
+
+
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
 
 class _Broken(Exception):
@@ -185,7 +189,10 @@ def _message(message: Any) -> dict[str, str]:
     role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise _Broken("a message has no role and content")
-    return {"role": roles.get(role, role), "content": content or ""}
+    role = roles.get(role, role)
+    if role not in ROLES and (near := difflib.get_close_matches(role.lower(), ROLES, n=1)):  # a template may know more roles
+        raise _Broken(f"a message has the role {role!r} (did you mean {near[0]!r}?)")
+    return {"role": role, "content": content or ""}
 
 
 def without_cut_off(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

@@ -55,7 +55,9 @@ class TrainConfig:
     epochs: float = 1.0  # passes over the training items; --steps overrides it
     steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
     global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int | Literal["auto"] = 8  # items a rank holds in memory at once; auto: as many as fit; the result stays
+    micro_batch_size: int | Literal["auto"] = (
+        8  # items a rank holds at once; auto: as many as fit. Only dropout's draws depend on it
+    )
 
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
     lr: float = 2e-5  # the highest learning rate of the run
@@ -248,6 +250,7 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     except SystemExit as ended:  # of tyro, which has said why, or of --help
         if ended.code == 2:
             doctor.tell_the_others("its command line makes no sense")
+            tell_the_launcher("error: the command line makes no sense; why is said above")
         raise
     except KeyboardInterrupt:
         sys.exit(130)
@@ -256,8 +259,10 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # When the main node is gone, torch's store warns with pages of C++ frames, around our words. Errors are still shown.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from accel_ddp import runtime  # torch: imported only when the words make sense
-
+    try:
+        from accel_ddp import runtime  # torch: imported only when the words make sense
+    except KeyboardInterrupt:
+        sys.exit(130)
     code = runtime.supervise(main, cfg)
     if code:  # at once: an interpreter that shuts down may wait for ranks that are gone
         sys.stdout.flush(), sys.stderr.flush()
@@ -328,8 +333,8 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if kind is str and value is None:
         value = ""
-    if value is False and typing.get_origin(kind) is Literal and "no" in typing.get_args(kind):
-        value = "no"  # YAML reads an unquoted `no` as false
+    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # as YAML reads an unquoted `no`, `on` or `off`
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
     return [f"--{name}", str(value)]
 
 

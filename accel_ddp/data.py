@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import logging
 import os
 import shutil
 import socket
@@ -66,6 +67,8 @@ def load_rows(
     Where there is nothing to evaluate on, a tenth of the training rows (at most 2,000) is set aside,
     chosen by the seed alone.
     """
+    import datasets
+
     prepare_hub()
     read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
     if cfg.train_file:
@@ -92,8 +95,10 @@ def load_rows(
     else:
         if len(train) < 2:
             raise UserError(f"{cfg.train_file or cfg.dataset}: {len(train)} rows are too few to train and to evaluate on.")
-        halves = train.train_test_split(test_size=max(1, min(2000, len(train) // 10)), seed=mixed(cfg.seed, "split") % 2**32)
-        train, test = halves["train"], halves["test"]
+        numbered = datasets.Dataset.from_dict({"number": np.arange(len(train))})  # split alike: only their number counts
+        options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
+        (train, test), numbers = (list(rows.train_test_split(**options).values()) for rows in (train, numbered))
+        train.places, test.places = (np.array(rows["number"][:]) for rows in numbers)
     for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
             raise UserError(f"The {name} data of {cfg.train_file or cfg.dataset} have no rows.")
@@ -101,7 +106,18 @@ def load_rows(
 
 
 def _first(rows: "datasets.Dataset", number: int) -> "datasets.Dataset":
-    return rows.select(range(number)) if 0 < number < len(rows) else rows
+    return _chosen(rows, np.arange(number)) if 0 < number < len(rows) else rows
+
+
+def _chosen(rows: "datasets.Dataset", which: np.ndarray) -> "datasets.Dataset":
+    chosen = rows.select(which)
+    chosen.places = _places(rows)[which]
+    return chosen
+
+
+def _places(rows: "datasets.Dataset") -> np.ndarray:
+    """Of each row, its place among those of its file, from 0: some may have been set aside, or left out."""
+    return getattr(rows, "places", np.arange(len(rows)))
 
 
 def load_file(option: str, path: str) -> "datasets.Dataset":
@@ -117,13 +133,19 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     options = {"sep": "\t", "quoting": 3} if file.suffix == ".tsv" else {}  # 3: quotes in a .tsv are just characters
     if FILE_FORMATS[file.suffix] == "csv":  # "None" and "NA" are texts and labels like any other
         options |= {"keep_default_na": False, "na_values": [""]}
+    loud = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it would log is in our words below
     try:
         rows = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file.resolve()), split="train", **options)
     except Exception as error:
         if "corresponds to no data" in str(error):
             raise UserError(f"{option} {path}: has no rows.") from error
         cause = str(error.__cause__ or error).splitlines()[0]
+        if "codec can't decode" in str(error) or "codec can't decode" in cause:
+            raise UserError(f"{option} {path}: is not UTF-8 (as tables of Excel often are not). Save it as UTF-8.") from error
         raise UserError(f"{option} {path}: cannot be read as {FILE_FORMATS[file.suffix]}: {cause}") from error
+    finally:
+        datasets.logging.set_verbosity(loud)
     if len(rows) == 0:
         raise UserError(f"{option} {path}: has no rows.")
     return rows
@@ -149,16 +171,18 @@ def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> Non
     for rows in tables:
         for option, column in columns.items():
             if column and column not in rows.column_names:
-                raise UserError(f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.")
+                mark = next((mark for mark in ";\t|" if len(rows.column_names) == 1 and mark in rows.column_names[0]), "")
+                hint = f" Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv." if mark else ""
+                raise UserError(
+                    f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.{hint}"
+                )
 
 
 def texts(rows: dict[str, list], column: str) -> list[str]:
     """A column of texts, or a UserError that shows the first value that is none; what is missing is an empty text."""
-    for place, value in enumerate(rows[column]):
+    for value in rows[column]:
         if not isinstance(value, str | None):
-            raise UserError(
-                f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text (row {place} of its batch)."
-            )
+            raise UserError(f"column {column!r} holds {value!r} ({type(value).__name__}), which is not text.")
     return [value or "" for value in rows[column]]
 
 
@@ -173,7 +197,12 @@ def without_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list[
 
     Others are named in a UserError; with `--skip_broken` they are left out and counted.
     """
-    return [_sound(rows, cfg, what) for rows, what in zip(tables, ("training", "evaluation"))]
+    sound = []
+    for rows, what in zip(tables, ("training", "evaluation")):
+        bare = rows.remove_columns("problem")
+        bare.places = _places(rows)
+        sound.append(_sound(bare, rows["problem"][:], cfg, what))
+    return sound
 
 
 def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
@@ -186,20 +215,27 @@ def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["
     return tables
 
 
-def _sound(rows: "datasets.Dataset", cfg: RecipeConfig, what: str) -> "datasets.Dataset":
-    problems = rows["problem"][:]
+def with_labels(tables: list["datasets.Dataset"], column: str, cfg: RecipeConfig) -> list["datasets.Dataset"]:
+    """Training and evaluation rows that have one; others are treated as `without_broken` does."""
+    problems = [[f"it has no {column}" if value is None else "" for value in rows[column][:]] for rows in tables]
+    return [_sound(*one, cfg, what) for one, what in zip(zip(tables, problems), ("training", "evaluation"))]
+
+
+def _sound(rows: "datasets.Dataset", problems: list[str], cfg: RecipeConfig, what: str) -> "datasets.Dataset":
     broken = [i for i, problem in enumerate(problems) if problem]
-    rows = rows.remove_columns("problem")
     if not broken:
         return rows
-    shown = "; ".join(f"row {i}: {problems[i]}" for i in broken[:3])
-    found = f"{len(broken):,} of {len(problems):,} {what} rows cannot be used: {shown}{'; ...' if broken[3:] else ''}."
+    file = cfg.eval_file if what == "evaluation" and cfg.eval_file else cfg.train_file or cfg.dataset
+    places = _places(rows)
+    shown = "; ".join(f"row {places[i] + 1}: {problems[i]}" for i in sorted(broken, key=lambda i: places[i])[:3])
+    counted = f" (as {file} has them, counted from 1, without a header)"
+    found = f"{len(broken):,} of {len(problems):,} {what} rows cannot be used: {shown}{'; ...' if broken[3:] else ''}{counted}."
     if not cfg.skip_broken:
         raise UserError(f"{found} Mend them, or leave them out with --skip_broken.")
     if len(broken) == len(problems):
         raise UserError(f"{found} There is nothing left.")
     say(f"--skip_broken: {found}")
-    return rows.select(np.setdiff1d(np.arange(len(problems)), broken))
+    return _chosen(rows, np.setdiff1d(np.arange(len(problems)), broken))
 
 
 def padded(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
@@ -278,7 +314,9 @@ def map_once(
                 print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
     except OSError as error:
         raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
-    return datasets.load_from_disk(str(final))
+    done = datasets.load_from_disk(str(final))
+    done.places = _places(rows)
+    return done
 
 
 def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:

@@ -70,7 +70,9 @@ class Labels:
         if getattr(inner, "dtype", "") not in ("string", "large_string", "bool") and not str(
             getattr(inner, "dtype", "")
         ).startswith(("int", "uint")):
-            raise UserError(f"--label_column {column}: holds {inner}; labels are names or whole numbers, or lists of them.")
+            kinds = sorted({type(value).__name__ for value in train[column][:1000]})
+            held = f"{', '.join(kinds)} ({inner})"
+            raise UserError(f"--label_column {column}: holds {held}; labels are names or whole numbers, or lists of them.")
         found = {name: _distinct(rows, column, several) for name, rows in (("training", train), ("evaluation", test))}
         for name, values in found.items():
             if None in values:

@@ -251,7 +251,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, GradientCheckpointingLayer) for m in module)
     ]  # fmt: skip
     if len(stacks) != 1:
-        raise Unpackable(f"it has {len(stacks)} stacks of layers" if stacks else "its layers are not found")
+        raise Unpackable(f"the model has {len(stacks)} stacks of layers" if stacks else "the model's layers are not found")
     if len({type(layer) for layer in stacks[0]}) > 1:
         raise Unpackable("its layers are of several kinds")
     return stacks[0]

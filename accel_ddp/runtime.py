@@ -146,7 +146,7 @@ def _lock(folder: Path) -> None:
                 file.seek(0)
                 raise UserError(
                     f"--output_dir {folder} is in use by another run ({file.read().strip() or 'just starting'}). "
-                    "Wait for its end, or choose another folder."
+                    "Wait for its end (after a Ctrl-C it may still be saving), or choose another folder."
                 ) from None
             time.sleep(0.2)
         except OSError:  # a disk that cannot lock
@@ -194,7 +194,8 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     # Nobody sees that a step of two nodes is spent waiting: 84 % of it in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    hint = "\nbetween the nodes: the defaults of NCCL and DDP; `accel-ddp tune` finds what is faster here (see the README)"
+    whose = "NCCL and DDP" if accelerator.device.type == "cuda" else "DDP"
+    hint = f"\nbetween the nodes: the defaults of {whose}; `accel-ddp tune` finds what is faster here (see the README)"
     return (
         f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {LOCAL_RANKS} "
         f"rank{'s' * (LOCAL_RANKS > 1)} x {split}   "

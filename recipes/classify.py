@@ -85,6 +85,7 @@ def build_data(cfg: Config, tokenizer):
     train, test = accel_ddp.data.load_rows(cfg)
     needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
     accel_ddp.data.require_columns(needed, train, test)
+    train, test = accel_ddp.data.with_labels([train, test], cfg.label_column, cfg)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
     columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
 

@@ -18,9 +18,12 @@ def parsed(*argv: str) -> Config:
 
 def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("lr: 3e-4\nsteps: 7\ntf32: false\nfreeze: [embeddings, layer.0]\nmixed_precision: no\nname:\n")
+    file.write_text(
+        "lr: 3e-4\nsteps: 7\ntf32: false\nfreeze: [embeddings, layer.0]\nmixed_precision: no\npacking: off\ncompile: on\nname:\n"
+    )
     cfg = parsed("--config", str(file), "--steps", "9")
     assert (cfg.lr, cfg.steps, cfg.tf32, cfg.freeze, cfg.mixed_precision) == (3e-4, 9, False, ("embeddings", "layer.0"), "no")
+    assert (cfg.packing, cfg.compile) == ("off", "on"), "which YAML reads as false and true"
     assert parsed("--steps", "9", f"--config={file}").steps == 9, "wherever the file stands"
     assert parsed().lr == TrainConfig().lr
 

@@ -44,12 +44,15 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     long_answers = lines("long.jsonl", *[{"prompt": "why " * (i % 2 * 20 + 1), "answer": "because " * 30} for i in range(20)])
     latin = str(folder / "latin.txt")
     (folder / "latin.txt").write_bytes(b"a text\n" * 50 + b"caf\xe9\n")
+    (folder / "latin.csv").write_bytes(b"text,label\n" + b"a text,a\nb text,b\n" * 9 + b"caf\xe9,a\n")
     photos = str(folder / "photos")
     for i in range(12):
         (folder / "photos" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), i * 20).save(folder / "photos" / "ab"[i % 2] / f"{i}.png")
     (folder / "photos" / "a" / "torn.png").write_bytes((folder / "photos" / "a" / "0.png").read_bytes()[:40])
     good = file("good.csv", "text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))
+    labels = {4: "", 17: ""}  # of which one may be set aside for the evaluation
+    unlabelled = file("gaps.csv", "text,label\n" + "".join(f"text {i},{labels.get(i, 'ab'[i % 2])}\n" for i in range(20)))
     no_tokenizer = folder / "no_tokenizer"
     no_tokenizer.mkdir()
     (no_tokenizer / "config.json").write_text('{"model_type": "bert"}')
@@ -66,6 +69,19 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "label not in train": {"train_file": good, "eval_file": file("c.csv", "text,label\nx,a\ny,c\n")},
         "text is not text": {"train_file": file("numbers.csv", "text,label\n" + "".join(f"{i},{i % 2}\n" for i in range(20)))},
         "text is missing": {"train_file": file("gap.jsonl", '{"text": "x", "label": 0}\n{"text": null, "label": 1}\n' * 9)},
+        "label is missing": {"train_file": unlabelled},
+        "label is missing, skipped": {"train_file": unlabelled, "skip_broken": True},
+        "semicolons": {"train_file": file("semicolons.csv", "text;label\n" + "a text;a\n" * 9)},
+        "table of Excel": {"train_file": latin.replace(".txt", ".csv")},
+        "labels of two kinds": {
+            "train_file": lines("kinds.jsonl", *[{"text": "x", "label": i if i < 9 else "a"} for i in range(20)])
+        },
+        "misspelt role": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "train_file": lines("roles.jsonl", *[chat("Hi", "Hello")] * 9, {"messages": [{"role": "usr", "content": "Hi"}]}),
+            "eval_file": lines("answers.jsonl", chat("Hi", "Hello")),
+        },
         "no tokenizer": {"train_file": good, "model": str(no_tokenizer)},
         "empty model folder": {"train_file": good, "model": str(folder / "empty_folder")},
         "no model folder": {"train_file": good, "model": "./nowhere"},
@@ -156,7 +172,12 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "missing label column": ["--label_column stars", "text, label"],
         "label not in train": ["lack: c", "a, b"],
         "text is not text": ["'text'", "not text"],
-        "text is missing": ["9 of 17 training rows", "row 1: its text is empty", "--skip_broken"],
+        "text is missing": ["9 of 17 training rows", "row 2: its text is empty", "row 4: its", "gap.jsonl", "--skip_broken"],
+        "label is missing": ["2 of 18 training rows", "row 5: it has no label; row 18: it has no label", "--skip_broken"],
+        "semicolons": ["text;label", "separated by ';'", ".tsv"],
+        "table of Excel": ["latin.csv", "not UTF-8", "Save it"],
+        "labels of two kinds": ["--label_column label", "holds int, str"],
+        "misspelt role": ["row 10: a message has the role 'usr' (did you mean 'user'?)"],
         "no tokenizer": ["no tokenizer"],
         "empty model folder": ["no config.json"],
         "no model folder": ["no such folder"],
@@ -203,7 +224,8 @@ def test_bad_input_is_named_on_every_rank(told, case, words):
 @pytest.mark.parametrize(
     ("case", "words"),
     {
-        "skipped": ["--skip_broken: ", "of 17 training rows cannot be used: row 1: its text is empty"],
+        "skipped": ["--skip_broken: ", "of 17 training rows cannot be used: row 2: its text is empty"],
+        "label is missing, skipped": ["--skip_broken: 2 of 18 training rows cannot be used: row 5: it has no label"],
         "answers are cut": [" rows are longer than --max_length 24: of ", " have no answer left and are left out."],
         "broken image skipped": ["--skip_broken: 1 of ", "torn.png"],
     }.items(),

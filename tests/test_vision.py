@@ -101,7 +101,7 @@ def test_broken_images_are_named_or_left_out_and_a_mended_one_is_seen(folder, tm
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
-    with pytest.raises(UserError, match=rf"1 of 6 training rows cannot be used: row 1: {broken} cannot be read: .*runcated"):
+    with pytest.raises(UserError, match=rf"1 of 6 training rows cannot be used: row 2: {broken} cannot be read: .*runcated"):
         loaded(cfg)
     cfg.skip_broken = True
     (train, _), _ = loaded(cfg)
