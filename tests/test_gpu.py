@@ -182,6 +182,20 @@ def test_what_goes_wrong_on_one_node_is_said_on_both_within_seconds(tmp_path, ho
         assert words in text
 
 
+def test_a_killed_rank_of_nccl_is_named_on_the_other_node(tmp_path):
+    """Its neighbour waits inside of NCCL; a watch over gloo notices."""
+    common = ["--mixed_precision", "bf16", "--steps", "9999", "--eval_every", "9999", "--log_every", "1"]
+    running = Running(*nodes(CLASSIFY, *common, "--output_dir", tmp_path / "run"))
+    running.until("step    5/9999")
+    began = time.monotonic()
+    for process in psutil.Process(running.processes[1].pid).children(recursive=True):
+        process.kill()
+    ended = running.ended(timeout=60)
+    assert 0 not in ended.codes
+    assert time.monotonic() - began < 30
+    assert f"lost: rank 1 on {HOST} is gone without a word" in ended.texts[0]
+
+
 def saved(folder: Path, step: int) -> list[bytes]:
     return [(folder / f"step_{step:08d}" / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 

@@ -89,7 +89,8 @@ def text_of(findings: list[Finding], colour: bool = False) -> str:
 
 
 def summary(findings: list[Finding]) -> str:
-    counts = {severity: sum(f.severity == severity for f in in_order(findings)) for severity in (ERROR, WARNING)}
+    told = {(f.code, f.saw, f.fix): f.severity for f in findings}  # as `text_of` tells them
+    counts = {severity: list(told.values()).count(severity) for severity in (ERROR, WARNING)}
     words = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
     return ", ".join(words) or "healthy"
 
