@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_ddp.config import UserError
+from accel_ddp.data import SOURCE
 from accel_ddp.world import say
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class Format:
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """`input_ids`, `attention_mask` and `labels`: -100 but for the tokens that are to be learned; `cut` and `problem`."""
-        done: dict[str, list] = {name: [] for name in ("input_ids", "attention_mask", "labels", "cut", "problem")}
-        for row in zip(*(rows[column] for column in self.columns)):
+        done: dict[str, list] = {name: [] for name in ("input_ids", "attention_mask", "labels", "cut", "problem", SOURCE)}
+        for number, row in enumerate(zip(*(rows[column] for column in self.columns))):
             try:
                 pieces, problem = self._pieces(row), ""
             except _Broken as error:
@@ -88,6 +89,7 @@ class Format:
                 learns = any(label != -100 for label in labels[part][1:])
                 if at and not learns:
                     continue  # a last token alone: nothing precedes it
+                done[SOURCE].append(number)
                 done["input_ids"].append(ids[part])
                 done["attention_mask"].append([1] * len(ids[part]))
                 done["labels"].append(labels[part])
@@ -190,7 +192,8 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise _Broken("a message has no role and content")
     role = roles.get(role, role)
-    if role not in ROLES and (near := difflib.get_close_matches(role.lower(), ROLES, n=1)):  # a template may know more roles
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
+    if role not in ROLES and near and abs(len(role) - len(near[0])) < 3:  # a template may know others
         raise _Broken(f"a message has the role {role!r} (did you mean {near[0]!r}?)")
     return {"role": role, "content": content or ""}
 

@@ -25,6 +25,7 @@ from accel_ddp.world import say
 if TYPE_CHECKING:
     import datasets
 
+SOURCE = "made of row"  # a column, for a while
 FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -217,8 +218,20 @@ def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["
 
 def with_labels(tables: list["datasets.Dataset"], column: str, cfg: RecipeConfig) -> list["datasets.Dataset"]:
     """Training and evaluation rows that have one; others are treated as `without_broken` does."""
+    import datasets
+
     problems = [[f"it has no {column}" if value is None else "" for value in rows[column][:]] for rows in tables]
-    return [_sound(*one, cfg, what) for one, what in zip(zip(tables, problems), ("training", "evaluation"))]
+    if not any(map(any, problems)):
+        return tables
+    sound = [_sound(*one, cfg, what) for one, what in zip(zip(tables, problems), ("training", "evaluation"))]
+    is_fraction = getattr(tables[0].features[column], "dtype", "") == "float64"
+    if is_fraction and all(value.is_integer() for rows in sound for value in rows[column][:]):
+        # Whole numbers of a .csv, which become fractions where one is missing.
+        whole = [rows.cast_column(column, datasets.Value("int64")) for rows in sound]
+        for rows, same in zip(whole, sound):
+            rows.places = _places(same)
+        return whole
+    return sound
 
 
 def _sound(rows: "datasets.Dataset", problems: list[str], cfg: RecipeConfig, what: str) -> "datasets.Dataset":
@@ -292,6 +305,8 @@ def map_once(
 ) -> "datasets.Dataset":
     """`rows.map(function, batched=True)`, done once per content and kept on disk.
 
+    A function that makes several rows of one says in a column SOURCE of which, by its place in the batch.
+
     The key is the content of `rows`, the source of `function`, and `depends_on`: whatever else changes
     the result, as JSON. On each node the first rank does the work under a file lock and the others wait
     for the file; no collective is involved, so that no process-group timeout runs meanwhile.
@@ -315,15 +330,25 @@ def map_once(
     except OSError as error:
         raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
     done = datasets.load_from_disk(str(final))
-    done.places = _places(rows)
+    if SOURCE in done.column_names:  # there are rows
+        places = _places(rows)[np.array(done.with_format("numpy")[SOURCE][:], dtype=int)]
+        done = done.remove_columns(SOURCE)
+        done.places = places
     return done
 
 
 def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:
     partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
     options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
+
+    def with_source(batch: dict[str, list], places: list[int]) -> dict[str, list]:
+        made = function(batch)
+        number = len(next(iter(made.values())))
+        of = made.pop(SOURCE, range(number) if number == len(places) else [0] * number)
+        return {**made, SOURCE: [places[i] for i in of]}
+
     # With a fingerprint of ours `datasets` does not try to hash the function, which it often cannot.
-    done = rows.map(function, batched=True, new_fingerprint=final.name, **options)
+    done = rows.map(with_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)
     done.save_to_disk(str(partial))
     try:
         partial.rename(final)  # from here on it is in the cache

@@ -207,7 +207,11 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     """Run `main(cfg)`; return the exit code, after saying in words what went wrong."""
     stop.listen(cfg)
     try:
-        main(cfg)
+        try:
+            main(cfg)
+        except SystemExit as ended:
+            if ended.code:
+                raise
         if world.unsaved:
             return _leave(world.unsaved)
         if world.store:
@@ -220,14 +224,19 @@ def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
         return 0
     except world.Stopped as stopped:
         return _leave(str(stopped))
+    except SystemExit as ended:  # of the user's own code: not without a word
+        _leave(world.first_failure(f"rank {RANK} on {HOST} ended itself: sys.exit({ended.code!r})."))
+        return ended.code if isinstance(ended.code, int) else 1
     except UserError as error:
         said = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader's worker puts its traceback before it
         text = f"{world.unsaved} And: {said}" if world.unsaved else f"error: {said}"
         world.first_failure(text)
         return _leave(text)
     except Exception as error:
-        if _is_lost_connection(error) and (gone := world.who_is_gone()):
-            return _leave(world.first_failure(gone))
+        if _is_lost_connection(error):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, for the one that is lost
+            if gone := world.who_is_gone():
+                return _leave(world.first_failure(gone))
         if not _is_out_of_memory(error):
             text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
             first = world.first_failure(text)
@@ -285,7 +294,9 @@ def _leave(text: str) -> int:
 
 def _is_lost_connection(error: BaseException) -> bool:
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -109,6 +109,8 @@ def _hear(reader: int) -> None:
         if again or not _armed:
             kind = "interrupted" if interrupted else "stopped"
             text = f"{kind}: {name} on {world.HOST}; every rank ends at once. --resume goes on from the last checkpoint."
+            if number == signal.SIGTERM and not again and "TORCHELASTIC_RUN_ID" in os.environ:
+                text = world.who_is_gone(2 * world.GRACE) or text  # torchrun sends it also when another rank has died
             _end_now(text, is_urgent=again)
         elif not _reason:
             _ask(f"{name} on rank {world.RANK} ({world.HOST})")

@@ -31,8 +31,6 @@ AutoConfig.register("mini-resnet", MiniResNetConfig)
 AutoModelForImageClassification.register(MiniResNetConfig, MiniResNetForImageClassification)
 MiniResNetConfig.register_for_auto_class()  # its source is saved with it, for where accel_ddp is not installed
 
-ROW = "row of the file"  # a column: where a part is set aside for the evaluation, rows are no longer in the file's order
-
 
 # ---------------------------------------------------------------------------------------------- rows
 
@@ -49,8 +47,7 @@ def load_rows(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
     tables = data.load_rows(cfg, images_reader)
-    own = [rows.select_columns([name for name in rows.column_names if name != ROW]) for rows in tables]
-    data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *own)
+    data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
     except Exception as error:  # of pyarrow and of datasets, by what the column holds
@@ -62,8 +59,7 @@ def images_reader(option: str, path: str) -> "datasets.Dataset":
     """Columns `image`, `label` of a folder or an .npz; those that a table has."""
     if Path(path).is_dir():
         return _read_folder(option, path)
-    rows = _read_arrays(option, path) if path.endswith(".npz") else data.load_file(option, path)
-    return rows.add_column(ROW, np.arange(len(rows)))
+    return _read_arrays(option, path) if path.endswith(".npz") else data.load_file(option, path)
 
 
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
@@ -150,9 +146,8 @@ def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeC
     column = cfg.image_column
 
     def check(rows: dict[str, list]) -> dict[str, list]:
-        numbers = rows.get(ROW) or [None] * len(rows[column])
         with ThreadPoolExecutor() as pool:
-            found = list(pool.map(_facts, rows[column], numbers))
+            found = list(pool.map(_facts, rows[column]))
         return {"labels": labels.encode(rows), **{name: [facts[name] for facts in found] for name in found[0]}}
 
     facts = []
@@ -160,11 +155,12 @@ def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeC
         depends_on = [column, labels.identity, _age_of_files(rows, column), PIL.__version__]
         done = data.map_once(rows, check, depends_on=depends_on, cfg=cfg)
         facts.append(done.add_column("place", np.arange(len(done))))
+        facts[-1].places = done.places  # add_column makes another table
     return [Checked(rows, column, good) for rows, good in zip(tables, data.without_broken(facts, cfg))]
 
 
-def _facts(image: dict[str, Any] | None, row: int | None) -> dict[str, Any]:
-    name = (image or {}).get("path") or ("it" if row is None else f"row {row} of the file")
+def _facts(image: dict[str, Any] | None) -> dict[str, Any]:
+    name = (image or {}).get("path") or "it"
     facts = {"height": 0, "width": 0, "digest": "", "problem": ""}
     if image is None:
         return {**facts, "problem": f"{name} has no image"}

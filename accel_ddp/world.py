@@ -37,6 +37,8 @@ lasting: dist.Store | None = None  # the same for all attempts of a launcher tha
 _patient: dist.ProcessGroup | None = None  # a gloo group without a timeout, for waits of unknown length
 _listener: threading.Thread | None = None
 _watcher: threading.Thread | None = None
+_goodbye: dist.Work | None = None  # of the next rank, when it comes
+_nothing = torch.zeros(1)  # what it says
 _is_over = threading.Event()
 _meetings = 0
 is_writing = False  # a checkpoint, on this rank
@@ -120,9 +122,9 @@ def first_failure(text: str) -> str:
     return failure_heard or text
 
 
-def who_is_gone() -> str:
+def who_is_gone(seconds: float = 3 * GRACE) -> str:
     """After a connection to another rank broke: which rank is lost, as the one that watches it says; or nothing."""
-    deadline = time.monotonic() + 3 * GRACE
+    deadline = time.monotonic() + seconds
     while store and time.monotonic() < deadline:
         try:
             if store.check(["failed"]):
@@ -184,7 +186,7 @@ def num_cores() -> int:
 
 def meet(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group; return whether this world trains on GPUs. The same answer or error on every rank."""
-    global store, lasting, _patient, _listener, _watcher
+    global store, lasting, _patient, _listener, _watcher, _goodbye
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UserError(
@@ -235,7 +237,8 @@ def meet(cfg: TrainConfig, precision: str) -> bool:
         timeout=timeout,
         device_id=torch.device("cuda", LOCAL_RANK) if use_gpu else None,
     )
-    _patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    _patient = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # a watch lasts as long as the run
+    _goodbye = dist.irecv(_nothing, src=(RANK + 1) % NUM_RANKS, group=_patient, tag=GOODBYE)  # before anything else, everywhere
     _listener = threading.Thread(target=_listen, daemon=True)
     _listener.start()
     _watcher = threading.Thread(target=_watch, daemon=True)
@@ -270,11 +273,13 @@ def _watch() -> None:
     """
     other = (RANK + 1) % NUM_RANKS
     try:
-        dist.recv(torch.zeros(1), src=other, group=_patient, tag=GOODBYE)
+        _goodbye.wait()
         return
     except Exception:
         deadline = time.monotonic() + GRACE
     with contextlib.suppress(Exception):  # the store may be gone too
+        # The first that is gone: others may follow it soon, aborted by NCCL, and among them who watches it.
+        other = int(store.compare_set("gone", "", str(other)))
         while time.monotonic() < deadline:  # has it said why, or are all on their way out?
             if _is_over.wait(0.05) or store.check(["failed"]) or store.add("leaving", 0):
                 return
@@ -301,11 +306,14 @@ def _listen() -> None:
             if not store.check(["failed"]):
                 continue
             text = failure_heard = store.get("failed").decode()
-            is_said = text.startswith("lost:")
-            if is_said and is_first_on_node(text):  # at once: NCCL may end the process before we do
-                print(text, file=sys.stderr, flush=True)
         except Exception:
             return  # the store is gone with its host, and so is what it knew
+        is_said = False
+        with contextlib.suppress(Exception):
+            if text.startswith("lost:"):  # at once: NCCL may end the process before we do
+                if is_first_on_node(text):
+                    print(text, file=sys.stderr, flush=True)
+                is_said = True
         time.sleep(8)
         while is_writing:
             time.sleep(0.1)

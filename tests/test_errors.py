@@ -53,6 +53,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     good = file("good.csv", "text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))
     labels = {4: "", 17: ""}  # of which one may be set aside for the evaluation
     unlabelled = file("gaps.csv", "text,label\n" + "".join(f"text {i},{labels.get(i, 'ab'[i % 2])}\n" for i in range(20)))
+    unnumbered = file("numbers_gap.csv", "text,label\n" + "".join(f"text {i},{'' if i == 4 else i % 2}\n" for i in range(20)))
     no_tokenizer = folder / "no_tokenizer"
     no_tokenizer.mkdir()
     (no_tokenizer / "config.json").write_text('{"model_type": "bert"}')
@@ -70,6 +71,14 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "text is not text": {"train_file": file("numbers.csv", "text,label\n" + "".join(f"{i},{i % 2}\n" for i in range(20)))},
         "text is missing": {"train_file": file("gap.jsonl", '{"text": "x", "label": 0}\n{"text": null, "label": 1}\n' * 9)},
         "label is missing": {"train_file": unlabelled},
+        "number is missing, skipped": {"train_file": unnumbered, "skip_broken": True},
+        "a long text, then none": {
+            "recipe": "sft",
+            "model": "embedded:tiny-llama",
+            "max_length": 16,
+            "train_file": lines("long_texts.jsonl", *[{"text": "why " * 50}] * 4, {"text": ""}, {"text": "why " * 50}),
+            "eval_file": lines("short_text.jsonl", {"text": "why not"}),
+        },
         "label is missing, skipped": {"train_file": unlabelled, "skip_broken": True},
         "semicolons": {"train_file": file("semicolons.csv", "text;label\n" + "a text;a\n" * 9)},
         "table of Excel": {"train_file": latin.replace(".txt", ".csv")},
@@ -174,6 +183,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "text is not text": ["'text'", "not text"],
         "text is missing": ["9 of 17 training rows", "row 2: its text is empty", "row 4: its", "gap.jsonl", "--skip_broken"],
         "label is missing": ["2 of 18 training rows", "row 5: it has no label; row 18: it has no label", "--skip_broken"],
+        "a long text, then none": ["row 5: its text is empty", "long_texts.jsonl"],
         "semicolons": ["text;label", "separated by ';'", ".tsv"],
         "table of Excel": ["latin.csv", "not UTF-8", "Save it"],
         "labels of two kinds": ["--label_column label", "holds int, str"],
@@ -225,6 +235,7 @@ def test_bad_input_is_named_on_every_rank(told, case, words):
     ("case", "words"),
     {
         "skipped": ["--skip_broken: ", "of 17 training rows cannot be used: row 2: its text is empty"],
+        "number is missing, skipped": ["--skip_broken: 1 of 18 training rows cannot be used: row 5: it has no label"],
         "label is missing, skipped": ["--skip_broken: 2 of 18 training rows cannot be used: row 5: it has no label"],
         "answers are cut": [" rows are longer than --max_length 24: of ", " have no answer left and are left out."],
         "broken image skipped": ["--skip_broken: 1 of ", "torn.png"],

@@ -18,7 +18,7 @@ ALLOWED = {
     "runtime": {"config", "doctor", "seeds", "world", "stop", "snapshot", "checkpoint"},
     "embedded": {"config", "seeds", "state"},
     "data": {"config", "embedded", "seeds", "world"},
-    "chat": {"config", "world"},
+    "chat": {"config", "data", "world"},
     "contrast": {"data"},
     "tagging": {"config", "data", "world"},
     "textscores": {"config", "world"},

@@ -469,7 +469,7 @@ def test_what_was_asked_for_and_is_not_possible_is_said(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
     command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--packing", "on", "--compile", "on"]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
-    assert "--packing on: not possible: it has 2 stacks of layers. Texts are padded." in text
+    assert "--packing on: not possible: the model has 2 stacks of layers. Texts are padded." in text
     assert "--compile on: not possible: there is no GPU." in text
 
 

@@ -115,6 +115,7 @@ def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tm
 
 def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
     """Within seconds, and once on each node; they end with it."""
+    words = f"lost: rank 1 on {os.uname().nodename} is gone without a word"
     running = ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
     running.until("step  2/12")
     began = time.monotonic()
@@ -122,8 +123,18 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
     ended = running.ended()
     assert time.monotonic() - began < 8
     assert ended.codes == [1, -9, 1], ended.text
-    assert ended.text.count(f"lost: rank 1 on {os.uname().nodename} is gone without a word") == 1
+    assert ended.text.count(words) == 1
     assert "Traceback" not in ended.text
+
+    # Under a launcher, which sends the others of the node SIGTERM at once.
+    command = [BIN / "torchrun", "--nproc_per_node", 3, "--master_port", free_port(), TRAINS, *WORDS, "--global_batch_size", 6]
+    running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.2]], [clean_environment()])
+    running.until("step  2/12")
+    launched = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
+    next(process for process in launched if process.environ()["RANK"] == "1").kill()
+    ended = running.ended()
+    assert words in ended.text
+    assert "stopped:" not in ended.text
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])

@@ -123,8 +123,8 @@ def test_a_broken_row_is_named_by_its_place_in_the_file(tmp_path, cache):
     datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 10}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(UserError) as error:
         loaded(Config(train_file=str(tmp_path / "x.parquet"), cache_dir=cache))
-    assert "row 12 of the file is no image that Pillow can read" in str(error.value)
-    assert "row 17 of the file has more than 8 bits per channel" in str(error.value)
+    assert "row 13: it is no image that Pillow can read" in str(error.value)
+    assert "row 18: it has more than 8 bits per channel" in str(error.value)
 
 
 @pytest.mark.parametrize(
