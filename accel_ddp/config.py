@@ -55,9 +55,7 @@ class TrainConfig:
     epochs: float = 1.0  # passes over the training items; --steps overrides it
     steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
     global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int | Literal["auto"] = (
-        8  # items a rank holds at once; auto: as many as fit. Only dropout's draws depend on it
-    )
+    micro_batch_size: int | Literal["auto"] = 8  # items a rank holds at once; auto: as many as fit; only dropout depends on it
 
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
     lr: float = 2e-5  # the highest learning rate of the run

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -98,8 +98,8 @@ def load_rows(
             raise UserError(f"{cfg.train_file or cfg.dataset}: {len(train)} rows are too few to train and to evaluate on.")
         numbered = datasets.Dataset.from_dict({"number": np.arange(len(train))})  # split alike: only their number counts
         options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
-        (train, test), numbers = (list(rows.train_test_split(**options).values()) for rows in (train, numbered))
-        train.places, test.places = (np.array(rows["number"][:]) for rows in numbers)
+        halves, numbers = (rows.train_test_split(**options) for rows in (train, numbered))
+        train, test = (at_places(halves[half], np.array(numbers[half]["number"][:])) for half in ("train", "test"))
     for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
             raise UserError(f"The {name} data of {cfg.train_file or cfg.dataset} have no rows.")
@@ -111,14 +111,18 @@ def _first(rows: "datasets.Dataset", number: int) -> "datasets.Dataset":
 
 
 def _chosen(rows: "datasets.Dataset", which: np.ndarray) -> "datasets.Dataset":
-    chosen = rows.select(which)
-    chosen.places = _places(rows)[which]
-    return chosen
+    return at_places(rows.select(which), places(rows)[which])
 
 
-def _places(rows: "datasets.Dataset") -> np.ndarray:
+def places(rows: "datasets.Dataset") -> np.ndarray:
     """Of each row, its place among those of its file, from 0: some may have been set aside, or left out."""
     return getattr(rows, "places", np.arange(len(rows)))
+
+
+def at_places(rows: "datasets.Dataset", their_places: np.ndarray) -> "datasets.Dataset":
+    """The same rows: not every method of a table hands on what it knows of them."""
+    rows.places = their_places
+    return rows
 
 
 def load_file(option: str, path: str) -> "datasets.Dataset":
@@ -200,8 +204,7 @@ def without_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list[
     """
     sound = []
     for rows, what in zip(tables, ("training", "evaluation")):
-        bare = rows.remove_columns("problem")
-        bare.places = _places(rows)
+        bare = at_places(rows.remove_columns("problem"), places(rows))
         sound.append(_sound(bare, rows["problem"][:], cfg, what))
     return sound
 
@@ -216,7 +219,7 @@ def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["
     return tables
 
 
-def with_labels(tables: list["datasets.Dataset"], column: str, cfg: RecipeConfig) -> list["datasets.Dataset"]:
+def with_labels(tables: Sequence["datasets.Dataset"], column: str, cfg: RecipeConfig) -> Sequence["datasets.Dataset"]:
     """Training and evaluation rows that have one; others are treated as `without_broken` does."""
     import datasets
 
@@ -227,10 +230,7 @@ def with_labels(tables: list["datasets.Dataset"], column: str, cfg: RecipeConfig
     is_fraction = getattr(tables[0].features[column], "dtype", "") == "float64"
     if is_fraction and all(value.is_integer() for rows in sound for value in rows[column][:]):
         # Whole numbers of a .csv, which become fractions where one is missing.
-        whole = [rows.cast_column(column, datasets.Value("int64")) for rows in sound]
-        for rows, same in zip(whole, sound):
-            rows.places = _places(same)
-        return whole
+        return [at_places(rows.cast_column(column, datasets.Value("int64")), places(rows)) for rows in sound]
     return sound
 
 
@@ -239,8 +239,8 @@ def _sound(rows: "datasets.Dataset", problems: list[str], cfg: RecipeConfig, wha
     if not broken:
         return rows
     file = cfg.eval_file if what == "evaluation" and cfg.eval_file else cfg.train_file or cfg.dataset
-    places = _places(rows)
-    shown = "; ".join(f"row {places[i] + 1}: {problems[i]}" for i in sorted(broken, key=lambda i: places[i])[:3])
+    number = places(rows) + 1
+    shown = "; ".join(f"row {number[i]}: {problems[i]}" for i in sorted(broken, key=lambda i: number[i])[:3])
     counted = f" (as {file} has them, counted from 1, without a header)"
     found = f"{len(broken):,} of {len(problems):,} {what} rows cannot be used: {shown}{'; ...' if broken[3:] else ''}{counted}."
     if not cfg.skip_broken:
@@ -331,9 +331,8 @@ def map_once(
         raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
     done = datasets.load_from_disk(str(final))
     if SOURCE in done.column_names:  # there are rows
-        places = _places(rows)[np.array(done.with_format("numpy")[SOURCE][:], dtype=int)]
-        done = done.remove_columns(SOURCE)
-        done.places = places
+        source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
+        done = at_places(done.remove_columns(SOURCE), places(rows)[source])
     return done
 
 
@@ -341,11 +340,12 @@ def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None
     partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
     options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
 
-    def with_source(batch: dict[str, list], places: list[int]) -> dict[str, list]:
+    def with_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         made = function(batch)
         number = len(next(iter(made.values())))
-        of = made.pop(SOURCE, range(number) if number == len(places) else [0] * number)
-        return {**made, SOURCE: [places[i] for i in of]}
+        # Where rows are mixed, as in chunks for masking, nobody asks for theirs.
+        of = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
+        return {**made, SOURCE: [indices[i] for i in of]}
 
     # With a fingerprint of ours `datasets` does not try to hash the function, which it often cannot.
     done = rows.map(with_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)

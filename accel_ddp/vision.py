@@ -154,8 +154,7 @@ def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeC
     for rows in tables:
         depends_on = [column, labels.identity, _age_of_files(rows, column), PIL.__version__]
         done = data.map_once(rows, check, depends_on=depends_on, cfg=cfg)
-        facts.append(done.add_column("place", np.arange(len(done))))
-        facts[-1].places = done.places  # add_column makes another table
+        facts.append(data.at_places(done.add_column("place", np.arange(len(done))), data.places(done)))
     return [Checked(rows, column, good) for rows, good in zip(tables, data.without_broken(facts, cfg))]
 
 

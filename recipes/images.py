@@ -93,7 +93,7 @@ def logits(model, batch):
 
 def build_data(cfg: Config):
     """Training and evaluation images, all of which can be decoded, and the names of the labels."""
-    tables = accel_ddp.vision.load_rows(cfg)
+    tables = accel_ddp.data.with_labels(accel_ddp.vision.load_rows(cfg), cfg.label_column, cfg)
     labels = accel_ddp.labels.Labels.of(
         *tables, cfg.label_column, of_both=bool((cfg.train_file and not cfg.eval_file) or cfg.max_train_items)
     )

@@ -1,10 +1,12 @@
 """Options: precedence, words for mistakes, and the arithmetic of batches."""
 
+import dataclasses
+import inspect
 from dataclasses import dataclass
 
 import pytest
 
-from accel_ddp.config import TrainConfig, UserError, parse_config
+from accel_ddp.config import RecipeConfig, TrainConfig, UserError, parse_config
 
 
 @dataclass(kw_only=True)
@@ -26,6 +28,15 @@ def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_pat
     assert (cfg.packing, cfg.compile) == ("off", "on"), "which YAML reads as false and true"
     assert parsed("--steps", "9", f"--config={file}").steps == 9, "wherever the file stands"
     assert parsed().lr == TrainConfig().lr
+
+
+def test_every_option_says_what_it_is():
+    """A comment that the formatter has moved to another line is not in the help."""
+    for cls in (TrainConfig, RecipeConfig):
+        lines = inspect.getsource(cls).splitlines()
+        for name in set(cls.__annotations__) & {field.name for field in dataclasses.fields(cls)}:
+            (line,) = [line for line in lines if line.startswith(f"    {name}: ")]
+            assert "  # " in line, line
 
 
 def test_switches_can_be_written_as_people_write_them():

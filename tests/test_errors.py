@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+import datasets
 import pytest
 from PIL import Image
 
@@ -50,6 +51,8 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         (folder / "photos" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), i * 20).save(folder / "photos" / "ab"[i % 2] / f"{i}.png")
     (folder / "photos" / "a" / "torn.png").write_bytes((folder / "photos" / "a" / "0.png").read_bytes()[:40])
+    photo, labels = (folder / "photos" / "a" / "0.png").read_bytes(), [None if i == 6 else i % 2 for i in range(20)]
+    datasets.Dataset.from_dict({"image": [photo] * 20, "label": labels}).to_parquet(folder / "photos.parquet")
     good = file("good.csv", "text,label\n" + "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))
     labels = {4: "", 17: ""}  # of which one may be set aside for the evaluation
     unlabelled = file("gaps.csv", "text,label\n" + "".join(f"text {i},{labels.get(i, 'ab'[i % 2])}\n" for i in range(20)))
@@ -155,6 +158,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "too many dimensions": {"recipe": "embed", "dataset": "embedded:docstrings", "matryoshka": [999]},
         "broken image": {"recipe": "images", "model": "mini-resnet", "train_file": photos},
         "broken image skipped": {"recipe": "images", "model": "mini-resnet", "train_file": photos, "skip_broken": True},
+        "image without a label": {"recipe": "images", "model": "mini-resnet", "train_file": str(folder / "photos.parquet")},
         "nothing to mask": {"recipe": "pretrain_mlm", "model": "embedded:tiny-bert", "train_file": file("blank.txt", " \n\n \n")},
         "not utf-8": {"recipe": "pretrain_mlm", "model": "embedded:tiny-bert", "train_file": latin},
     }
@@ -220,6 +224,7 @@ def told(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "no negatives": ["no negatives"],
         "too many dimensions": ["--matryoshka 999", "16 dimensions"],
         "broken image": ["torn.png", "--skip_broken"],
+        "image without a label": ["row 7: it has no label", "photos.parquet", "--skip_broken"],
         "nothing to mask": ["empty"],
         "not utf-8": ["latin.txt", "UTF-8", "353"],
     }.items(),
@@ -295,6 +300,15 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert "a bug in the user's loss" in ended.texts[1]
     assert ended.text.count("Traceback") == 1, "of the rank that failed, not of the one that lost it"
     assert ended.seconds < 40
+
+
+def test_a_rank_whose_code_ends_it_is_not_taken_for_killed(tmp_path):
+    ended = goes_wrong(tmp_path, "exit")
+    assert ended.codes == [1, 3], ended.text
+    assert "rank 1 on" in ended.text
+    assert "ended itself: sys.exit(3)" in ended.text
+    assert "lost:" not in ended.text
+    assert "Traceback" not in ended.text
 
 
 def test_a_second_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):

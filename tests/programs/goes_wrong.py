@@ -1,5 +1,6 @@
-"""Trainings that go wrong on one rank: a loss that is no number, no memory, an exception, or no end at all."""
+"""Trainings that go wrong on one rank: a loss that is no number, no memory, an exception, an end, or no end at all."""
 
+import sys
 import time
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ def main(cfg: Config) -> None:
                 torch.empty(1 << 50, dtype=torch.uint8)
             if cfg.how == "exception":
                 raise ValueError("a bug in the user's loss")
+            if cfg.how == "exit":
+                sys.exit(3)
             if cfg.how == "endless":
                 print("now it hangs", flush=True)
                 time.sleep(600)
