@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         vision,
         world,
     )
-    from accel_ddp.config import TrainConfig, UserError, parse_config, run
+    from accel_ddp.config import TrainConfig, parse_config, run
+    from accel_ddp.errors import UserError
     from accel_ddp.loop import fit
     from accel_ddp.runtime import start
     from accel_ddp.stream import TrainBatches
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "TrainConfig": "config", "UserError": "config", "parse_config": "config", "run": "config",
+    "TrainConfig": "config", "UserError": "errors", "parse_config": "config", "run": "config",
     "TrainBatches": "stream", "fit": "loop", "start": "runtime", "together": "world",
 }  # fmt: skip
 _MODULES = [

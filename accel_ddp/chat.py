@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_ddp.config import UserError
 from accel_ddp.data import SOURCE
+from accel_ddp.errors import UserError
 from accel_ddp.world import say
 
 if TYPE_CHECKING:

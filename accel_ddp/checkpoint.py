@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from accel_ddp import snapshot, world
-from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.errors import UserError
 from accel_ddp.snapshot import MODEL, OPTIMIZER
 from accel_ddp.state import described, frozen, kept, put_back, refuse_another_model, taken, versions
 

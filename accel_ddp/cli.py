@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 
 
 def main(words: list[str] | None = None) -> int:

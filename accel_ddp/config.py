@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from accel_ddp.errors import UserError
+
 C = TypeVar("C", bound="TrainConfig")
 
 
 _TIMEOUT_WORD = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
 _DDP_TIMEOUT = int(_TIMEOUT_WORD) if _TIMEOUT_WORD.isdigit() else 0  # 0 is refused by `validate`
-
-
-class UserError(Exception):
-    """A mistake that the user can mend: printed as it is, without a traceback, exit code 2."""
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,8 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp import embedded
-from accel_ddp.config import RecipeConfig, TrainConfig, UserError, is_voice_of_node
+from accel_ddp.config import RecipeConfig, TrainConfig, is_voice_of_node
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.world import say
 

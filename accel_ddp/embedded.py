@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.state import unique
 

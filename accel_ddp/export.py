@@ -12,8 +12,9 @@ from accelerate import Accelerator
 
 from accel_ddp import snapshot, world
 from accel_ddp.checkpoint import Metrics
-from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.data import prepare_hub
+from accel_ddp.errors import UserError
 from accel_ddp.state import frozen, has_adapters, kept, versions
 
 BASE = "base"  # the folder with the config of the model below adapters

@@ -7,7 +7,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp import graphs, world
-from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.fast import Speed
 from accel_ddp.stream import TrainBatches
 from accel_ddp.update import LossSum, rehearse

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 
 from accel_ddp import stop
 from accel_ddp.checkpoint import Metrics, higher_is_better
-from accel_ddp.config import TrainConfig, UserError, as_plain_dict
+from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.errors import UserError
 from accel_ddp.update import Numbers
 
 

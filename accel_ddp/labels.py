@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 
 if TYPE_CHECKING:
     import datasets

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp import checkpoint, fast, fitting, flops, stop, world
-from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.hooks import Hook, Pace
 from accel_ddp.optim import lr_at, set_lr
 from accel_ddp.seeds import mixed

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from accel_ddp import data, models
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.world import say
 

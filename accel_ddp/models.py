@@ -10,8 +10,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp import embedded, world
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
 from accel_ddp.data import prepare_hub
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 
 

@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ddp.config import TrainConfig, UserError
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 
 
 def versions() -> dict[str, str]:

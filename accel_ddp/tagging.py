@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ddp.config import UserError
 from accel_ddp.data import FILE_FORMATS, load_file
+from accel_ddp.errors import UserError
 from accel_ddp.world import say
 
 if TYPE_CHECKING:

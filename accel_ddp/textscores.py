@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 from accel_ddp.world import say
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import packing
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_torch
 
 Batch = Any

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from accel_ddp import snapshot
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 
 # SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
 # others for other micro-batches. Clipped to 1, a step moves the weights by at most this learning rate.

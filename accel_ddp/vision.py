@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from accel_ddp import data, models, world
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 from accel_ddp.labels import Labels
 from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, must_be_the_same
+from accel_ddp.config import TrainConfig, is_voice_of_node, must_be_the_same
 from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 
 HOST = socket.gethostname()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, UserError, run
+from accel_ddp.config import RecipeConfig, run
+from accel_ddp.errors import UserError
 
 
 @dataclass(kw_only=True)

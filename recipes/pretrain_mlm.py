@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, UserError, run
+from accel_ddp.config import RecipeConfig, run
+from accel_ddp.errors import UserError
 
 
 @dataclass(kw_only=True)

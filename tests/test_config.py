@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_ddp.config import RecipeConfig, TrainConfig, UserError, parse_config
+from accel_ddp.config import RecipeConfig, TrainConfig, parse_config
+from accel_ddp.errors import UserError
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from accel_ddp.config import RecipeConfig, TrainConfig, UserError
+from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.data import fingerprint, load_rows, map_once, padded
+from accel_ddp.errors import UserError
 from accel_ddp.labels import Labels
 from accel_ddp.losses import of_tokens
 from accel_ddp.seeds import mixed

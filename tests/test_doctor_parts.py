@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.config import UserError
 from accel_ddp.doctor import at_launch, command, compare, facts, gpus, here, paths, place, report, wire
+from accel_ddp.errors import UserError
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_ddp import data, embedded
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows

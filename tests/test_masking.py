@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_ddp import masking
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
 from accel_ddp.stream import _SeededItems
 

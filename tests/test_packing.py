@@ -16,7 +16,8 @@ from torch import nn
 
 from accel_ddp import fast, fitting, flops, heads, losses, packing
 from accel_ddp import packed as packs
-from accel_ddp.config import TrainConfig, UserError, parse_config
+from accel_ddp.config import TrainConfig, parse_config
+from accel_ddp.errors import UserError
 from accel_ddp.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 

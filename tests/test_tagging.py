@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 from accel_ddp.tagging import Tags, aligned, entity_scores, for_words, load_words, problem
 from accel_ddp.textscores import are_cut, decoded, generation_config, of_texts
 

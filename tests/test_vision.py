@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from accel_ddp import vision
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 from accel_ddp.labels import Labels
 from accel_ddp.seeds import seed_host
 from accel_ddp.stream import _SeededItems

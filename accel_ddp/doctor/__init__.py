@@ -25,8 +25,8 @@ def preflight(cfg: "TrainConfig") -> None:
     """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
     import asyncio
 
-    from accel_ddp.config import UserError
     from accel_ddp.doctor import here, place, visit
+    from accel_ddp.errors import UserError
 
     mine = place.of_this_rank()
     if cfg.preflight == "off" or mine.nodes <= 1:
@@ -71,8 +71,8 @@ def say(text: str) -> None:
 
 
 def refuse(outcome: "Outcome") -> None:
-    from accel_ddp.config import UserError
     from accel_ddp.doctor import report
+    from accel_ddp.errors import UserError
 
     if outcome.is_bad:
         lines = [report.text_of(outcome.findings), *outcome.table, "Nothing was started. --preflight off starts all the same."]

@@ -69,7 +69,7 @@ def _option(words: list[str], name: str, default: str) -> str:
 
 
 def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
-    from accel_ddp.config import UserError
+    from accel_ddp.errors import UserError
 
     is_on = _option(words, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
     if params.max_nodes > 1 and params.min_nodes == params.max_nodes and is_on:

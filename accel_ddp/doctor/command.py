@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp import doctor
-from accel_ddp.config import TrainConfig, UserError, is_voice_of_node, parse_config
+from accel_ddp.config import TrainConfig, is_voice_of_node, parse_config
 from accel_ddp.doctor import here, report, visit
 from accel_ddp.doctor import place as places
 from accel_ddp.doctor.meeting import free_port
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding
 from accel_ddp.doctor.visit import Outcome, Wanted
+from accel_ddp.errors import UserError
 
 ABOUT = """Names whatever is wrong with the cluster. Type the same on every node, each with its own --machine_rank.
 

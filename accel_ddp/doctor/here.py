@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from accel_ddp.config import UserError
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, gibibytes
+from accel_ddp.errors import UserError
 
 T = TypeVar("T")
 

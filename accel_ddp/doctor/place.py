@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.config import UserError
+from accel_ddp.errors import UserError
 
 # What a node may have for itself in its accelerate config; anything else that differs starts something else on each.
 OF_ONE_NODE = {"machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16"}

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp import doctor
-from accel_ddp.config import RecipeConfig, TrainConfig, UserError, as_plain_dict
+from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.doctor import here, report, visit, wire
 from accel_ddp.doctor.command import options_of, parser_of_doctor, patient
 from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.visit import Outcome
+from accel_ddp.errors import UserError
 from accel_ddp.tune import results
 from accel_ddp.tune.course import Course, Wish
 from accel_ddp.tune.ranks import Ranks

@@ -10,7 +10,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from accel_ddp.config import RecipeConfig, UserError
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 
 _SQUARE = 1024  # side of the matrices that stand for a model of which only the size is known
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, UserError, run
+from accel_ddp.config import TrainConfig, run
+from accel_ddp.errors import UserError
 
 
 @dataclass(kw_only=True)
