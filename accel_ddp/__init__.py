@@ -1,83 +1,85 @@
 """Fine-tuning on any number of GPUs and nodes, with the same result.
 
-Names are imported when they are first used (PEP 562), so that `--help`, a mistyped option and the
-checks before training do not wait for torch.
+`__all__` lists the public names. Each one is imported when it is first used (PEP 562), so that `--help`,
+a mistyped option and the checks before training do not wait for torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_ddp import (
-        chat,
-        checkpoint,
-        contrast,
-        data,
-        embedded,
-        export,
-        hooks,
-        labels,
-        losses,
-        masking,
-        metrics,
-        models,
-        optim,
-        runtime,
-        seeds,
-        stop,
-        tagging,
-        textscores,
-        update,
-        vision,
-        world,
-    )
-    from accel_ddp.config import TrainConfig, parse_config, run
+    from accel_ddp import export, seeds
+    from accel_ddp.accelerator import start
+    from accel_ddp.config import RecipeConfig, TrainConfig, option, parse_config
+    from accel_ddp.entry import run
     from accel_ddp.errors import UserError
-    from accel_ddp.loop import fit
-    from accel_ddp.runtime import start
-    from accel_ddp.stream import TrainBatches
-    from accel_ddp.world import together
+    from accel_ddp.loop import Outcome, fit, train
+    from accel_ddp.ranks.agreement import together
+    from accel_ddp.saving.checkpoints import Checkpoints
+    from accel_ddp.sources import builtin, models, rows, tokenisation
+    from accel_ddp.speed import linear_cross_entropy
+    from accel_ddp.speed.attach import attach
+    from accel_ddp.tasks import chat, contrastive, generation_metrics, labels, masking, metrics, tagging, vision
+    from accel_ddp.training import hooks, losses, optim
+    from accel_ddp.training.evaluation import EvalBatches, evaluate
+    from accel_ddp.training.stream import TrainBatches
+    from accel_ddp.training.update import update
+    from accel_ddp.training.whole_batch import WholeBatch
 
 __version__ = "0.1.0"
 
+# Public name: the module that defines it. A name that ends with a dot is a module itself.
 _HOME = {
-    "TrainConfig": "config", "UserError": "errors", "parse_config": "config", "run": "config",
-    "TrainBatches": "stream", "fit": "loop", "start": "runtime", "together": "world",
-}  # fmt: skip
-_MODULES = [
-    "chat",
-    "contrast",
-    "checkpoint",
-    "data",
-    "embedded",
-    "export",
-    "fast",
-    "fitting",
-    "heads",
-    "hooks",
-    "labels",
-    "losses",
-    "masking",
-    "metrics",
-    "models",
-    "optim",
-    "packed",
-    "packing",
-    "runtime",
-    "seeds",
-    "stop",
-    "tagging",
-    "textscores",
-    "update",
-    "vision",
-    "world",
-]
-__all__ = [*_HOME, *_MODULES]
+    "Checkpoints": "saving.checkpoints",
+    "EvalBatches": "training.evaluation",
+    "Outcome": "loop",
+    "RecipeConfig": "config",
+    "TrainBatches": "training.stream",
+    "TrainConfig": "config",
+    "UserError": "errors",
+    "WholeBatch": "training.whole_batch",
+    "attach": "speed.attach",
+    "builtin": "sources.",
+    "chat": "tasks.",
+    "contrastive": "tasks.",
+    "evaluate": "training.evaluation",
+    "export": ".",
+    "fit": "loop",
+    "generation_metrics": "tasks.",
+    "hooks": "training.",
+    "labels": "tasks.",
+    "linear_cross_entropy": "speed.",
+    "losses": "training.",
+    "masking": "tasks.",
+    "metrics": "tasks.",
+    "models": "sources.",
+    "optim": "training.",
+    "option": "config",
+    "parse_config": "config",
+    "rows": "sources.",
+    "run": "entry",
+    "seeds": ".",
+    "start": "accelerator",
+    "tagging": "tasks.",
+    "together": "ranks.agreement",
+    "tokenisation": "sources.",
+    "train": "loop",
+    "update": "training.update",
+    "vision": "tasks.",
+}
+__all__ = [*_HOME]
 
 
-def __getattr__(name: str):
-    if name in _MODULES:
-        return import_module(f"accel_ddp.{name}")
-    if name in _HOME:
-        return getattr(import_module(f"accel_ddp.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")
+    home = _HOME[name]
+    if home.endswith("."):
+        value: object = import_module(f"accel_ddp.{home.strip('.')}.{name}".replace("..", "."))
+    else:
+        value = getattr(import_module(f"accel_ddp.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

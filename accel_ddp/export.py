@@ -10,12 +10,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_ddp import snapshot, world
-from accel_ddp.checkpoint import Metrics
+from accel_ddp.ranks import world
+from accel_ddp.saving import format
+from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.data import prepare_hub
+from accel_ddp.sources.rows import prepare_hub
 from accel_ddp.errors import UserError
-from accel_ddp.state import frozen, has_adapters, kept, versions
+from accel_ddp.saving.tensors import frozen, has_adapters, kept, versions
 
 BASE = "base"  # the folder with the config of the model below adapters
 
@@ -78,16 +79,16 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: is there already. Give a folder that is not.")
-    problem = snapshot.problem(path)
+    problem = format.problem(path)
     if problem:
         raise UserError(f"{path}: {problem}. It is not exported.")
     if not any((path / "files" / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
             f"{path}: holds no config of a transformers model, so that it cannot become such a folder. Its weights are in "
-            f"{path / snapshot.MODEL}: load them with safetensors."
+            f"{path / format.MODEL}: load them with safetensors."
         )
-    run = snapshot.run_of(path)
-    known = {**(snapshot.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
+    run = format.run_of(path)
+    known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
     _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
@@ -97,17 +98,17 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
 
 
 def _chosen(place: Path) -> Path:
-    there = snapshot.all_of(place)
+    there = format.all_of(place)
     if not there:
         if not place.is_dir():
             raise UserError(f"{place}: there is no such folder.")
         return place
-    best = snapshot.read_json(place / "best.json")
+    best = format.read_json(place / "best.json")
     if isinstance(best, dict) and (place / best["checkpoint"]).is_dir():
         print(f"{place}: the best is {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
         return place / best["checkpoint"]
     for path in reversed(there):
-        problem = snapshot.problem(path)
+        problem = format.problem(path)
         if not problem:
             print(f"{place}: the newest is {path.name}")
             return path
@@ -141,11 +142,11 @@ def _model_of(path: Path) -> Any:
         model = peft.get_peft_model(base, adapters)
     else:
         model = kind(config)
-    weights, names = load_file(path / snapshot.MODEL), kept(model)
+    weights, names = load_file(path / format.MODEL), kept(model)
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")
-    if frozen(model) != snapshot.run_of(path).get("frozen", ""):
+    if frozen(model) != format.run_of(path).get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
     model.load_state_dict(weights, strict=False)  # tied weights are there once
     return model

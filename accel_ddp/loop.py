@@ -8,14 +8,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import checkpoint, fast, fitting, flops, stop, world
+from accel_ddp.ranks import signals, world
+from accel_ddp.saving import checkpoints
+from accel_ddp.speed import attach, autobatch, flops
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.hooks import Hook, Pace
-from accel_ddp.optim import lr_at, set_lr
+from accel_ddp.training.hooks import Hook, Pace
+from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.seeds import mixed
-from accel_ddp.stream import TrainBatches
-from accel_ddp.update import Count, LateReader, LossSum, Numbers, update
+from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.update import Count, LateReader, LossSum, Numbers, update
 
 
 def fit(
@@ -38,11 +40,11 @@ def fit(
     Where the run is asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is whole.
     """
     total_steps = cfg.total_steps(len(train))
-    speed = fast.prepare(accelerator, cfg, model, train, loss_sum, total_steps)
+    speed = attach.prepare(accelerator, cfg, model, train, loss_sum, total_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    saved = checkpoint.Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
+    saved = checkpoints.Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
     first = step = saved.restore()
-    fitting.settle(accelerator, cfg, model, optimizer, train, loss_sum, speed)
+    autobatch.settle(accelerator, cfg, model, optimizer, train, loss_sum, speed)
     world.say(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
     updates = train.starting_at(step, accelerator, cfg)
     peak = flops.peak_of_all(accelerator, cfg)
@@ -73,9 +75,9 @@ def fit(
         nonlocal metrics, is_done, is_stopping
         try:
             metrics = evaluate(model)
-        except stop.EvaluationStopped:
+        except signals.EvaluationStopped:
             is_stopping = True
-            stop.all_know()
+            signals.all_know()
             return
         saved.evaluated(step, metrics)
         is_done = any([hook.on_evaluate(step, metrics) for hook in hooks])
@@ -86,7 +88,7 @@ def fit(
                 hook.on_save(at, path)
 
     model.train(cfg.dropout)
-    with stop.armed(cfg), saved:
+    with signals.armed(cfg), saved:
         if evaluates() and step not in saved.evaluations:  # before the first step; or killed in an evaluation after a save
             measure()
             rate.restart()
@@ -99,7 +101,7 @@ def fit(
             lr = lr_at(step, cfg, total_steps)
             set_lr(optimizer, lr)
             seed = mixed(cfg.seed, "step", step)
-            batches, asked = next(updates), stop.is_asked()
+            batches, asked = next(updates), signals.is_asked()
             work = speed.work_of(batches)
             stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, asked, work)
             step += 1
@@ -110,7 +112,7 @@ def fit(
                 take_in(numbers)
             is_stopping = is_stopping or step == cfg.stop_after
             if is_stopping:
-                stop.all_know()
+                signals.all_know()
                 for numbers in reader.pop(all_of_them=True):
                     take_in(numbers)
             if saves or is_stopping:  # before the evaluation, which may fail
@@ -130,7 +132,7 @@ def fit(
         tell_of_saves()
         if skipped:
             world.say(f"{skipped} of {step - first} steps were skipped by the fp16 scaler (gradients overflowed).")
-        reason = stop.reason() if is_stopping else ""
+        reason = signals.reason() if is_stopping else ""
         for hook in hooks:
             now = metrics if step in saved.evaluations else {}  # not those of an earlier step
             hook.on_end(step, {**now, "skipped_steps": skipped, **({"stopped": reason} if reason else {})})
@@ -138,7 +140,7 @@ def fit(
             world.agreed(None, what="close its trackers")  # the launcher ends all ranks as soon as the first is gone
 
     if is_stopping:
-        stop.remove_file(cfg.output_dir)
+        signals.remove_file(cfg.output_dir)
         text = (
             f"stopped: asked by {reason}; step {step} of {total_steps} is saved. Go on with it: the same command with "
             f"--resume --output_dir {cfg.output_dir}"

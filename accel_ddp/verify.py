@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from accel_ddp import snapshot
+from accel_ddp.saving import format
 from accel_ddp.errors import UserError
 
 # SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
@@ -96,7 +96,7 @@ class _Work:
         lines += [self.within(f"micro-batch {other} and {share}", one, smaller)] if smaller else []
         lines += [self.within(f"{ranks.run['num_ranks']} ranks and 1", one, ranks)] if ranks else []
         lines += [self.identical(straight, killed)]
-        last_two = snapshot.all_of(one.path.parent)[-2:]
+        last_two = format.all_of(one.path.parent)[-2:]
         self.show(lines, precision, device, moved=_largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Not compared: another number of ranks. There is one GPU; with two or more, or on CPUs, it is.")
@@ -149,12 +149,12 @@ class _Work:
         fixed = self.steps + 20 if self.launch else 0
         started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], alone=False))
         while any(process.poll() is None for process in started):
-            if self.node == 0 and snapshot.all_of(self.place / name):
+            if self.node == 0 and format.all_of(self.place / name):
                 for process in started:
                     _kill(process)
             time.sleep(0.002)
-        before = snapshot.all_of(self.place / name)
-        at = snapshot.step_of(before[-1]) if before else 0
+        before = format.all_of(self.place / name)
+        at = format.step_of(before[-1]) if before else 0
         end = fixed or at + 4
         if not before and self.node == 0:  # it failed by itself
             return self.result(name, started, end), end
@@ -167,11 +167,11 @@ class _Work:
         return result, end
 
     def result(self, name: str, started: list[subprocess.Popen], end: int) -> "_Run":
-        found = snapshot.all_of(self.place / name)
+        found = format.all_of(self.place / name)
         if self.node > 0:
             return _Run(Path(), {}, {})
-        problem = snapshot.problem(found[-1]) if found else "it left no checkpoint"
-        run = snapshot.run_of(found[-1]) if found and not problem else {}
+        problem = format.problem(found[-1]) if found else "it left no checkpoint"
+        run = format.run_of(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
             problem = f"it came to step {run['step']}, not to {end}"
         if problem:
@@ -193,7 +193,7 @@ class _Work:
 
     def identical(self, a: "_Run", b: "_Run") -> Line:
         files = [
-            name for name in (snapshot.MODEL, snapshot.OPTIMIZER) if (a.path / name).read_bytes() != (b.path / name).read_bytes()
+            name for name in (format.MODEL, format.OPTIMIZER) if (a.path / name).read_bytes() != (b.path / name).read_bytes()
         ]
         difference = _largest_difference(a.path, b.path)[0]
         same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
@@ -255,7 +255,7 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
 def _largest_difference(a: Path, b: Path) -> tuple[float, str]:
     from safetensors.torch import load_file
 
-    one, two = load_file(a / snapshot.MODEL), load_file(b / snapshot.MODEL)
+    one, two = load_file(a / format.MODEL), load_file(b / format.MODEL)
     differences = {name: (one[name].double() - two[name].double()).abs().max().item() for name in one if one[name].numel()}
     name = max(differences, key=differences.get)
     return differences[name], name

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accel_ddp
-from accel_ddp.checkpoint import Checkpoints
-from accel_ddp.update import update
+from accel_ddp.saving.checkpoints import Checkpoints
+from accel_ddp.training.update import update
 
 WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # float32: the weight and two moments of AdamW

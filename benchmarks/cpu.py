@@ -32,7 +32,7 @@ def prepare(work: Path, words: list[str]) -> str:
     import classify
 
     from accel_ddp.config import parse_config
-    from accel_ddp.models import load_tokenizer, locate
+    from accel_ddp.sources.models import load_tokenizer, locate
 
     cfg = parse_config(classify.Config, words)
     rows = classify.build_data(cfg, load_tokenizer(cfg, cfg.max_length))[0]

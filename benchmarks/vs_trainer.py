@@ -79,7 +79,7 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
     from importlib import import_module
 
     from accel_ddp.config import parse_config
-    from accel_ddp.models import load_tokenizer
+    from accel_ddp.sources.models import load_tokenizer
 
     recipe = import_module(job.recipe)
     cfg = parse_config(recipe.Config, words)
@@ -88,7 +88,7 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
 
 def our_order(num_rows: int, seed: int, number: int) -> np.ndarray:
     """The first rows of our stream: any number of ranks takes them in this order, step after step."""
-    from accel_ddp.stream import Shuffle
+    from accel_ddp.training.stream import Shuffle
 
     return np.array(Shuffle(num_rows, seed).items(0, number))
 

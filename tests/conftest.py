@@ -190,7 +190,7 @@ def tiny_model(tmp_path_factory) -> str:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from accel_ddp import models
+    from accel_ddp.sources import models
     from accel_ddp.config import RecipeConfig
 
     folder = tmp_path_factory.mktemp("tiny")

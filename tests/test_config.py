@@ -112,7 +112,7 @@ def test_epochs_become_steps_and_no_item_is_dropped():
 
 
 def test_learning_rates_are_functions_of_the_step():
-    from accel_ddp.optim import lr_at
+    from accel_ddp.training.optim import lr_at
 
     def rates(**options):
         return [lr_at(step, Config(lr=1.0, **options), 10) for step in range(10)]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from accel_ddp.contrast import in_batch_losses, keys_of, retrieval
+from accel_ddp.tasks.contrastive import in_batch_losses, keys_of, retrieval
 from tests.conftest import PROGRAMS, run_ranks
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp import data, embedded
+from accel_ddp.sources import builtin, rows
 from accel_ddp.errors import UserError
 from tests.conftest import ROOT, clean_environment
 
@@ -28,13 +28,13 @@ MADE = ["embedded:tiny-llama", "embedded:tiny-t5", "embedded:tiny-bert"]
 
 ELSEWHERE = """
 import json, sys, transformers
-from accel_ddp import data, embedded
+from accel_ddp.sources import builtin, rows
 shared, own = sys.argv[1:3]
 input()
-embedded.model_folder("embedded:tiny-t5", shared)
+builtin.model_folder("embedded:tiny-t5", shared)
 for name in sys.argv[3:]:
-    embedded.model_folder(name, own)
-print(json.dumps({name: [data.fingerprint(part) for part in embedded.load_dataset(name).values()] for name in embedded.DATASETS}))
+    builtin.model_folder(name, own)
+print(json.dumps({name: [rows.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
 """
 
 
@@ -59,16 +59,16 @@ def cache(tmp_path_factory, elsewhere) -> Path:
 
     elsewhere.stdin.write("now\n")
     elsewhere.stdin.flush()
-    embedded.model_folder("embedded:tiny-t5", str(elsewhere.shared))
+    builtin.model_folder("embedded:tiny-t5", str(elsewhere.shared))
     folder = tmp_path_factory.mktemp("cache")
     for name in MADE:
-        embedded.model_folder(name, str(folder))
+        builtin.model_folder(name, str(folder))
     return folder
 
 
 @pytest.fixture(scope="module")
 def splits(cache) -> dict:
-    return {name: embedded.load_dataset(name) for name in embedded.DATASETS}
+    return {name: builtin.load_dataset(name) for name in builtin.DATASETS}
 
 
 def test_every_dataset_has_its_columns_and_rows(splits):
@@ -106,7 +106,7 @@ def test_no_evaluation_row_was_trained_on(splits, name, columns):
 def test_rows_mean_what_they_say(splits):
     words = {row["source"]: row["target"] for part in splits["embedded:number_words"].values() for row in part}
     assert (words["0"], words["20"], words["317"]) == ("zero", "twenty", "three hundred seventeen")
-    assert embedded._in_words(40_015) == "forty thousand fifteen"
+    assert builtin._in_words(40_015) == "forty thousand fifteen"
     first = splits["embedded:digits"]["train"][0]
     assert (first["image"].size, first["image"].mode, first["image"].getextrema()[1]) == ((8, 8), "L", 255)
     for part in splits["embedded:code_roles"].values():
@@ -115,7 +115,7 @@ def test_rows_mean_what_they_say(splits):
             for before, tag in zip(["O", *row["tags"]], row["tags"]):
                 assert not tag.startswith("I-") or before[2:] == tag[2:], row
     line, roles = "async def run(self, *args):", {10: ("run", "FUNC"), 14: ("self", "ARG"), 21: ("args", "ARG")}
-    assert embedded._tagged(f"{line}  # now", roles)[1] == ["O", "O", "B-FUNC", "O", "B-ARG", "O", "O", "B-ARG", "O", "O"]
+    assert builtin._tagged(f"{line}  # now", roles)[1] == ["O", "O", "B-FUNC", "O", "B-ARG", "O", "O", "B-ARG", "O", "O"]
 
 
 def test_models_load_and_their_tokenizers_give_back_the_text(cache):
@@ -125,7 +125,7 @@ def test_models_load_and_their_tokenizers_give_back_the_text(cache):
     before = torch.get_rng_state()
     kinds = {MADE[0]: (AutoModelForCausalLM, 1e6), MADE[1]: (AutoModelForSeq2SeqLM, 2e5), MADE[2]: (AutoModelForMaskedLM, 9e5)}
     for name, (auto_class, least) in kinds.items():
-        folder = embedded.model_folder(name, str(cache))
+        folder = builtin.model_folder(name, str(cache))
         tokenizer, model = AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder)
         assert least < sum(weight.numel() for weight in model.parameters()) < 1.5 * least, name
         assert len(tokenizer) == model.get_input_embeddings().num_embeddings, name
@@ -143,7 +143,7 @@ def test_models_load_and_their_tokenizers_give_back_the_text(cache):
 def test_a_conversation_that_goes_on_begins_as_it_began(cache):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(embedded.model_folder("embedded:tiny-llama", str(cache)))
+    tokenizer = AutoTokenizer.from_pretrained(builtin.model_folder("embedded:tiny-llama", str(cache)))
     messages = [
         {"role": role, "content": f"{n}\n"} for n, role in enumerate(["system", "user", "assistant", "user", "assistant"])
     ]
@@ -160,7 +160,7 @@ def test_making_a_model_draws_nothing_from_the_callers_generator(tmp_path):
     import torch
 
     before = torch.get_rng_state()
-    embedded.model_folder("embedded:tiny-t5", str(tmp_path))
+    builtin.model_folder("embedded:tiny-t5", str(tmp_path))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -169,7 +169,7 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
         files = sorted(file for file in (folder / "models").rglob("*") if file.is_file())
         return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
-    here = {name: [data.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
+    here = {name: [rows.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
     said, _ = elsewhere.communicate(timeout=100)
     assert json.loads(said.splitlines()[-1]) == here
     assert elsewhere.returncode == 0
@@ -180,11 +180,11 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
 
 def test_unknown_names_and_a_cache_that_cannot_be_written_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"embedded:docstring: .*embedded:docstrings, .*embedded:number_words"):
-        embedded.load_dataset("embedded:docstring")
+        builtin.load_dataset("embedded:docstring")
     with pytest.raises(UserError, match=r"embedded:gpt: .*embedded:all-MiniLM-L6-v2, embedded:tiny-llama"):
-        embedded.model_folder("embedded:gpt", str(tmp_path))
+        builtin.model_folder("embedded:gpt", str(tmp_path))
     with pytest.raises(UserError, match=r"'no_such_package'.*\.\[demo\].*your own --model"):
-        embedded.path_in_package("--model", "embedded:x", "no_such_package", "model")
+        builtin.path_in_package("--model", "embedded:x", "no_such_package", "model")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
-        embedded.model_folder("embedded:tiny-t5", str(tmp_path / "file"))
+        builtin.model_folder("embedded:tiny-t5", str(tmp_path / "file"))

@@ -14,11 +14,12 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import fast, fitting, flops, heads, losses, packing
-from accel_ddp import packed as packs
+from accel_ddp.speed import attach, autobatch, flops, linear_cross_entropy, padding_free
+from accel_ddp.training import losses
+from accel_ddp.speed import padding_free_model as packs
 from accel_ddp.config import TrainConfig, parse_config
 from accel_ddp.errors import UserError
-from accel_ddp.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
+from accel_ddp.training.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
@@ -65,7 +66,7 @@ def loss_of(model, batch):
 
 def computed(model, batch, loss=loss_of):
     model.zero_grad()
-    with packing.using(batch):
+    with padding_free.using(batch):
         value = loss(model, batch)
     value.backward()
     return value.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -115,7 +116,7 @@ def test_texts_of_a_row_do_not_see_each_other():
     with torch.no_grad():
         scores = []
         for batch in (first, second):
-            with packing.using(batch):
+            with padding_free.using(batch):
                 scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
     assert torch.equal(scores[0][1, :17], scores[1][1, :17])
     assert not torch.equal(scores[0][3], scores[1][3])
@@ -135,7 +136,7 @@ def test_each_layer_is_given_what_the_one_before_gave(kind):
     packed.install()
     packed.run = run
     batch = a_batch()
-    with packing.using(batch):
+    with padding_free.using(batch):
         loss_of(model, batch)
     assert len(given) == 3
     assert all(after[0] is before[1] for before, after in itertools.pairwise(given))
@@ -152,7 +153,7 @@ def test_what_cannot_be_packed_is_padded_and_says_why():
         if isinstance(model, transformers.BertForSequenceClassification):
             model.set_attn_implementation("eager")
             why = "eager"
-        with pytest.raises(packing.Unpackable, match=why):
+        with pytest.raises(padding_free.Unpackable, match=why):
             packs.Packed(model)
     # A window that is shorter than the texts: computed with padding, and right.
     config = transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=8)
@@ -186,7 +187,7 @@ def test_what_hidden_states_show_is_not_hidden_by_a_loss(monkeypatch):
     def leaks(module, query, key, value, *_, **__):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, packing.NAME, leaks)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, leaks)
     assert "something else" in packed.holds_for(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
 
 
@@ -233,7 +234,7 @@ def test_a_call_with_another_mask_than_the_batch_has_is_not_packed():
     model = KINDS["bert"]().eval()
     packed = packs.Packed(model)
     packed.install()
-    with packing.using(a_batch()):
+    with padding_free.using(a_batch()):
         other = a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row has room for
         packed.run = lambda *_: pytest.fail("it was packed")
         loss_of(model, other)
@@ -263,7 +264,7 @@ def test_a_small_table_has_the_gradient_of_an_embedding():
 # ----------------------------------------------------------------------------------------- the head
 
 
-@pytest.mark.parametrize("softmax", [heads.plain_softmax, heads.fused_softmax])
+@pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
 def test_a_loss_in_pieces_is_that_of_the_whole_table(monkeypatch, softmax):
     monkeypatch.setattr(heads, "PIECE", 300 * 130)
     monkeypatch.setattr(heads, "softmax", softmax)
@@ -271,10 +272,10 @@ def test_a_loss_in_pieces_is_that_of_the_whole_table(monkeypatch, softmax):
     values = [torch.randn(*size, dtype=torch.double, requires_grad=True) for size in ((700, 32), (130, 32), (130,))]
     labels = torch.where(torch.arange(700) % 5 == 0, -100, torch.randint(0, 130, (700,)))
     whole = F.cross_entropy(values[0] @ values[1].T + values[2], labels, reduction="sum")
-    pieces = heads.linear_cross_entropy(*values, labels)
+    pieces = linear_cross_entropy.linear_cross_entropy(*values, labels)
     assert abs(whole.item() - pieces.item()) < 1e-9
     with torch.no_grad():
-        assert heads.linear_cross_entropy(*values, labels).item() == pieces.item()
+        assert linear_cross_entropy.linear_cross_entropy(*values, labels).item() == pieces.item()
     for a, b in zip(torch.autograd.grad(whole * 0.3, values), torch.autograd.grad(pieces * 0.3, values)):
         assert torch.allclose(a, b, atol=1e-12)
 
@@ -284,7 +285,7 @@ def test_a_micro_batch_without_labels_has_a_loss_of_nothing():
     batch = a_batch()
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     batch = sized(Counted(lambda _: {**inputs, "labels": torch.full_like(batch["labels"], -100)})([]), torch.device("cpu"))
-    head = heads.OutputHead(model)
+    head = linear_cross_entropy.OutputHead(model)
     value, gradients = computed(model, batch, lambda model, batch: head.loss_sum(model, inputs, batch["labels"], batch))
     assert value == 0
     assert not any(gradient.any() for gradient in gradients.values())
@@ -298,7 +299,7 @@ def test_a_head_that_is_left_out_gives_the_same_loss_and_gradients(kind):
     labels = losses.next_tokens(batch["labels"])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     whole = computed(model, batch, lambda model, batch: losses.of_tokens(model(**inputs).logits, labels))
-    head = heads.OutputHead(model)
+    head = linear_cross_entropy.OutputHead(model)
     left_out = computed(model, batch, lambda model, batch: head.loss_sum(model, inputs, labels, batch))
     assert head.is_all
     assert apart(whole, left_out) < 1e-5
@@ -309,7 +310,7 @@ def test_a_head_with_something_after_it_is_not_left_out():
     model = transformers.Gemma2ForCausalLM(config).eval()
     batch = a_batch()
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    head = heads.OutputHead(model)
+    head = linear_cross_entropy.OutputHead(model)
     labels = losses.next_tokens(batch["labels"])
     assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
     assert head.is_all is False
@@ -363,19 +364,19 @@ def test_whether_compiling_pays_is_a_matter_of_tokens():
             for name in ("input_ids", "attention_mask")
         }
 
-    accelerator, cfg, needed = Accelerator(cpu=True), TrainConfig(global_batch_size=32), fast.TOKENS_THAT_PAY / (32 * 25 * 12)
+    accelerator, cfg, needed = Accelerator(cpu=True), TrainConfig(global_batch_size=32), attach.TOKENS_THAT_PAY / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not fast._pays(accelerator, cfg, train, 12, math.floor(needed))
-        assert fast._pays(accelerator, cfg, train, 12, math.ceil(needed))
+        assert not attach._pays(accelerator, cfg, train, 12, math.floor(needed))
+        assert attach._pays(accelerator, cfg, train, 12, math.ceil(needed))
 
 
 def test_tokens_of_a_model_with_two_stacks_are_those_of_both():
     t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     batch = a_batch()
     for model, tokens in ((KINDS["bert"](), sum(LENGTHS)), (transformers.T5ForConditionalGeneration(t5), 2 * sum(LENGTHS))):
-        assert fast.Speed(model, TrainConfig()).work_of([batch])[0] == tokens
+        assert attach.Speed(model, TrainConfig()).work_of([batch])[0] == tokens
 
 
 def test_operations_are_counted_as_by_hand():
@@ -462,7 +463,7 @@ def test_the_largest_size_is_found_by_doubling_and_halving():
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         for room in range(per_rank + 2):
             trial = Trial(room)
-            assert fitting._largest(sizes, trial) == max((size for size in sizes if size <= room), default=0)
+            assert autobatch._largest(sizes, trial) == max((size for size in sizes if size <= room), default=0)
             assert len(trial.tried) == len(set(trial.tried))
 
 

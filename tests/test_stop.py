@@ -312,11 +312,11 @@ def test_a_data_worker_whose_rank_is_killed_before_it_begins_ends_too():
     """Else it would live for ever, with the rank's connections open: the other ranks would not notice that it is gone."""
     code = """
 import os, time
-from accel_ddp import stop
-stop._rank = os.getpid()
+from accel_ddp.ranks import signals
+signals._rank = os.getpid()
 if os.fork() == 0:
     time.sleep(0.5)
-    stop.leave_signals_to_the_rank()
+    signals.leave_signals_to_the_rank()
     print("lives on", flush=True)
     os._exit(0)
 os.kill(os.getpid(), 9)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_ddp import vision
+from accel_ddp.tasks import vision
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.labels import Labels
+from accel_ddp.tasks.labels import Labels
 from accel_ddp.seeds import seed_host
-from accel_ddp.stream import _SeededItems
+from accel_ddp.training.stream import _SeededItems
 
 
 @dataclass(kw_only=True)

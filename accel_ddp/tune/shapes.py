@@ -57,11 +57,11 @@ def of_model(cfg: RecipeConfig) -> list[list[Any]]:
     import torch
     import transformers
 
-    from accel_ddp import models
+    from accel_ddp.sources import models
 
     with torch.device("meta"):  # shapes without memory
         if cfg.model == "mini-resnet":  # of recipes/images.py
-            from accel_ddp import vision
+            from accel_ddp.tasks import vision
 
             model, task = vision.MiniResNetForImageClassification(vision.MiniResNetConfig()), ""
         else:

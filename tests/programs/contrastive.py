@@ -10,7 +10,7 @@ from torch import nn
 
 import accel_ddp
 from accel_ddp.config import TrainConfig, run
-from accel_ddp.contrast import in_batch_losses
+from accel_ddp.tasks.contrastive import in_batch_losses
 
 
 @dataclass(kw_only=True)

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_ddp
-from accel_ddp import metrics, optim, world
+from accel_ddp.ranks import world
+from accel_ddp.training import evaluation, optim
 from accel_ddp.config import TrainConfig, run
-from accel_ddp.hooks import Hook
-from accel_ddp.stream import TrainBatches
+from accel_ddp.training.hooks import Hook
+from accel_ddp.training.stream import TrainBatches
 
 
 @dataclass(kw_only=True)
@@ -119,10 +120,10 @@ def measured(accelerator, cfg) -> dict[str, float]:
 
     def summarize(rows):
         pair = {"predictions": rows["predictions"], "references": rows["references"]}
-        scores = {name: metrics.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
+        scores = {name: evaluation.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
         return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"]), "labels": rows["references"].tolist()}
 
-    return metrics.evaluate(accelerator, model, metrics.EvalBatches(items, of_ids, 1, accelerator, cfg), measure, summarize)
+    return evaluation.evaluate(accelerator, model, evaluation.EvalBatches(items, of_ids, 1, accelerator, cfg), measure, summarize)
 
 
 def main(cfg: Config) -> None:

@@ -7,10 +7,11 @@ import torch
 from accelerate import Accelerator
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from accel_ddp import fast, heads, losses, packing
+from accel_ddp.speed import attach, linear_cross_entropy, padding_free
+from accel_ddp.training import losses
 from accel_ddp.config import TrainConfig
 from accel_ddp.seeds import seed_torch
-from accel_ddp.stream import TrainBatches
+from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}
 LENGTHS = [7, 100, 33, 64, 1, 128, 90, 15]
@@ -48,7 +49,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
         if kind == "bert"
         else LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True))
     )
-    head = heads.OutputHead(model)
+    head = linear_cross_entropy.OutputHead(model)
 
     def loss_sum(model, batch):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -60,7 +61,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
 
     cfg = TrainConfig(packing=packing_option, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
-    speed = fast.prepare(accelerator, cfg, model, train, loss_sum, total_steps=1)
+    speed = attach.prepare(accelerator, cfg, model, train, loss_sum, total_steps=1)
     assert (speed.packed is not None) == (packing_option == "on"), "not packed"
     model = accelerator.prepare(model)
     model.train()
@@ -72,7 +73,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
     for time in range(times + 1):
         for _ in range(2 if time == times else 1):  # the last time accumulates
             seed_torch(7, accelerator.device)
-            with packing.using(batch):
+            with padding_free.using(batch):
                 loss = loss_sum(model, batch)
             loss.backward()
         results.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -80,7 +81,7 @@ def computed(kind, packing_option, compile_option, dropout, times):
             p.grad = None
     # From now on nobody may make the host wait for the device, as padding does.
     torch.cuda.set_sync_debug_mode("error" if packing_option == "on" else "default")
-    with packing.using(batch):
+    with padding_free.using(batch):
         loss = loss_sum(model, batch)
     loss.backward()
     torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config import TrainConfig
-from accel_ddp.packed import layers_of
+from accel_ddp.speed.padding_free_model import layers_of
 
 # Dense products in bf16 or fp16, in TFLOP/s, as the makers state them; the first that is in a GPU's name counts.
 PEAKS = {

@@ -19,11 +19,12 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from accel_ddp import data, models, world
+from accel_ddp.ranks import world
+from accel_ddp.sources import models, rows
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.labels import Labels
-from accel_ddp.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
+from accel_ddp.tasks.labels import Labels
+from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 
 if TYPE_CHECKING:
     import datasets
@@ -47,8 +48,8 @@ def load_rows(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"
         with _opened("--train_file", cfg.train_file) as arrays:
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
-    tables = data.load_rows(cfg, images_reader)
-    data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
+    tables = rows.load_rows(cfg, images_reader)
+    rows.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
     except Exception as error:  # of pyarrow and of datasets, by what the column holds
@@ -60,7 +61,7 @@ def images_reader(option: str, path: str) -> "datasets.Dataset":
     """Columns `image`, `label` of a folder or an .npz; those that a table has."""
     if Path(path).is_dir():
         return _read_folder(option, path)
-    return _read_arrays(option, path) if path.endswith(".npz") else data.load_file(option, path)
+    return _read_arrays(option, path) if path.endswith(".npz") else rows.load_file(option, path)
 
 
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
@@ -135,7 +136,7 @@ class Checked(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """Of the images and labels, wherever they are stored."""
-        return data.fingerprint(self.facts.select_columns(["digest", "labels"]))
+        return rows.fingerprint(self.facts.select_columns(["digest", "labels"]))
 
 
 def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeConfig) -> list[Checked]:
@@ -154,9 +155,9 @@ def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeC
     facts = []
     for rows in tables:
         depends_on = [column, labels.identity, _age_of_files(rows, column), PIL.__version__]
-        done = data.map_once(rows, check, depends_on=depends_on, cfg=cfg)
-        facts.append(data.at_places(done.add_column("place", np.arange(len(done))), data.places(done)))
-    return [Checked(rows, column, good) for rows, good in zip(tables, data.without_broken(facts, cfg))]
+        done = rows.map_once(rows, check, depends_on=depends_on, cfg=cfg)
+        facts.append(rows.at_places(done.add_column("place", np.arange(len(done))), rows.places(done)))
+    return [Checked(rows, column, good) for rows, good in zip(tables, rows.without_broken(facts, cfg))]
 
 
 def _facts(image: dict[str, Any] | None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import IO, Any, NamedTuple
 
 from accelerate import Accelerator
 
-from accel_ddp import stop
-from accel_ddp.checkpoint import Metrics, higher_is_better
+from accel_ddp.ranks import signals
+from accel_ddp.saving.checkpoints import Metrics, higher_is_better
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.update import Numbers
+from accel_ddp.training.update import Numbers
 
 
 class Pace(NamedTuple):
@@ -172,7 +172,7 @@ class Trackers(Hook):
             os.environ.setdefault("WANDB_MODE", "offline")
             folder = f"{cfg.output_dir}/wandb"
             print(f"wandb has no key here: the run is written to {folder}; send it later: wandb sync {folder}/offline-run-*")
-        with stop.kept_from_children():
+        with signals.kept_from_children():
             self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
 
     def _try(self, call: Any, *args: Any, **kwargs: Any) -> None:

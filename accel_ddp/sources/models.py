@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import embedded, world
+from accel_ddp.ranks import world
+from accel_ddp.sources import builtin
 from accel_ddp.config import RecipeConfig
-from accel_ddp.data import prepare_hub
+from accel_ddp.sources.rows import prepare_hub
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 
@@ -22,7 +23,7 @@ def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
         raise UserError("There is no model. Give --model: a hub name or a folder.")
     if name.startswith("embedded:"):
         prepare_hub()  # also: no bars
-        return str(embedded.model_folder(name, cache_dir))
+        return str(builtin.model_folder(name, cache_dir))
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
         folder = Path(name).expanduser()
         if not folder.is_dir():

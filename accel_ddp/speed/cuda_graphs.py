@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_ddp import world
-from accel_ddp.replay import ALIGNED, Group, Recording, Replay, Shared, grouped, twins_of
+from accel_ddp.ranks import world
+from accel_ddp.speed.graph_replay import ALIGNED, Group, Recording, Replay, Shared, grouped, twins_of
 
 MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
 # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.

@@ -6,12 +6,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import graphs, world
+from accel_ddp.ranks import world
+from accel_ddp.speed import cuda_graphs
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.fast import Speed
-from accel_ddp.stream import TrainBatches
-from accel_ddp.update import LossSum, rehearse
+from accel_ddp.speed.attach import Speed
+from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.update import LossSum, rehearse
 
 FULL = 0.9  # of a GPU's memory; the rest is for pieces that do not fit together, and for the library's own
 ON_CPU = 16  # items: larger ones are not faster there, and nobody says how much memory is free
@@ -36,7 +37,7 @@ def settle(
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
         with world.together("find the largest micro-batch that fits"), speed.plainly():
-            trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, graphs.ROOM if speed.recorded else 1.0)
+            trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, cuda_graphs.ROOM if speed.recorded else 1.0)
             largest = _largest(sizes, trial)
         tried = f", by trying the longest items (it divides the {per_rank} of a rank)"
     answers = world.gathered(largest)

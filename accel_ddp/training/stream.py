@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.seeds import mixed, seed_host
-from accel_ddp.stop import leave_signals_to_the_rank
+from accel_ddp.ranks.signals import leave_signals_to_the_rank
 
 
 class Shuffle:

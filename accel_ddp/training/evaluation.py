@@ -11,9 +11,10 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import packing, stop, world
+from accel_ddp.ranks import signals, world
+from accel_ddp.speed import padding_free
 from accel_ddp.config import TrainConfig
-from accel_ddp.stream import Counted, loader_options, sized
+from accel_ddp.training.stream import Counted, loader_options, sized
 
 Rows = dict[str, np.ndarray]
 
@@ -61,9 +62,9 @@ def evaluate(
     parts: dict[str, list[Tensor]] = {}
     is_cut_short = False
     for batch in batches:
-        if is_cut_short := stop.is_asked():
+        if is_cut_short := signals.is_asked():
             break
-        with packing.using(batch):
+        with padding_free.using(batch):
             measured = measure(module, batch)
         for name, value in measured.items():
             parts.setdefault(name, []).append(value)
@@ -72,7 +73,7 @@ def evaluate(
     shares = world.gathered(None if is_cut_short else mine)
     # A rank may have been through before it heard of the stop: all go by what the first to hear of it did.
     if world.agreed(shares is not None and any(share is None for share in shares)):
-        raise stop.EvaluationStopped
+        raise signals.EvaluationStopped
     return world.agreed(summarize(_in_order(shares, batches.num_items)) if shares else None)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.state import unique
+from accel_ddp.saving.tensors import unique
 
 if TYPE_CHECKING:
     import datasets

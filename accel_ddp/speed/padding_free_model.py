@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp import packing
-from accel_ddp.packing import ITS_OWN, NAME, Micro, Segments, Unpackable, pack, segments_of, unpack, using
+from accel_ddp.speed import padding_free
+from accel_ddp.speed.padding_free import ITS_OWN, NAME, Micro, Segments, Unpackable, pack, segments_of, unpack, using
 
 
 class _SmallTable(torch.autograd.Function):
@@ -62,8 +62,8 @@ class Packed:
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
         # Texts that are no longer than half of a window, which may be of both sides, do not feel it.
         self.longest = min((int(window) // 2 for window in found if window), default=1 << 30)
-        AttentionInterface.register(NAME, packing.attention)
-        AttentionMaskInterface.register(NAME, packing.mask_of)
+        AttentionInterface.register(NAME, padding_free.attention)
+        AttentionMaskInterface.register(NAME, padding_free.mask_of)
         self.micro: Micro | None = None
         self.at: Segments | None = None
         self.calls: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
@@ -95,9 +95,9 @@ class Packed:
     def _model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            is_first = packing.now is not self.before
+            is_first = padding_free.now is not self.before
             if is_first:
-                self.before = packing.now
+                self.before = padding_free.now
                 self.forget()
             micro = self._micro(kwargs.get("attention_mask"))
             # A checkpointed layer is called again in the backward pass, when this is over: `at` must be that of its call.
@@ -107,11 +107,11 @@ class Packed:
                     "the loss calls the model twice, which with --gradient_checkpointing cannot be packed: add --packing off"
                 )
             self._clear()
-            self.micro, packing.is_packing = micro, micro is not None
+            self.micro, padding_free.is_packing = micro, micro is not None
             try:
                 return original(*args, **kwargs)
             finally:
-                packing.is_packing = False
+                padding_free.is_packing = False
                 if not checkpointed:
                     self._clear()
 
@@ -119,7 +119,7 @@ class Packed:
 
     def _micro(self, mask: Tensor | None) -> Micro | None:
         """What the host knows of this call, if it is the batch of `using` that is computed, and one to be packed."""
-        now = packing.now
+        now = padding_free.now
         if now is None or not isinstance(mask, Tensor) or not self.is_wanted or now.longest > self.longest or mask.ndim != 2:
             return None
         is_it = mask.data_ptr() == now.mask.data_ptr() and mask.numel() == now.mask.numel()
@@ -150,7 +150,7 @@ class Packed:
             if number == 0:
                 hidden_states = pack(hidden_states, at)
             args, kwargs = self._arguments(args, kwargs, at)
-            if self.run is not None and not packing.is_settling and torch.is_grad_enabled():
+            if self.run is not None and not padding_free.is_settling and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
             elif torch.is_grad_enabled() or self.layers[number].training:
                 # Also without gradients: a pass that is repeated with them must draw the same dropout, and compiled code draws

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel_ddp import world
+from accel_ddp.ranks import world
 from accel_ddp.config import TrainConfig, is_voice_of_node
 
 ONE_CTRL_C = 0.2  # seconds: `timeout`, for one, hands on a Ctrl-C that the terminal has sent to everyone already

@@ -15,13 +15,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import flops, heads, packing, world
+from accel_ddp.ranks import world
+from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.config import TrainConfig
-from accel_ddp.graphs import Recorded
-from accel_ddp.packed import Packed
+from accel_ddp.speed.cuda_graphs import Recorded
+from accel_ddp.speed.padding_free_model import Packed
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.stream import TrainBatches
-from accel_ddp.update import LossSum, WholeBatch, rehearse
+from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.update import LossSum, WholeBatch, rehearse
 
 # Compiling takes about 20 s, and saves 0.05 (BERT-base) to 0.12 us (a small decoder) whenever a token goes through a layer,
 # forward and back (benchmarks/README.md). Counted in tokens and not in seconds: a resumed run must come to the same answer.
@@ -81,7 +82,7 @@ class Speed:
                 words = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])  # the second: why
                 print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
                       f"{type(error).__name__}: {words[:200]}", file=sys.stderr, flush=True)  # fmt: skip
-                calls, self.plain, heads.softmax = self.plain, [], heads.plain_softmax
+                calls, self.plain, linear_cross_entropy.softmax = self.plain, [], linear_cross_entropy.plain_softmax
                 self._record(calls, accelerator.device)
         return time.monotonic() - began
 
@@ -91,12 +92,12 @@ class Speed:
         if self.packed is None:
             yield
             return
-        now = self.packed.calls, self.packed.run, heads.softmax
-        self.packed.calls, self.packed.run, heads.softmax = self.plain or self.packed.calls, None, heads.plain_softmax
+        now = self.packed.calls, self.packed.run, linear_cross_entropy.softmax
+        self.packed.calls, self.packed.run, linear_cross_entropy.softmax = self.plain or self.packed.calls, None, linear_cross_entropy.plain_softmax
         try:
             yield
         finally:
-            self.packed.calls, self.packed.run, heads.softmax = now
+            self.packed.calls, self.packed.run, linear_cross_entropy.softmax = now
 
     def _record(self, calls: list[Callable[..., Any]], device: torch.device) -> None:
         packed = self.packed
@@ -167,7 +168,7 @@ def _pack(
             model.to(accelerator.device)
         try:
             packed = Packed(model)
-        except packing.Unpackable as why:
+        except padding_free.Unpackable as why:
             return str(why)
         packed.install()
         by_batch = loss_sum.embed if isinstance(loss_sum, WholeBatch) else loss_sum
@@ -204,6 +205,6 @@ def _compile(accelerator: Accelerator, cfg: TrainConfig, train: TrainBatches, sp
     if not missing and (cfg.compile == "on" or _pays(accelerator, cfg, train, len(calls), total_steps)):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
         speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
-        heads.softmax = torch.compile(heads.fused_softmax, dynamic=True)
+        linear_cross_entropy.softmax = torch.compile(linear_cross_entropy.fused_softmax, dynamic=True)
     speed._record(calls, device)
     return f"triton is not installed on {', '.join(missing)}" if missing else ""

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from accelerate import Accelerator
 
-from accel_ddp import embedded
+from accel_ddp.sources import builtin
 from accel_ddp.config import RecipeConfig, TrainConfig, is_voice_of_node
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.world import say
+from accel_ddp.ranks.world import say
 
 if TYPE_CHECKING:
     import datasets
@@ -81,7 +81,7 @@ def load_rows(
     elif cfg.eval_file:
         raise UserError(f"--eval_file {cfg.eval_file} without --train_file: give both.")
     elif cfg.dataset.startswith("embedded:"):
-        splits = embedded.load_dataset(cfg.dataset)
+        splits = builtin.load_dataset(cfg.dataset)
     elif cfg.dataset:
         splits = _load_hub(cfg.dataset)
     else:

@@ -14,7 +14,7 @@ from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp import packing
+from accel_ddp.speed import padding_free
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_torch
 
@@ -76,7 +76,7 @@ def update(
         seed_torch(_dropout_seed(accelerator, seed, i), device)
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(model):
-            with packing.using(batch):
+            with padding_free.using(batch):
                 loss = loss_sum(model, batch)
             if weight is None:
                 if counting:
@@ -134,7 +134,7 @@ class WholeBatch:
         with torch.no_grad():
             for i, batch in enumerate(batches):
                 seed_torch(_dropout_seed(accelerator, seed, i), accelerator.device)  # dropout draws the same again below
-                with packing.using(batch):
+                with padding_free.using(batch):
                     rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
         total, own = self._own_and_all(leaf, keys)
@@ -200,12 +200,12 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # it remembers every gradient that it has seen
-    packing.is_settling = True  # always in the same order: whether a recording is there yet differs from life to life
+    padding_free.is_settling = True  # always in the same order: whether a recording is there yet differs from life to life
     try:
         with _as_it_was(model):
             _loss(model, batch, loss_sum).backward()
     finally:
-        packing.is_settling = False
+        padding_free.is_settling = False
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -222,7 +222,7 @@ def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
 
 def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum) -> Tensor:
     """Something of the same cost, where the loss needs the rows of other ranks."""
-    with packing.using(batch):
+    with padding_free.using(batch):
         return loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from accel_ddp import losses, packing
+from accel_ddp.speed import padding_free
+from accel_ddp.training import losses
 
 PIECE = 1 << 28  # scores that exist at once
 
@@ -132,7 +133,7 @@ class OutputHead:
         places.scatter_(0, torch.where(learned, before, sizes.room), torch.arange(len(flat), device=flat.device))
         places = places[:-1]
         right = torch.where(torch.arange(sizes.room, device=flat.device) <= before[-1], flat[places], -100)
-        rows = packing.Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
+        rows = padding_free.Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
         return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right)
 
     @contextlib.contextmanager

@@ -18,11 +18,12 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from accel_ddp import snapshot, world
+from accel_ddp.ranks import world
+from accel_ddp.saving import format
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.snapshot import MODEL, OPTIMIZER
-from accel_ddp.state import described, frozen, kept, put_back, refuse_another_model, taken, versions
+from accel_ddp.saving.format import MODEL, OPTIMIZER
+from accel_ddp.saving.tensors import described, frozen, kept, put_back, refuse_another_model, taken, versions
 
 Metrics = dict[str, float]
 
@@ -125,11 +126,11 @@ class Checkpoints:
         try:
             if copied is not None:
                 copied.synchronize()
-            snapshot.write(path, tensors, run, self.files)
+            format.write(path, tensors, run, self.files)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             self.failed = f"the checkpoint of step {run['step']} could not be written on {world.HOST}: {error.strerror}{where}"
-            there = ", ".join(p.name for p in snapshot.all_of(self.folder)) or "none"
+            there = ", ".join(p.name for p in format.all_of(self.folder)) or "none"
             print(f"{self.failed}. Training goes on; checkpoints that are there: {there}.", file=sys.stderr, flush=True)
             return
         finally:
@@ -137,7 +138,7 @@ class Checkpoints:
         self.failed = ""
         self._committed.append((run["step"], path))
         with contextlib.suppress(OSError):  # what cannot be removed now is removed after the next save
-            snapshot.prune(self.folder, self.cfg.keep_last, self.best())
+            format.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Remember the metrics of a step; with `--keep_best`, save and mark that step if no other was better."""
@@ -165,10 +166,10 @@ class Checkpoints:
         """In the writer's thread, after the save of the same step."""
         best = self.best()
         try:
-            snapshot.write_json(self.folder / "evaluations.json", evaluations)
+            format.write_json(self.folder / "evaluations.json", evaluations)
             if best in evaluations:
                 what = {"step": best, "metric": self.cfg.keep_best, "value": evaluations[best][self.cfg.keep_best]}
-                snapshot.write_json(self.folder / "best.json", {**what, "checkpoint": f"step_{best:08d}"})
+                format.write_json(self.folder / "best.json", {**what, "checkpoint": f"step_{best:08d}"})
         except OSError as error:
             print(f"evaluations.json could not be written on {world.HOST}: {error.strerror}.", file=sys.stderr, flush=True)
 
@@ -209,9 +210,9 @@ class Checkpoints:
             return 0
         source, path = chosen
         with world.together("read the checkpoint"):
-            run = snapshot.run_of(path) if source == world.RANK else None
+            run = format.run_of(path) if source == world.RANK else None
         run = world.agreed(run, source)
-        evaluations = snapshot.read_json(path.parent / "evaluations.json") if source == world.RANK else None
+        evaluations = format.read_json(path.parent / "evaluations.json") if source == world.RANK else None
         evaluations = world.agreed(evaluations, source) or {}
         refuse_changed_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
@@ -227,8 +228,8 @@ class Checkpoints:
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self.rank()
         if world.LOCAL_RANK == 0:
-            for later in snapshot.all_of(self.folder):
-                if snapshot.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
+            for later in format.all_of(self.folder):
+                if format.step_of(later) > run["step"]:  # the newest must be the one that was gone on from
                     self._set_aside(later, "later")
         self._say_what_is_new(path, run, source)
         return run["step"]
@@ -237,9 +238,9 @@ class Checkpoints:
         """(rank that reads it, its path): the newest whole checkpoint on any disk. Ranks agree on each word of it."""
         mine = []
         if world.LOCAL_RANK == 0:  # one look per node
-            for path in snapshot.candidates(self.cfg):
-                run = snapshot.run_of(path)
-                mine.append((snapshot.step_of(path) if snapshot.is_step(path) else run.get("step", 0), str(path), run.get("run")))
+            for path in format.candidates(self.cfg):
+                run = format.run_of(path)
+                mine.append((format.step_of(path) if format.is_step(path) else run.get("step", 0), str(path), run.get("run")))
         shares = [(host, share) for host, share in world.gathered((world.HOST, mine)) or []]
         holders = [(host, {run for *_, run in share if run}) for host, share in shares]
         holders = [(host, runs) for host, runs in holders if runs]
@@ -257,7 +258,7 @@ class Checkpoints:
         damage = []
         for _step, rank, place in options:
             with world.together("check the checkpoint"):
-                problem = snapshot.problem(Path(place)) if rank == world.RANK else ""
+                problem = format.problem(Path(place)) if rank == world.RANK else ""
             problem = world.agreed(problem, rank)
             if not problem:
                 for of, damaged, why in damage:
@@ -279,7 +280,7 @@ class Checkpoints:
         """Only in the run's own folder, which is locked; what lies elsewhere is left as it is."""
         if path.parent.resolve() == self.folder.resolve():
             with contextlib.suppress(OSError):  # another node shares the disk and was faster; or nothing can be renamed there
-                print(f"{world.HOST}: {path.name} is set aside as {snapshot.set_aside(path, why).name}.", flush=True)
+                print(f"{world.HOST}: {path.name} is set aside as {format.set_aside(path, why).name}.", flush=True)
 
     def _load(self, path: Path, run: dict[str, Any], source: int) -> None:
         reads = source == world.RANK

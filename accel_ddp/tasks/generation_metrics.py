@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.world import say
+from accel_ddp.ranks.world import say
 
 if TYPE_CHECKING:
     import datasets

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_ddp.data import SOURCE
+from accel_ddp.sources.rows import SOURCE
 from accel_ddp.errors import UserError
-from accel_ddp.world import say
+from accel_ddp.ranks.world import say
 
 if TYPE_CHECKING:
     import datasets

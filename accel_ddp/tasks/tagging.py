@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ddp.data import FILE_FORMATS, load_file
+from accel_ddp.sources.rows import FILE_FORMATS, load_file
 from accel_ddp.errors import UserError
-from accel_ddp.world import say
+from accel_ddp.ranks.world import say
 
 if TYPE_CHECKING:
     import datasets

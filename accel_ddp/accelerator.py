@@ -18,13 +18,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from accel_ddp import checkpoint, snapshot, stop, world
+from accel_ddp.ranks import signals, world
+from accel_ddp.saving import checkpoints, format
 from accel_ddp.config import TrainConfig, as_plain_dict, is_voice_of_node, tell_the_launcher
 from accel_ddp.doctor import place
 from accel_ddp.doctor.gpus import cpu_is_wanted
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
+from accel_ddp.ranks.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
 
 def start(cfg: TrainConfig) -> Accelerator:
@@ -69,7 +70,7 @@ def start(cfg: TrainConfig) -> Accelerator:
             _require_trackers(trackers)
             _claim_output_dir(cfg)
             _require_hub(cfg)
-        stop.remove_file(cfg.output_dir)
+        signals.remove_file(cfg.output_dir)
     accelerator = Accelerator(
         log_with=trackers or None,
         project_dir=cfg.output_dir,
@@ -103,7 +104,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 def _run_folder(path: Path) -> Path:
     """Of `--resume PATH`, which may be a checkpoint or the folder of a run."""
-    return path.parent if snapshot.is_step(path) or (path / snapshot.MANIFEST).is_file() else path
+    return path.parent if format.is_step(path) or (path / format.MANIFEST).is_file() else path
 
 
 def _claim_output_dir(cfg: TrainConfig) -> None:
@@ -113,21 +114,21 @@ def _claim_output_dir(cfg: TrainConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
-        ours += [path.name for path in snapshot.all_of(folder)[-1:]]
+        ours += [path.name for path in format.all_of(folder)[-1:]]
         if ours == ["config.json", "log.jsonl"] and (folder / "log.jsonl").stat().st_size == 0:
             ours = []  # of a run that was refused before it began
-        candidates = snapshot.candidates(cfg)
+        candidates = format.candidates(cfg)
         comes_from = Path(cfg.resume) if cfg.resume not in ("", "auto") else folder
-        is_foreign = _run_folder(comes_from).resolve() != folder.resolve() and not snapshot.is_of_one_run(comes_from, folder)
+        is_foreign = _run_folder(comes_from).resolve() != folder.resolve() and not format.is_of_one_run(comes_from, folder)
         if ours and (not cfg.resume or is_foreign):
             raise UserError(
                 f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: --resume alone; or choose another "
                 "folder."
             )
         if candidates:  # before a model is loaded; the data are compared when they are there
-            checkpoint.refuse_changed_options(cfg, snapshot.run_of(candidates[-1]))
-        snapshot.sweep(folder)
-        snapshot.write_json(folder / "config.json", as_plain_dict(cfg))
+            checkpoints.refuse_changed_options(cfg, format.run_of(candidates[-1]))
+        format.sweep(folder)
+        format.write_json(folder / "config.json", as_plain_dict(cfg))
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {HOST}: {error.strerror}.") from error
 
@@ -206,7 +207,7 @@ def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
 
 def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
     """Run `main(cfg)`; return the exit code, after saying in words what went wrong."""
-    stop.listen(cfg)
+    signals.listen(cfg)
     try:
         try:
             main(cfg)
