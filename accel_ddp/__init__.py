@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel_ddp import export, seeds
     from accel_ddp.accelerator import start
-    from accel_ddp.config import RecipeConfig, TrainConfig, option, parse_config
+    from accel_ddp.config import RecipeConfig, TrainConfig
     from accel_ddp.entry import run
     from accel_ddp.errors import UserError
-    from accel_ddp.loop import Outcome, fit, train
+    from accel_ddp.loop import Outcome, fit
+    from accel_ddp.options import option
+    from accel_ddp.parsing import parse_config
     from accel_ddp.ranks.agreement import together
+    from accel_ddp.recipe import train
     from accel_ddp.saving.checkpoints import Checkpoints
-    from accel_ddp.sources import builtin, models, rows, tokenisation
+    from accel_ddp.sources import builtin, data, models, tokenisation
     from accel_ddp.speed import linear_cross_entropy
     from accel_ddp.speed.attach import attach
     from accel_ddp.tasks import chat, contrastive, generation_metrics, labels, masking, metrics, tagging, vision
@@ -54,16 +57,16 @@ _HOME = {
     "metrics": "tasks.",
     "models": "sources.",
     "optim": "training.",
-    "option": "config",
-    "parse_config": "config",
-    "rows": "sources.",
+    "option": "options",
+    "parse_config": "parsing",
+    "data": "sources.",
     "run": "entry",
     "seeds": ".",
     "start": "accelerator",
     "tagging": "tasks.",
     "together": "ranks.agreement",
     "tokenisation": "sources.",
-    "train": "loop",
+    "train": "recipe",
     "update": "training.update",
     "vision": "tasks.",
 }

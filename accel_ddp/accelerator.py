@@ -1,83 +1,55 @@
-"""What happens once per process: an Accelerator for this world, a folder for the run, and words for how it ended."""
+"""Builds the Accelerator of a run: over exactly the ranks that were launched, or not at all."""
 
-import contextlib
-import fcntl
 import os
 import signal
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from accel_ddp.ranks import signals, world
-from accel_ddp.saving import checkpoints, format
-from accel_ddp.config import TrainConfig, as_plain_dict, is_voice_of_node, tell_the_launcher
-from accel_ddp.doctor import place
-from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.config import TrainConfig
+from accel_ddp.environment import launcher
 from accel_ddp.errors import UserError
+from accel_ddp.ranks import group, logs, signals
+from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
+from accel_ddp.ranks.process import process
+from accel_ddp.saving import resume, run_folder
 from accel_ddp.seeds import mixed
-from accel_ddp.ranks.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 
 
 def start(cfg: TrainConfig) -> Accelerator:
-    """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
-    _refuse_what_we_do_not_train()
-    place.refuse_what_was_not_asked_for()
-    if "TORCHELASTIC_RUN_ID" in os.environ or place.asked_of_accelerate():
-        # A launcher that is killed, and that of a single process also by SIGTERM, leaves its ranks to train on, unseen.
-        world.end_with_the_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
-    trackers = _known_trackers(cfg.report_to)
-    cfg.split(NUM_RANKS)
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
-    use_gpu = world.meet(cfg, precision) if NUM_RANKS > 1 else torch.cuda.is_available() and not cpu_is_wanted()
-    if not use_gpu:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # what Accelerate reads; with it N ranks without GPUs are one world
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process
-            torch.set_num_threads(max(1, world.num_cores() // LOCAL_RANKS))
-    _refuse_what_the_device_cannot(cfg, precision, use_gpu)
-    # torch 2.13 renames a DDP option that Accelerate passes on.
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
-        torch.use_deterministic_algorithms(True)
-    if use_gpu:
-        torch.backends.cudnn.allow_tf32 = cfg.tf32  # of convolutions, where torch's default is to
-        if cfg.tf32:
-            torch.set_float32_matmul_precision("high")
+    """Return an Accelerator over exactly the ranks that were launched, or raise UserError on every rank.
 
+    This also chooses and claims the output folder and seeds the initial weights.
+    """
+    logs.configure()
+    _check_accelerate_config()
+    launcher.check_requested_world()
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher.find_accelerate_request():
+        # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
+        signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
+    trackers = _tracker_names(cfg.report_to)
+    cfg.split(process.num_ranks)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
+    use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
+    if process.num_ranks > 1:
+        use_gpu = group.connect(cfg, precision)
+    _check_device(cfg, precision, use_gpu)
+    _configure_torch(cfg, use_gpu)
+    _choose_output_dir(cfg, trackers)
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
-    default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
-    if world.RESTARTS and not cfg.resume:
-        cfg.resume = "auto"  # started again by the launcher after a failure: the user has typed nothing new
-        default = world.lasting.get("output_dir").decode() if world.lasting and world.lasting.check(["output_dir"]) else ""
-    given = cfg.output_dir or (str(_run_folder(Path(cfg.resume))) if cfg.resume not in ("", "auto") else "")
-    cfg.output_dir = world.agreed(given or default)
-    if RANK == 0 and world.lasting:
-        world.lasting.set("output_dir", cfg.output_dir)
-    with world.together("open the output folder"):
-        if cfg.resume and not (given or (world.RESTARTS and default)):
-            raise UserError("--resume needs the folder of the run: --resume --output_dir runs/...")
-        if RANK == 0:  # only the main rank writes there; on the other nodes the folder need not exist
-            _require_trackers(trackers)
-            _claim_output_dir(cfg)
-            _require_hub(cfg)
-        signals.remove_file(cfg.output_dir)
     accelerator = Accelerator(
         log_with=trackers or None,
         project_dir=cfg.output_dir,
         gradient_accumulation_steps=1,  # `update` counts micro-batches itself; Accelerate must not divide again
         mixed_precision=precision,
         step_scheduler_with_optimizer=False,
-        # Our sampler yields whole micro-batches of all ranks; Accelerate hands each rank its slice of them.
+        # Our sampler yields the micro-batches of all ranks, and Accelerate gives each rank its slice of them.
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=use_gpu, use_seedable_sampler=False),
         kwargs_handlers=[
             DistributedDataParallelKwargs(
@@ -85,258 +57,145 @@ def start(cfg: TrainConfig) -> Accelerator:
                 static_graph=cfg.static_graph,
                 gradient_as_bucket_view=cfg.gradient_as_bucket_view,
                 bucket_cap_mb=cfg.bucket_cap_mb,
-                broadcast_buffers=bool(cfg.broadcast_buffers),  # None is settled by the model, in models.ready
+                broadcast_buffers=cfg.broadcast_buffers == "on",  # auto: `models.ready` decides when it sees the model
                 comm_hook=DDPCommunicationHookType(hook),
-                # torch's default is to compress from step 1,000 on, which is after the end of many runs.
+                # torch compresses from step 1,000 on by default, which is after the end of many runs.
                 comm_state_option={"start_powerSGD_iter": 10} if cfg.comm_hook == "powersgd" else {},
             )
         ],
     )
-    if accelerator.num_processes != NUM_RANKS:
+    if accelerator.num_processes != process.num_ranks:
         raise UserError(
-            f"The launcher started {NUM_RANKS} ranks but Accelerate sees {accelerator.num_processes}: each would train "
+            f"The launcher started {process.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
-    world.say(describe(cfg, accelerator, precision))
-    torch.manual_seed(mixed(cfg.seed, "start"))  # of weights that are not pretrained
+    print_on_main(_describe(cfg, accelerator, precision))
+    torch.manual_seed(mixed(cfg.seed, "start"))  # for weights that are not pretrained
     return accelerator
 
 
-def _run_folder(path: Path) -> Path:
-    """Of `--resume PATH`, which may be a checkpoint or the folder of a run."""
-    return path.parent if format.is_step(path) or (path / format.MANIFEST).is_file() else path
+def _configure_torch(cfg: TrainConfig, use_gpu: bool) -> None:
+    # torch 2.13 renames a DDP option that Accelerate passes on.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+    if not use_gpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # with it Accelerate treats N ranks without GPUs as one world
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process
+            torch.set_num_threads(max(1, _num_cores() // process.local_ranks))
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
+    if use_gpu:
+        torch.backends.cudnn.allow_tf32 = cfg.tf32  # for convolutions, where torch's default is True
+        if cfg.tf32:
+            torch.set_float32_matmul_precision("high")
 
 
-def _claim_output_dir(cfg: TrainConfig) -> None:
-    """A run that is there already is never written over, and two never write into one folder."""
-    folder = Path(cfg.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
-        ours = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
-        ours += [path.name for path in format.all_of(folder)[-1:]]
-        if ours == ["config.json", "log.jsonl"] and (folder / "log.jsonl").stat().st_size == 0:
-            ours = []  # of a run that was refused before it began
-        candidates = format.candidates(cfg)
-        comes_from = Path(cfg.resume) if cfg.resume not in ("", "auto") else folder
-        is_foreign = _run_folder(comes_from).resolve() != folder.resolve() and not format.is_of_one_run(comes_from, folder)
-        if ours and (not cfg.resume or is_foreign):
-            raise UserError(
-                f"--output_dir {folder} holds another run ({', '.join(ours)}). Go on with it: --resume alone; or choose another "
-                "folder."
-            )
-        if candidates:  # before a model is loaded; the data are compared when they are there
-            checkpoints.refuse_changed_options(cfg, format.run_of(candidates[-1]))
-        format.sweep(folder)
-        format.write_json(folder / "config.json", as_plain_dict(cfg))
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written on {HOST}: {error.strerror}.") from error
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_locks: list[Any] = []  # open files: a lock lasts as long as its process, and not a moment longer
+def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
+    """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank."""
+    default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
+    if process.restarts and not cfg.resume:
+        cfg.resume = "auto"  # the launcher has restarted the ranks after a failure; the user has typed nothing new
+        store = process.job_store
+        default = store.get("output_dir").decode() if store and store.check(["output_dir"]) else ""
+    given = cfg.output_dir or resume.folder_of_resume(cfg)
+    cfg.output_dir = broadcast_object(given or default)
+    if process.is_main and process.job_store:
+        process.job_store.set("output_dir", cfg.output_dir)
+    with together("open the output folder"):
+        if cfg.resume and not (given or (process.restarts and default)):
+            raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
+        if process.is_main:  # only the main rank writes there; on other nodes the folder need not exist
+            _check_trackers(trackers)
+            process.run_folder_lock = run_folder.claim(cfg)
+            _check_hub_token(cfg)
+        signals.remove_stop_file(cfg.output_dir)
 
 
-def _lock(folder: Path) -> None:
-    file = (folder / ".lock").open("a+")
-    deadline = time.monotonic() + 5  # a run that was killed a moment ago may still have a data worker
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                raise UserError(
-                    f"--output_dir {folder} is in use by another run ({file.read().strip() or 'just starting'}). "
-                    "Wait for its end (after a Ctrl-C it may still be saving), or choose another folder."
-                ) from None
-            time.sleep(0.2)
-        except OSError:  # a disk that cannot lock
-            print(f"{folder}: this disk has no locks; nothing keeps a second run out of the folder.", file=sys.stderr)
-            break
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {HOST}")
-    file.flush()
-    _locks.append(file)
-
-
-def _known_trackers(report_to: str) -> list[str]:
-    """The names in `--report_to`, or a UserError: Accelerate would leave out an unknown one without a word."""
+def _tracker_names(report_to: str) -> list[str]:
+    """Return the names in `--report_to`. Raise UserError for an unknown one, which Accelerate would ignore silently."""
     names = [name.strip() for name in report_to.split(",") if name.strip()]
     for name in names:
         if name not in ("wandb", "tensorboard", "trackio"):
-            raise UserError(f"--report_to {name}: is none of wandb, tensorboard, trackio.")
+            raise UserError(f"--report_to {name}: must be wandb, tensorboard or trackio, or several of them with commas.")
     return names
 
 
-def _require_trackers(names: list[str]) -> None:
+def _check_trackers(names: list[str]) -> None:
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"--report_to {name}: the package is not installed on {HOST}. pip install {name}")
+            raise UserError(f"--report_to {name}: the package is not installed on {process.host}. Run: pip install {name}")
 
 
-def _require_hub(cfg: TrainConfig) -> None:
-    """Before hours of training, not after them."""
+def _check_hub_token(cfg: TrainConfig) -> None:
+    """Check before hours of training that the model can be uploaded after them."""
     if cfg.push_to_hub:
         from huggingface_hub import get_token
 
         if not get_token():
             raise UserError(
-                f"--push_to_hub {cfg.push_to_hub}: {HOST} has no token of the hub. Run `hf auth login`, or set HF_TOKEN."
+                f"--push_to_hub {cfg.push_to_hub}: {process.host} has no Hub token. Run `hf auth login`, or set HF_TOKEN."
             )
 
 
-def describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
-    """The arithmetic of the run, for a person to check."""
-    micro, count = cfg.split(NUM_RANKS)
-    nodes = NUM_RANKS // LOCAL_RANKS
+def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
+    """Return the batch arithmetic of the run."""
+    micro, count = cfg.split(process.num_ranks)
+    nodes = process.num_ranks // process.local_ranks
     split = f"{micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    # Nobody sees that a step of two nodes is spent waiting: 84 % of it in benchmarks/README.md.
+    on_gpu = accelerator.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    text = (
+        f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {process.local_ranks} "
+        f"rank{'s' * (process.local_ranks > 1)} x {split}   ({device}; mixed precision: {precision})"
+    )
+    # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    whose = "NCCL and DDP" if accelerator.device.type == "cuda" else "DDP"
-    hint = f"\nbetween the nodes: the defaults of {whose}; `accel-ddp tune` finds what is faster here (see the README)"
-    return (
-        f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {LOCAL_RANKS} "
-        f"rank{'s' * (LOCAL_RANKS > 1)} x {split}   "
-        f"({device}; mixed precision: {precision}){hint * (nodes > 1 and not is_tuned)}"
-    )
+    if nodes > 1 and not is_tuned:
+        library = "NCCL and DDP" if on_gpu else "DDP"
+        text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
+    return text
 
 
-def supervise(main: Callable[[Any], object], cfg: TrainConfig) -> int:
-    """Run `main(cfg)`; return the exit code, after saying in words what went wrong."""
-    signals.listen(cfg)
-    try:
-        try:
-            main(cfg)
-        except SystemExit as ended:
-            if ended.code:
-                raise
-        if world.unsaved:
-            return _leave(world.unsaved)
-        if world.store:
-            _part()
-            if not world.stop_listening():
-                sys.stdout.flush(), sys.stderr.flush()
-                os._exit(0)
-        if dist.is_initialized():  # torchrun makes a group also of one rank
-            dist.destroy_process_group()
-        return 0
-    except world.Stopped as stopped:
-        return _leave(str(stopped))
-    except SystemExit as ended:  # of the user's own code: not without a word
-        _leave(world.first_failure(f"rank {RANK} on {HOST} ended itself: sys.exit({ended.code!r})."))
-        return ended.code if isinstance(ended.code, int) else 1
-    except UserError as error:
-        said = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader's worker puts its traceback before it
-        text = f"{world.unsaved} And: {said}" if world.unsaved else f"error: {said}"
-        world.first_failure(text)
-        return _leave(text)
-    except Exception as error:
-        if _is_lost_connection(error):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, for the one that is lost
-            if gone := world.who_is_gone():
-                return _leave(world.first_failure(gone))
-        if not _is_out_of_memory(error):
-            text = f"rank {RANK} on {HOST} failed: {type(error).__name__}: {error}"
-            first = world.first_failure(text)
-            if first == text:
-                traceback.print_exception(error)
-            return _leave(first)
-        micro = cfg.split(NUM_RANKS)[0]
-        advice = (
-            f"--micro_batch_size {micro // 2} (--global_batch_size stays the same)" if micro > 1 else "--gradient_checkpointing"
-        )
-        text = (
-            f"error: rank {RANK} on {HOST} is out of memory with --micro_batch_size {micro}. Lower it: {advice}; or use "
-            f"--gradient_checkpointing, --mixed_precision bf16, shorter items. ({str(error).splitlines()[0]})"
-        )
-        return _leave(world.first_failure(text))
-
-
-def _part() -> None:
-    """Wait until every rank has come through its last collective: one that ended earlier would cut it off from the others,
-    and a launcher waits 300 s for a node that failed at the end."""
-    world.store.add("done", 1)
-    deadline = time.monotonic() + 60
-    while world.store.add("done", 0) < NUM_RANKS and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if RANK == 0:
-        time.sleep(0.2)  # rank 0 may host the store, which the others have just asked
-
-
-def _leave(text: str) -> int:
-    """Say why, once per node, let the launcher's report say it too, and leave together with the others.
-
-    The launcher ends all ranks as soon as it sees one end; those on their way to the same error get a moment.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to another rank's end; ours is near
-    world.leave()
-    store = world.store if text != world.failure_heard else None  # heard some time ago: the store may be gone with its host
-    try:
-        # Who is lost was said by the thread that heard of it.
-        first = world.is_first_on_node(text) if store else is_voice_of_node() and not text.startswith("lost:")
-    except Exception:  # the store's host is gone: better twice than not at all
-        first, store = True, None
-    if first:
-        print(text, file=sys.stderr, flush=True)
-    tell_the_launcher(text)
-    with contextlib.suppress(Exception):
-        deadline = time.monotonic() + (2 if text.startswith("lost:") else 5)
-        leaving = store.add("leaving", 1) if store else NUM_RANKS
-        while leaving < NUM_RANKS and time.monotonic() < deadline:
-            time.sleep(0.05)
-            leaving = store.add("leaving", 0)
-        if RANK == 0 and NUM_RANKS > 1:
-            time.sleep(0.3)  # rank 0 may host the store, which the others have just asked
-    return world.exit_code(text)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
-    return isinstance(error, dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    words = ("can't allocate memory", "CUDA out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
-
-
-def _refuse_what_we_do_not_train() -> None:
+def _check_accelerate_config() -> None:
     for variable, what in {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise UserError(
-                f"The accelerate config asks for {what}; these recipes train with DDP. Use distributed_type: MULTI_GPU."
+                f"The accelerate config asks for {what}, but these recipes train with DDP. Use distributed_type: MULTI_GPU."
             )
     if int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
         raise UserError(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set. Here accumulation follows from --global_batch_size and "
-            "--micro_batch_size: unset it."
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set. Accumulation follows from --global_batch_size and --micro_batch_size "
+            "here. Unset the variable, or remove gradient_accumulation_steps from the accelerate config."
         )
 
 
-def _refuse_what_the_device_cannot(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
+def _check_device(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
+    """Raise UserError for options that the device cannot do."""
     if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"The accelerate config asks for mixed_precision {precision}; these recipes have no, bf16 and fp16.")
+        raise UserError(f"The accelerate config asks for mixed_precision {precision}. Use no, bf16 or fp16.")
     if precision == "bf16" and use_gpu and torch.cuda.get_device_capability()[0] < 8:
-        raise UserError(f"bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16.")
+        raise UserError(
+            f"--mixed_precision bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16."
+        )
     if precision == "fp16" and not use_gpu:
-        raise UserError("--mixed_precision fp16 needs a GPU; on CPU Accelerate would train in float32. Use bf16 or no.")
+        raise UserError("--mixed_precision fp16 needs a GPU. On a CPU Accelerate would train in float32. Use bf16 or no.")
     if cfg.comm_hook == "bf16" and not use_gpu:
-        raise UserError("--comm_hook bf16 needs NCCL, that is GPUs. Use --comm_hook fp16 or none.")
+        raise UserError("--comm_hook bf16 needs NCCL, and so GPUs. Use --comm_hook fp16 or none.")
     if cfg.comm_hook == "powersgd" and not use_gpu:
         raise UserError(
-            "--comm_hook powersgd needs NCCL, that is GPUs: over gloo its collectives are started in another order on each rank, "
-            "which hangs. Use --comm_hook fp16 or none."
+            "--comm_hook powersgd needs NCCL, and so GPUs. Over gloo each rank starts its collectives in a different order, which "
+            "hangs. Use --comm_hook fp16 or none."
         )
     if cfg.sync_batchnorm and not use_gpu:
-        raise UserError("--sync_batchnorm needs GPUs: torch has no CPU version of it.")
-    if cfg.static_graph and cfg.split(NUM_RANKS)[1] > 1 and NUM_RANKS > 1:
+        raise UserError("--sync_batchnorm needs GPUs, because torch has no CPU version of it. Leave it out.")
+    if cfg.static_graph and cfg.split(process.num_ranks)[1] > 1 and process.num_ranks > 1:
         raise UserError(
-            "--static_graph cannot be combined with several micro-batches per update: DDP learns the graph from a first "
-            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // NUM_RANKS} or leave it out."
+            "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
+            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // process.num_ranks}, or leave it out."
         )

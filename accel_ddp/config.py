@@ -1,151 +1,356 @@
-"""Options of a run: defaults, then `--config file.yaml`, then the command line; a later value wins.
+"""The options of a run. Each recipe extends `RecipeConfig` with its own.
 
-Standard library, yaml and tyro only: a mistyped option is reported before torch is imported.
+The properties of an option are stored with it (see `options.option`). `parsing` reads the command line and YAML.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import json
 import os
-import sys
-import time
-import typing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal
 
 from accel_ddp.errors import UserError
+from accel_ddp.options import option, properties_of
 
-C = TypeVar("C", bound="TrainConfig")
-
-
-_TIMEOUT_WORD = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
-_DDP_TIMEOUT = int(_TIMEOUT_WORD) if _TIMEOUT_WORD.isdigit() else 0  # 0 is refused by `validate`
+_TIMEOUT_VARIABLE = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
+_DDP_TIMEOUT = int(_TIMEOUT_VARIABLE) if _TIMEOUT_VARIABLE.isdigit() else 0  # `validate` rejects 0
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """What every recipe needs. A recipe subclasses it and adds its own fields."""
+    """The options that every recipe has."""
 
-    # Options that a resumed run may change freely: they do not change what is learned (but for rounding, and for what
-    # dropout draws with another micro-batch, packing or compilation). A recipe may add its own.
-    harmless: typing.ClassVar[tuple[str, ...]] = (
-        "output_dir", "resume", "allow_config_change", "micro_batch_size", "gradient_checkpointing", "find_unused_parameters",
-        "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_timeout_seconds", "num_workers", "prefetch_factor",
-        "pin_memory", "cache_dir", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "best_metric",
-        "early_stopping_patience", "report_to", "project", "run_name", "stop_signal", "stop_after", "push_to_hub",
-        "eval_batch_size", "eval_file", "eval_split", "max_eval_items", "eval_first", "attn_implementation",
-        "merge_adapters", "packing", "compile", "preflight", "preflight_wait",
-    )  # fmt: skip
-    # Options of which each node may have its own; any other that differs would train something else on each. `model` and
-    # the files are places: what lies there is compared, or rank 0's is sent to all.
-    may_differ: typing.ClassVar[tuple[str, ...]] = (
-        "output_dir", "cache_dir", "num_workers", "prefetch_factor", "pin_memory", "report_to", "run_name", "project",
-        "model", "dataset", "train_file", "eval_file", "preflight_wait",
-    )  # fmt: skip
+    seed: int = option(0, "seed of new weights, of the data order and of dropout", group="training")
+    epochs: float = option(
+        1.0,
+        "passes over the training items; --steps overrides it",
+        group="training",
+        also=("num_train_epochs", "num_epochs", "max_epochs"),
+    )
+    steps: int = option(
+        0,
+        "optimizer updates of the whole run; 0: as many as --epochs needs",
+        group="training",
+        at_least=0,
+        also=("max_steps", "num_steps", "train_steps", "iterations"),
+    )
+    global_batch_size: int = option(
+        32,
+        "items per optimizer update, over all ranks; the result depends on it",
+        group="training",
+        at_least=1,
+        also=("batch_size", "train_batch_size", "total_batch_size"),
+    )
+    micro_batch_size: int | Literal["auto"] = option(
+        8,
+        "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
+        group="speed",
+        affects_result=False,
+        at_least=1,
+        also=(
+            "per_device_train_batch_size",
+            "per_device_batch_size",
+            "per_gpu_train_batch_size",
+            "auto_find_batch_size",
+            "gradient_accumulation_steps",
+        ),
+    )
+    optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer; sgd uses --momentum", group="training", also=("optim",))
+    lr: float = option(2e-5, "highest learning rate of the run", group="training", at_least=0, also=("learning_rate",))
+    lr_schedule: Literal["linear", "cosine", "constant"] = option(
+        "linear",
+        "learning rate after the warm-up: linear and cosine fall to 0",
+        group="training",
+        also=("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    )
+    warmup_steps: int = option(0, "updates until --lr is reached", group="training", at_least=0, also=("num_warmup_steps",))
+    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0", group="training")
+    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", group="training", at_least=0)
+    momentum: float = option(0.9, "momentum of --optimizer sgd", group="training", at_least=0)
+    max_grad_norm: float = option(
+        1.0,
+        "clip gradients to this global norm; 0: do not clip",
+        group="training",
+        at_least=0,
+        also=("gradient_clip_val", "clip_grad_norm", "grad_clip"),
+    )
+    dropout: bool = option(True, "use dropout; --no_dropout turns it off, for comparisons", group="training")
+    freeze: tuple[str, ...] = option((), "do not train parameters whose names contain one of these words", group="training")
 
-    output_dir: str = ""  # folder of this run; default: runs/RECIPE/DATE-TIME
-    resume: str = ""  # go on with the run in --output_dir: alone, or with the path of a checkpoint or of another run
-    allow_config_change: bool = False  # resume although options or data that change the result are others
-    seed: int = 0  # of the weights' start, the data order, dropout
+    eval_every: int = option(
+        0,
+        "updates between evaluations; 0: evaluate after every epoch",
+        group="evaluation",
+        affects_result=False,
+        at_least=0,
+        also=("eval_steps", "evaluation_strategy", "eval_strategy", "val_check_interval"),
+    )
+    eval_first: bool = option(
+        True,
+        "evaluate before the first update too, and print the difference at the end",
+        group="evaluation",
+        affects_result=False,
+        also=("eval_on_start",),
+    )
+    best_metric: str = option(
+        "loss",
+        "metric for early stopping; lower is better for loss, perplexity, error, wer, cer, mse and mae",
+        group="evaluation",
+        affects_result=False,
+        also=("metric_for_best_model",),
+    )
+    early_stopping_patience: int = option(
+        0,
+        "stop after this many evaluations without a better --best_metric; 0: never",
+        group="evaluation",
+        affects_result=False,
+        at_least=0,
+        also=("patience",),
+    )
 
-    epochs: float = 1.0  # passes over the training items; --steps overrides it
-    steps: int = 0  # optimizer updates in the whole run; 0: as many as --epochs need
-    global_batch_size: int = 32  # items per update, over all ranks: the result depends on it
-    micro_batch_size: int | Literal["auto"] = 8  # items a rank holds at once; auto: as many as fit; only dropout depends on it
+    output_dir: str = option(
+        "",
+        "folder of this run; default: runs/RECIPE/DATE-TIME",
+        group="saving",
+        affects_result=False,
+        per_node=True,
+        also=("out_dir", "output", "save_dir", "logging_dir"),
+    )
+    resume: str = option(
+        "",
+        "continue the run in --output_dir; with a path: continue from that checkpoint or run",
+        group="saving",
+        affects_result=False,
+        also=("resume_from_checkpoint", "resume_from"),
+    )
+    allow_config_change: bool = option(
+        False, "resume although options or data that change the result are different", group="saving", affects_result=False
+    )
+    save_every: int = option(
+        0,
+        "updates between checkpoints; 0: save after every epoch",
+        group="saving",
+        affects_result=False,
+        at_least=0,
+        also=("save_steps", "save_strategy", "checkpointing_steps"),
+    )
+    keep_last: int = option(
+        2, "number of newest checkpoints to keep", group="saving", affects_result=False, at_least=2, also=("save_total_limit",)
+    )
+    keep_best: str = option(
+        "",
+        "metric whose best checkpoint is kept too and named in best.json",
+        group="saving",
+        affects_result=False,
+        also=("load_best_model_at_end", "save_best"),
+    )
+    stop_signal: Literal["USR1", "USR2"] = option(
+        "USR2",
+        "signal that asks for a checkpoint and a stop, like SIGTERM and Ctrl-C (Slurm: --signal)",
+        group="saving",
+        affects_result=False,
+    )
+    stop_after: int = option(
+        0,
+        "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never",
+        group="saving",
+        affects_result=False,
+        at_least=0,
+    )
+    push_to_hub: str = option(
+        "",
+        "upload the exported model under this name, for example me/my-model",
+        group="saving",
+        affects_result=False,
+        also=("hub_model_id",),
+    )
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd takes --momentum
-    lr: float = 2e-5  # the highest learning rate of the run
-    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # updates until --lr is reached
-    warmup_ratio: float = 0.0  # the same as a share of all updates, where --warmup_steps is 0
-    weight_decay: float = 0.01  # on matrices; biases and norms are left alone
-    momentum: float = 0.9  # of sgd
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: not clipped
+    log_every: int = option(
+        10,
+        "updates between log lines",
+        group="logging",
+        affects_result=False,
+        at_least=1,
+        also=("logging_steps", "log_steps", "log_interval"),
+    )
+    report_to: str = option(
+        "",
+        "trackers, for example wandb or wandb,tensorboard,trackio",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("log_with", "logger"),
+    )
+    project: str = option(
+        "accel_ddp",
+        "project name in the trackers",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("wandb_project", "project_name"),
+    )
+    run_name: str = option(
+        "",
+        "name of the run in the trackers; default: name of the output folder",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("wandb_run_name",),
+    )
 
-    packing: Literal["auto", "on", "off"] = "auto"  # no computing on padding; auto: where that gives the same loss
-    compile: Literal["auto", "on", "off"] = "auto"  # fuse the layers' kernels (GPU); auto: in runs that are long enough
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"  # auto: what the accelerate config says
-    tf32: bool = True  # tensor cores for float32 products, on GPUs that have them
-    deterministic: bool = False  # GPU kernels that give the same bits every time: slower, but then a resumed run is bit-identical
-    gradient_checkpointing: bool = False  # less memory for about a third more time
-    dropout: bool = True  # --no_dropout: layers compute as in an evaluation; for comparisons
-    freeze: tuple[str, ...] = ()  # parameters whose names contain one of these stay as they are
+    padding_free: Literal["auto", "on", "off"] = option(
+        "auto",
+        "do not compute on padding; auto: if the loss stays the same",
+        group="speed",
+        affects_result=False,
+        also=("packing", "remove_padding", "group_by_length"),
+    )
+    compile: Literal["auto", "on", "off"] = option(
+        "auto",
+        "compile the layers (GPU); auto: in runs that are long enough to gain from it",
+        group="speed",
+        affects_result=False,
+        also=("torch_compile", "dynamo_backend"),
+    )
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
+        "auto", "precision of computation; auto: as in the accelerate config", group="speed", also=("bf16", "fp16", "precision")
+    )
+    tf32: bool = option(True, "use TF32 tensor cores for float32 products", group="speed", also=("allow_tf32",))
+    deterministic: bool = option(
+        False,
+        "use GPU kernels that give the same bits every time; slower, but a resumed run is bit-identical",
+        group="speed",
+        also=("full_determinism",),
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "recompute activations: less memory, about a third more time",
+        group="speed",
+        affects_result=False,
+        also=("activation_checkpointing",),
+    )
+    num_workers: int = option(
+        -1,
+        "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        at_least=-1,
+        also=("dataloader_num_workers",),
+    )
+    prefetch_factor: int = option(
+        4,
+        "batches that each of these processes prepares ahead",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        at_least=1,
+        also=("dataloader_prefetch_factor",),
+    )
+    pin_memory: Literal["auto", "on", "off"] = option(
+        "auto",
+        "copy batches from pinned memory; auto: on GPUs",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        also=("dataloader_pin_memory",),
+    )
+    cache_dir: str = option(
+        os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp",
+        "folder for tokenised data and compiled layers",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+    )
 
-    find_unused_parameters: bool = False  # DDP: for models whose forward skips parameters; slower
-    static_graph: bool = False  # DDP: the same parameters are used in every step
-    gradient_as_bucket_view: bool = True  # DDP: no second copy of the gradients
-    bucket_cap_mb: int = 25  # DDP: size of the pieces in which gradients travel
-    broadcast_buffers: bool | None = None  # DDP: rank 0's buffers for all; default: where there is batch norm
-    sync_batchnorm: bool = False  # batch norm over the micro-batches of all ranks (GPU only)
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # DDP: gradients travel compressed
-    preflight: Literal["on", "off"] = "on"  # on several nodes: first look for what is wrong with them, as `accel-ddp doctor` does
-    preflight_wait: float = 300  # seconds to wait there for nodes that are not started yet
-    ddp_timeout_seconds: int = _DDP_TIMEOUT  # a rank waits this long for another; also DDP_TIMEOUT_SECONDS in the environment
-
-    num_workers: int = -1  # processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU
-    prefetch_factor: int = 4  # batches that each of them prepares ahead
-    pin_memory: bool | None = None  # default: on GPU
-    cache_dir: str = os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp"  # tokenised data
-
-    log_every: int = 10  # updates
-    eval_every: int = 0  # updates; 0: at the end of every epoch
-    eval_first: bool = True  # evaluate before the first update too: what the training adds is then printed at the end
-    save_every: int = 0  # updates; 0: at the end of every epoch
-    keep_last: int = 2  # checkpoints that are kept, at least 2
-    keep_best: str = ""  # a metric: the checkpoint with the best value of it is kept too, and named in best.json
-    stop_signal: Literal["USR1", "USR2"] = "USR2"  # asks for a checkpoint and the end, as SIGTERM and Ctrl-C do (Slurm: --signal)
-    stop_after: int = 0  # end after this step as if asked to: with a checkpoint and exit code 75; 0: never
-    push_to_hub: str = ""  # upload the exported model to this name, for example me/my-model
-    best_metric: str = "loss"  # what early stopping looks at; lower is better for loss, perplexity, error, wer, cer, mse, mae
-    early_stopping_patience: int = 0  # evaluations without a better --best_metric before the end; 0: never
-    report_to: str = ""  # trackers, for example wandb,tensorboard,trackio
-    project: str = "accel_ddp"  # the trackers' project
-    run_name: str = ""  # the trackers' name of the run; default: the output folder's name
+    preflight: Literal["on", "off"] = option(
+        "on", "with several nodes, check the cluster first, as `accel-ddp doctor` does", group="multi-node", affects_result=False
+    )
+    preflight_wait: float = option(
+        300,
+        "seconds to wait in that check for nodes that have not started yet",
+        group="multi-node",
+        affects_result=False,
+        per_node=True,
+        at_least=1,
+    )
+    ddp_timeout_seconds: int = option(
+        _DDP_TIMEOUT,
+        "seconds that a rank waits for another one; default: DDP_TIMEOUT_SECONDS or 600",
+        group="multi-node",
+        affects_result=False,
+        at_least=1,
+        also=("ddp_timeout",),
+    )
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option(
+        "none", "compress gradients for the network", group="multi-node", also=("ddp_comm_hook",)
+    )
+    bucket_cap_mb: int = option(
+        25,
+        "DDP: megabytes of gradients per all-reduce",
+        group="multi-node",
+        affects_result=False,
+        at_least=1,
+        also=("ddp_bucket_cap_mb",),
+    )
+    gradient_as_bucket_view: bool = option(
+        True, "DDP: keep no second copy of the gradients", group="multi-node", affects_result=False
+    )
+    find_unused_parameters: bool = option(
+        False,
+        "DDP: for models whose forward pass skips parameters; slower",
+        group="multi-node",
+        affects_result=False,
+        also=("ddp_find_unused_parameters",),
+    )
+    static_graph: bool = option(False, "DDP: every step uses the same parameters", group="multi-node", affects_result=False)
+    broadcast_buffers: Literal["auto", "on", "off"] = option(
+        "auto",
+        "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm",
+        group="multi-node",
+        also=("ddp_broadcast_buffers",),
+    )
+    sync_batchnorm: bool = option(
+        False, "compute batch norm over the micro-batches of all ranks (GPU only)", group="multi-node", also=("sync_bn",)
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
-        at_least = {
-            "global_batch_size": 1, "micro_batch_size": 1, "steps": 0, "warmup_steps": 0, "log_every": 1,
-            "eval_every": 0, "save_every": 0, "keep_last": 2, "stop_after": 0, "num_workers": -1, "prefetch_factor": 1,
-            "ddp_timeout_seconds": 1, "bucket_cap_mb": 1, "early_stopping_patience": 0, "weight_decay": 0,
-            "max_grad_norm": 0, "lr": 0, "momentum": 0, "eval_batch_size": 1, "max_length": 1, "max_train_items": 0,
-            "max_eval_items": 0, "max_target_length": 1, "max_new_tokens": 1, "num_beams": 1, "samples": 0,
-            "lora_r": 0, "lora_alpha": 0, "lora_dropout": 0, "preflight_wait": 1,
-        }  # fmt: skip
         if self.ddp_timeout_seconds == 0:
-            raise UserError(f"--ddp_timeout_seconds or DDP_TIMEOUT_SECONDS={_TIMEOUT_WORD}: must be a whole number of seconds.")
-        for name, least in at_least.items():
-            if getattr(self, name, least) != "auto" and not getattr(self, name, least) >= least:
-                raise UserError(f"--{name} {getattr(self, name)}: must be {least} or more.")
+            raise UserError(
+                f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {_TIMEOUT_VARIABLE}. It must be a whole number of "
+                "seconds, for example 600."
+            )
+        for name, properties in properties_of(type(self)).items():
+            value = getattr(self, name)
+            if properties.at_least is not None and value != "auto" and not value >= properties.at_least:
+                raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
-            raise UserError(f"--epochs {self.epochs}: must be a number more than 0, or give --steps.")
+            raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
-            raise UserError(f"--push_to_hub {self.push_to_hub}: is a name on the hub, for example me/my-model.")
+            raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         if not 0 <= self.warmup_ratio <= 1:
-            raise UserError(f"--warmup_ratio {self.warmup_ratio}: is a share of all steps, from 0 to 1.")
+            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
 
     def total_steps(self, num_items: int) -> int:
-        """`--steps`, or as many as it takes to see every item `--epochs` times.
+        """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.
 
-        Where the last step is not full, the stream goes on into the next epoch: no item is dropped.
+        If the last step is not full, it is filled from the next epoch, so that no item is dropped.
         """
         return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
 
     def split(self, num_ranks: int) -> tuple[int, int]:
-        """(items per micro-batch, micro-batches per update) of each rank."""
-        per_rank, left_over = divmod(self.global_batch_size, num_ranks)
-        if left_over:
+        """Return (items per micro-batch, micro-batches per update) of each rank."""
+        per_rank, remainder = divmod(self.global_batch_size, num_ranks)
+        if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
-            fitting = [str(n) for n in range(1, self.global_batch_size + 1) if self.global_batch_size % n == 0]
+            possible = [str(n) for n in range(1, self.global_batch_size + 1) if self.global_batch_size % n == 0]
             raise UserError(
-                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. "
-                f"Use a multiple of {num_ranks}, for example {' or '.join(map(str, near))}; or one of these numbers of ranks, "
-                f"which leaves the result as it is: {', '.join(fitting)}."
+                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. Use a multiple of "
+                f"{num_ranks}, for example {' or '.join(map(str, near))}. Or use one of these numbers of ranks, which keeps the "
+                f"result: {', '.join(possible)}."
             )
-        most = per_rank if self.micro_batch_size == "auto" else self.micro_batch_size  # auto: until it is known
-        micro = min(most, per_rank)  # the batch may be smaller than what fits
+        limit = per_rank if self.micro_batch_size == "auto" else self.micro_batch_size
+        micro = min(limit, per_rank)  # the share of a rank may be smaller than what fits
         if per_rank % micro:
             divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])
@@ -158,27 +363,105 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class RecipeConfig(TrainConfig):
-    """Where a recipe's model and rows come from. Recipes change the defaults and add what is theirs."""
+    """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
-    model: str = ""  # hub name, folder, or embedded
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; on smaller ones small updates are lost
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"  # auto: what transformers takes
-    lora_r: int = 0  # train low-rank adapters of this rank instead of the weights; 0: the weights
-    lora_alpha: int = 16  # scale of the adapters
-    lora_dropout: float = 0.0  # before the adapters
-    lora_targets: tuple[str, ...] = ()  # layers that get adapters; default: peft's for this kind of model, or all linear ones
-    merge_adapters: bool = False  # export the whole model with the adapters merged into it, instead of the adapters alone
-    quantize: Literal["no", "8bit", "4bit"] = "no"  # of the frozen weights under --lora_r (QLoRA); needs bitsandbytes and GPUs
+    model: str = option(
+        "",
+        "Hub name, folder, or a built-in model",
+        group="model",
+        per_node=True,
+        also=("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32",
+        "type of the trained weights; in 16 bits small updates are lost",
+        group="model",
+        also=("torch_dtype", "model_dtype"),
+    )
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
+        "auto", "attention of transformers; auto: its default", group="model", affects_result=False
+    )
+    lora_r: int = option(
+        0,
+        "train LoRA adapters of this rank instead of the weights; 0: train the weights",
+        group="model",
+        at_least=0,
+        also=("lora_rank", "use_lora", "use_peft"),
+    )
+    lora_alpha: int = option(16, "scale of the adapters", group="model", at_least=0)
+    lora_dropout: float = option(0.0, "dropout before the adapters", group="model", at_least=0)
+    lora_targets: tuple[str, ...] = option(
+        (),
+        "layers that get adapters; default: those that peft chooses, or all linear layers",
+        group="model",
+        also=("target_modules", "lora_target_modules"),
+    )
+    merge_adapters: bool = option(
+        False,
+        "export the whole model with the adapters merged into it",
+        group="model",
+        affects_result=False,
+        also=("merge_lora",),
+    )
+    quantize: Literal["no", "8bit", "4bit"] = option(
+        "no",
+        "quantise the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU",
+        group="model",
+        also=("load_in_4bit", "load_in_8bit"),
+    )
 
-    dataset: str = ""  # hub name (name:configuration) or embedded; --train_file overrides it
-    train_file: str = ""  # .csv .tsv .json .jsonl .parquet .txt, or what the recipe says
-    eval_file: str = ""  # default: a tenth of the training rows, at most 2,000
-    train_split: str = "train"  # of --dataset
-    eval_split: str = ""  # of --dataset; default: validation, dev or test
-    max_train_items: int = 0  # use the first so many training rows; 0: all
-    max_eval_items: int = 0  # the same for the evaluation
-    skip_broken: bool = False  # leave out rows that cannot be used, and say how many; default: name them and end
-    eval_batch_size: int = 64  # items per rank
+    dataset: str = option(
+        "",
+        "Hub name (name:configuration) or a built-in dataset; --train_file overrides it",
+        group="data",
+        per_node=True,
+        also=("dataset_name", "data", "task_name"),
+    )
+    train_file: str = option(
+        "",
+        ".csv .tsv .json .jsonl .parquet .txt",
+        group="data",
+        per_node=True,
+        also=("train_data", "data_path", "train_path", "data_files"),
+    )
+    eval_file: str = option(
+        "",
+        "default: a tenth of the training rows, at most 2,000",
+        group="data",
+        affects_result=False,
+        per_node=True,
+        also=("validation_file", "test_file", "dev_file", "eval_data"),
+    )
+    train_split: str = option("train", "training split of --dataset", group="data", also=("dataset_train_split",))
+    eval_split: str = option(
+        "",
+        "evaluation split of --dataset; default: validation, dev or test",
+        group="data",
+        affects_result=False,
+        also=("validation_split", "dataset_test_split", "test_split"),
+    )
+    max_train_items: int = option(
+        0, "use only the first so many training rows; 0: all", group="data", at_least=0, also=("max_train_samples", "max_samples")
+    )
+    max_eval_items: int = option(
+        0,
+        "the same for the evaluation rows",
+        group="data",
+        affects_result=False,
+        at_least=0,
+        also=("max_eval_samples", "max_val_samples"),
+    )
+    skip_broken: bool = option(
+        False, "leave out rows that cannot be used and report their number; default: stop and report them", group="data"
+    )
+    eval_batch_size: int = option(
+        64,
+        "items per rank in evaluations",
+        group="evaluation",
+        affects_result=False,
+        at_least=1,
+        also=("per_device_eval_batch_size",),
+    )
 
     def validate(self) -> None:
         super().validate()
@@ -187,172 +470,21 @@ class RecipeConfig(TrainConfig):
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.lora_dropout >= 1:
-            raise UserError(f"--lora_dropout {self.lora_dropout}: is a share, from 0 to 1.")
+            raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 
 
-def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """The options of this run; a UserError, or tyro's own message and exit code 2, where they cannot be.
-
-    `script`: whose options they are, for messages, where it is not the one that runs.
-    """
-    import tyro
-
-    argv = list(sys.argv[1:] if argv is None else argv)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    kinds = typing.get_type_hints(cls)
-
-    arguments: list[str] = []
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    while "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 == len(argv):
-            raise UserError("--config needs a file: --config my_run.yaml")
-        for name, value in _read_yaml(argv[at + 1]).items():
-            if name not in fields:
-                raise UserError(f"{argv[at + 1]}: unknown option {name!r}.{_nearest(name, fields)}")
-            arguments += _as_arguments(argv[at + 1], name, value, kinds[name])
-        del argv[at : at + 2]
-    if "--resume" in argv:  # alone, it means the newest checkpoint of the output folder
-        at = argv.index("--resume")
-        if at + 1 == len(argv) or argv[at + 1].startswith("--"):
-            argv.insert(at + 1, "auto")
-    arguments += _plain_flags(argv, kinds)
-
-    # Every rank parses the same words; one voice per node is enough.
-    about = sys.modules[cls.__module__].__doc__
-    show = is_voice_of_node()
-    cfg = tyro.cli(cls, prog=script, args=arguments, description=about, use_underscores=True, console_outputs=show)
-    cfg.validate()
-    return cfg
+def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the options that must be the same on every node."""
+    properties = properties_of(type(cfg))
+    return {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
 
 
-def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
-    """Parse the command line, run `main`, and turn whatever happens into an exit code and words for the user."""
-    sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
-    sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
-    from accel_ddp import doctor
-
-    cfg = None
-    try:
-        cfg = parse_config(cls)
-        doctor.preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
-    except UserError as error:
-        if is_voice_of_node():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        if cfg is None:  # a preflight has told them already
-            doctor.tell_the_others(str(error))
-        tell_the_launcher(f"error: {error}")
-        sys.exit(2)
-    except SystemExit as ended:  # of tyro, which has said why, or of --help
-        if ended.code == 2:
-            doctor.tell_the_others("its command line makes no sense")
-            tell_the_launcher("error: the command line makes no sense; why is said above")
-        raise
-    except KeyboardInterrupt:
-        sys.exit(130)
-    # Threads on a CPU wait asleep, not spinning: on cores that are shared with anything else that is many times faster
-    # (6 and 20 items/s beside one other process), and elsewhere slower by a tenth. Read when torch is imported, the next line.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # When the main node is gone, torch's store warns with pages of C++ frames, around our words. Errors are still shown.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        from accel_ddp import runtime  # torch: imported only when the words make sense
-    except KeyboardInterrupt:
-        sys.exit(130)
-    code = runtime.supervise(main, cfg)
-    if code:  # at once: an interpreter that shuts down may wait for ranks that are gone
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-    sys.exit(0)
-
-
-def tell_the_launcher(text: str) -> None:
-    """torchrun prints it as the root cause, instead of nothing."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message}))
-
-
-class _NeverFails:
-    """A stream whose disk may be full, or whose reader may be gone, without ending the run that writes to it."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def is_voice_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    import yaml
-
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: there is no such file.")
-    try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path}: must be lines of `option: value`, but is a {type(values).__name__}.")
-    return values
-
-
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" Known options: {', '.join(known)}."
-
-
-def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
-    """One YAML line as command-line words, so that one parser checks both."""
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{path}: {name}: {value!r} should be true or false.")
-        return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, dict):
-        raise UserError(f"{path}: {name}: has lines below it, but takes one value.")
-    if isinstance(value, list):
-        if typing.get_origin(kind) is not tuple:
-            raise UserError(f"{path}: {name}: is a list, but takes one value.")
-        return [f"--{name}", *map(str, value)]
-    if kind is str and value is None:
-        value = ""
-    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # as YAML reads an unquoted `no`, `on` or `off`
-        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
-    return [f"--{name}", str(value)]
-
-
-def _plain_flags(argv: list[str], kinds: dict[str, Any]) -> list[str]:
-    """`--tf32 false` as well as `--no_tf32`: people of other toolkits type it so."""
-    words = list(argv)
-    for at in range(len(words) - 1, 0, -1):
-        name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
-        if words[at - 1].startswith("--") and value in ("true", "false"):
-            if kinds.get(name) is bool:
-                words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
-            elif kinds.get(name) == bool | None:
-                words[at] = value.capitalize()
-    return words
-
-
-def must_be_the_same(cfg: TrainConfig) -> dict[str, Any]:
-    """The options that every node must have alike."""
-    return {name: value for name, value in as_plain_dict(cfg).items() if name not in cfg.may_differ}
+def options_that_keep_the_result(cls: type) -> set[str]:
+    """Return the names of the options that a resumed run may change freely."""
+    return {name for name, properties in properties_of(cls).items() if not properties.affects_result}
 
 
 def as_plain_dict(cfg: TrainConfig) -> dict[str, Any]:
-    """The resolved options, as JSON and the trackers can take them."""
+    """Return the options as JSON and trackers accept them."""
     values = dataclasses.asdict(cfg)
     return {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -10,13 +10,14 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_ddp.ranks import world
+from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import together
+from accel_ddp.ranks.process import process
 from accel_ddp.saving import format
 from accel_ddp.saving.checkpoints import Metrics
-from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.sources.rows import prepare_hub
-from accel_ddp.errors import UserError
-from accel_ddp.saving.tensors import frozen, has_adapters, kept, versions
+from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
+from accel_ddp.sources.hub import prepare_hub
 
 BASE = "base"  # the folder with the config of the model below adapters
 
@@ -57,11 +58,11 @@ def at_the_end(
 
     `try_it` is Python that uses the folder, named by {folder} in it.
     """
-    with world.together("export the model"):
+    with together("export the model"):
         if not accelerator.is_main_process:
             return
         folder = Path(cfg.output_dir) / "model"
-        facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": world.NUM_RANKS}
+        facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
         merge = getattr(cfg, "merge_adapters", False)
         _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge)
         if cfg.push_to_hub:
@@ -79,7 +80,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: is there already. Give a folder that is not.")
-    problem = format.problem(path)
+    problem = format.find_problem(path)
     if problem:
         raise UserError(f"{path}: {problem}. It is not exported.")
     if not any((path / "files" / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -87,7 +88,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
             f"{path}: holds no config of a transformers model, so that it cannot become such a folder. Its weights are in "
             f"{path / format.MODEL}: load them with safetensors."
         )
-    run = format.run_of(path)
+    run = format.read_run(path)
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
@@ -98,7 +99,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
 
 
 def _chosen(place: Path) -> Path:
-    there = format.all_of(place)
+    there = format.list_checkpoints(place)
     if not there:
         if not place.is_dir():
             raise UserError(f"{place}: there is no such folder.")
@@ -108,7 +109,7 @@ def _chosen(place: Path) -> Path:
         print(f"{place}: the best is {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
         return place / best["checkpoint"]
     for path in reversed(there):
-        problem = format.problem(path)
+        problem = format.find_problem(path)
         if not problem:
             print(f"{place}: the newest is {path.name}")
             return path
@@ -142,11 +143,11 @@ def _model_of(path: Path) -> Any:
         model = peft.get_peft_model(base, adapters)
     else:
         model = kind(config)
-    weights, names = load_file(path / format.MODEL), kept(model)
+    weights, names = load_file(path / format.MODEL), to_save(model)
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")
-    if frozen(model) != format.run_of(path).get("frozen", ""):
+    if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
     model.load_state_dict(weights, strict=False)  # tied weights are there once
     return model
@@ -177,7 +178,7 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):
             raise UserError(
-                f"{folder}: the model could not be written on {world.HOST}: {error}. When there is room, export a checkpoint: "
+                f"{folder}: the model could not be written on {process.host}: {error}. When there is room, export a checkpoint: "
                 f"accel-ddp export {folder.parent} OUT."
             ) from error
         raise

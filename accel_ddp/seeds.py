@@ -1,7 +1,7 @@
-"""Seeds that are mixed, not added.
+"""Seeds are hashed, not added.
 
-With `seed + epoch`, seed 42 in epoch 1 is seed 43 in epoch 0. Here every purpose, epoch, step and
-position gets a stream of its own.
+With `seed + epoch`, seed 42 in epoch 1 equals seed 43 in epoch 0. Here every purpose, epoch, step and position has its own
+random stream.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def mixed(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed that depends on all of its arguments and on nothing else, on any machine."""
+    """Return a 63-bit seed that depends on all arguments and on nothing else, on any machine."""
     text = "/".join([str(seed), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_host(seed: int) -> None:
-    """What Python, numpy and torch draw on the CPU goes on from here, whatever was drawn before."""
+    """Seed what Python, numpy and torch draw on the CPU."""
     import numpy
     import torch
 
@@ -29,8 +29,9 @@ def seed_host(seed: int) -> None:
 
 
 def seed_torch(seed: int, device: "torch.device") -> None:
-    """Seed what a model on `device` draws from. `torch.manual_seed` does it for every kind of device that
-    exists, which takes a hundred times as long: worth it once, not in every micro-batch.
+    """Seed the generators of `device` and of the CPU.
+
+    `torch.manual_seed` seeds every kind of device, which takes a hundred times as long: too long for every micro-batch.
     """
     import torch
 
@@ -39,3 +40,11 @@ def seed_torch(seed: int, device: "torch.device") -> None:
     elif device.type != "cpu":
         torch.manual_seed(seed)
     torch.default_generator.manual_seed(seed)
+
+
+def dropout_seed(step_seed: int, micro_batch: int, rank: int, num_ranks: int) -> int:
+    """Return the seed of dropout for a rank's micro-batch, by its place among the micro-batches of all ranks.
+
+    The same micro-batches draw the same dropout when they are spread over another number of ranks.
+    """
+    return mixed(step_seed, "dropout", micro_batch * num_ranks + rank)

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from accel_ddp.saving import format
 from accel_ddp.errors import UserError
+from accel_ddp.saving import format
 
 # SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
 # others for other micro-batches. Clipped to 1, a step moves the weights by at most this learning rate.
@@ -96,7 +96,7 @@ class _Work:
         lines += [self.within(f"micro-batch {other} and {share}", one, smaller)] if smaller else []
         lines += [self.within(f"{ranks.run['num_ranks']} ranks and 1", one, ranks)] if ranks else []
         lines += [self.identical(straight, killed)]
-        last_two = format.all_of(one.path.parent)[-2:]
+        last_two = format.list_checkpoints(one.path.parent)[-2:]
         self.show(lines, precision, device, moved=_largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Not compared: another number of ranks. There is one GPU; with two or more, or on CPUs, it is.")
@@ -149,11 +149,11 @@ class _Work:
         fixed = self.steps + 20 if self.launch else 0
         started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], alone=False))
         while any(process.poll() is None for process in started):
-            if self.node == 0 and format.all_of(self.place / name):
+            if self.node == 0 and format.list_checkpoints(self.place / name):
                 for process in started:
                     _kill(process)
             time.sleep(0.002)
-        before = format.all_of(self.place / name)
+        before = format.list_checkpoints(self.place / name)
         at = format.step_of(before[-1]) if before else 0
         end = fixed or at + 4
         if not before and self.node == 0:  # it failed by itself
@@ -167,11 +167,11 @@ class _Work:
         return result, end
 
     def result(self, name: str, started: list[subprocess.Popen], end: int) -> "_Run":
-        found = format.all_of(self.place / name)
+        found = format.list_checkpoints(self.place / name)
         if self.node > 0:
             return _Run(Path(), {}, {})
-        problem = format.problem(found[-1]) if found else "it left no checkpoint"
-        run = format.run_of(found[-1]) if found and not problem else {}
+        problem = format.find_problem(found[-1]) if found else "it left no checkpoint"
+        run = format.read_run(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
             problem = f"it came to step {run['step']}, not to {end}"
         if problem:

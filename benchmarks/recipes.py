@@ -266,7 +266,7 @@ SEQ2SEQ = Kind("seq2seq", peer_seq2seq, score_seq2seq, ["exact_match"])
 IMAGES = Kind("images", peer_images, score_images, ["accuracy"])
 EMBED = Kind("embed", peer_embed, score_embed, ["recall_at_1", "mrr"])
 MLM = Kind("pretrain_mlm", peer_lm, score_lm, ["loss"])
-SMOLLM2 = {"model": "embedded:SmolLM2-135M-Instruct", "max_length": 512, "global_batch_size": 16, "epochs": 2}
+SMOLLM2 = {"model": "builtin:SmolLM2-135M-Instruct", "max_length": 512, "global_batch_size": 16, "epochs": 2}
 TASKS = {  # the longest first, so that with --jobs the others fill the gaps
     "seq2seq-scan": (SEQ2SEQ, {"global_batch_size": 64, "epochs": 20, "lr": 1e-3, "max_new_tokens": 56, "eval_batch_size": 512}),
     "classify-sst2": (CLASSIFY, {"global_batch_size": 32, "epochs": 1, "lr": 5e-5}),
@@ -276,7 +276,7 @@ TASKS = {  # the longest first, so that with --jobs the others fill the gaps
     "classify-agnews": (CLASSIFY, {"global_batch_size": 32, "epochs": 2, "lr": 5e-5}),
     "tag-wikigold": (TAG, {"global_batch_size": 16, "epochs": 10, "lr": 3e-4, "warmup_ratio": 0.1}),
     "images-mnist": (IMAGES, {"global_batch_size": 64, "epochs": 5, "lr": 3e-3, "augment": "none"}),
-    "mlm-wikitext2": (MLM, {"global_batch_size": 32, "epochs": 3, "lr": 5e-4, "model": "embedded:all-MiniLM-L6-v2"}),
+    "mlm-wikitext2": (MLM, {"global_batch_size": 32, "epochs": 3, "lr": 5e-4, "model": "builtin:all-MiniLM-L6-v2"}),
     "embed-sick": (EMBED, {"global_batch_size": 64, "epochs": 3, "lr": 5e-5}),
 }
 

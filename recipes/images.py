@@ -1,60 +1,72 @@
-"""Train or fine-tune a model to say what is in an image.
+r"""Train or fine-tune a model to classify images.
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/images.py
     accelerate launch --config_file accelerate_configs/local.yaml recipes/images.py \
         --model microsoft/resnet-18 --train_file photos/train --eval_file photos/test --augment crop_flip --lr 1e-4
 
-Batch norm computes with the statistics of a micro-batch: of one rank, or of all ranks with --sync_batchnorm (GPUs). So the
-result depends on the micro-batch, and is that of one rank with the whole batch only with --sync_batchnorm and ranks x
-micro-batch = --global_batch_size. --norm group, or a model without batch norm, is exact for every split. Evaluations and
-checkpoints have the running statistics of rank 0.
+Batch norm uses the statistics of a micro-batch: of one rank, or of all ranks with --sync_batchnorm (GPUs). The result therefore
+depends on the micro-batch. It equals the result of one rank with the whole batch only with --sync_batchnorm and ranks x micro-batch
+= --global_batch_size. With --norm group, or with a model without batch norm, it is exact for every split. Evaluations and
+checkpoints use the running statistics of rank 0.
 
-Your own data or model: change `build_data`, `build_model`. Your own loop: recipes/own_loop.py has it written out.
+For other data or another model, change `build_data` or `build_model`. recipes/own_loop.py contains the loop written out.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, run
+from accel_ddp.config import RecipeConfig
+from accel_ddp.entry import run
 from accel_ddp.errors import UserError
+from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
 class Config(RecipeConfig):
-    model: str = "mini-resnet"  # our own small one, from scratch; or hub name or folder of an image classification model
-    dataset: str = "embedded:digits"  # hub name (name:configuration) or embedded; --train_file overrides it
-    train_file: str = ""  # folder with a subfolder for each class, .npz (x_train, y_train or images, labels), .parquet
-    eval_file: str = ""  # default: x_test of the .npz, or a tenth of the training images, at most 2,000
-    image_column: str = "image"  # of a table: encoded images (.png, .jpg ...), or their files' names
-    label_column: str = "label"  # names or numbers of classes
-    image_size: int = 0  # pixels of each side; 0: as the model's own processor says, or as the images are
-    pixel_mean: float | None = None  # taken off each pixel of 0 to 1; default: as the model's own processor says, or 0.5
-    pixel_std: float | None = None  # then each is divided by it; default: the same
-    norm: Literal["batch", "group"] = "batch"  # of mini-resnet; group: no image sees the others of its batch
-    augment: Literal["none", "crop", "crop_flip"] = "crop"  # crop: training images are shifted; flip: and mirrored
-    epochs: float = 10.0  # passes over the training items; --steps overrides it
-    micro_batch_size: int | Literal["auto"] = 32  # images a rank holds at once: batch norm's statistics are over these
-    lr: float = 3e-3  # the highest learning rate of the run
-    best_metric: str = "accuracy"  # what early stopping looks at: accuracy, macro_f1, loss
+    model: str = option(
+        "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
+    )
+    dataset: str = "builtin:digits"
+    train_file: str = option("", "folder with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet")
+    eval_file: str = option("", "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
+    image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
+    label_column: str = option("label", "column with names or numbers of classes", group="data")
+    image_size: int = option(
+        0, "pixels per side; 0: as the model's processor defines it, or as the images are", group="data", at_least=0
+    )
+    pixel_mean: float | Literal["auto"] = option(
+        "auto", "subtracted from each pixel of 0 to 1; auto: as the model's processor defines it, or 0.5", group="data"
+    )
+    pixel_std: float | Literal["auto"] = option("auto", "each pixel is then divided by it; auto: the same", group="data")
+    norm: Literal["batch", "group"] = option(
+        "batch", "normalisation of mini-resnet; group: independent of the other images in the batch", group="model"
+    )
+    augment: Literal["none", "crop", "crop_flip"] = option(
+        "crop", "crop: shift training images; crop_flip: also mirror them", group="training"
+    )
+    epochs: float = 10.0
+    micro_batch_size: int | Literal["auto"] = option(32, "images that a rank computes at once; batch norm uses their statistics")
+    lr: float = 3e-3
+    best_metric: str = option("accuracy", "metric for early stopping: accuracy, macro_f1, loss")
 
     def validate(self) -> None:
         super().validate()
-        if self.image_size < 0 or (self.pixel_std is not None and self.pixel_std <= 0):
-            raise UserError(f"--image_size {self.image_size} --pixel_std {self.pixel_std}: must be more than 0.")
+        if self.pixel_std != "auto" and self.pixel_std <= 0:
+            raise UserError(f"--pixel_std {self.pixel_std}: must be above 0.")
         if self.norm == "group" and self.model != "mini-resnet":
-            raise UserError(f"--norm group: is for --model mini-resnet; {self.model} has its own.")
+            raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
         if self.model == "mini-resnet" and (self.gradient_checkpointing or self.dtype != "float32"):
-            raise UserError("--gradient_checkpointing, --dtype: are for other models than mini-resnet.")
+            raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")
 
 
 class Task:
-    """What is learned: the model, the data, the summed loss, what it is counted in, and how it is measured."""
+    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     def __init__(self, cfg: Config, accelerator):
         from torch.utils.data import default_collate
 
-        self.accelerator = accelerator
+        self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             train, test, self.labels = build_data(cfg)
             self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
@@ -62,7 +74,7 @@ class Task:
         images = accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
         self.train = accel_ddp.TrainBatches(images, default_collate, train.fingerprint)
         images = accel_ddp.vision.Images(test, self.processor, self.model)
-        self.eval_batches = accel_ddp.metrics.EvalBatches(images, default_collate, cfg.eval_batch_size, accelerator, cfg)
+        self.eval_batches = accel_ddp.EvalBatches(images, default_collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
@@ -71,40 +83,52 @@ class Task:
         return len(batch["labels"])
 
     def evaluate(self, model):
-        return accel_ddp.metrics.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
 
     def measure(self, model, batch):
-        """One row per item; `evaluate` puts the rows of all ranks in order."""
+        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         scores = logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
         return {"loss": losses, "predictions": scores.argmax(-1), "references": batch["labels"]}
 
     def summarize(self, rows):
-        """On the main rank, over all items."""
+        """Return the metrics of all items. This runs on the main rank."""
         answers = {"predictions": rows["predictions"], "references": rows["references"]}
-        self.table = accel_ddp.metrics.table_of_classes(**answers, names=self.labels.names)
+        self.table = accel_ddp.metrics.class_table(**answers, names=self.labels.names)
         scores = {name: accel_ddp.metrics.load(name).compute(**answers)[name] for name in ("accuracy", "f1")}
         return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
 
+    def report(self):
+        """Return what is printed after training."""
+        return self.table
+
+    @property
+    def example(self):
+        cfg = self.cfg
+        ours = f"from accel_ddp import builtin; image = builtin.load_dataset('{cfg.dataset}')['validation'][0]['image']"
+        image = ours if cfg.dataset.startswith("builtin:") and not cfg.train_file else "image = 'YOUR_IMAGE.png'"
+        use = "from transformers import pipeline; use = pipeline('image-classification', '{folder}', trust_remote_code=True)"
+        return f"{image}; {use}; print(use(image))"
+
 
 def logits(model, batch):
-    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # others only with --dtype
+    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
     return model(pixel_values=pixels).logits.float()
 
 
 def build_data(cfg: Config):
-    """Training and evaluation images, all of which can be decoded, and the names of the labels."""
+    """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
     tables = accel_ddp.data.with_labels(accel_ddp.vision.load_rows(cfg), cfg.label_column, cfg)
     labels = accel_ddp.labels.Labels.of(
         *tables, cfg.label_column, of_both=bool((cfg.train_file and not cfg.eval_file) or cfg.max_train_items)
     )
     if labels.several:
-        raise UserError(f"--label_column {cfg.label_column}: holds lists; here each image has one label.")
+        raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
     return (*accel_ddp.vision.checked(tables, labels, cfg), labels)
 
 
 def build_model(cfg: Config, accelerator, labels, train):
-    """The model, and what makes images what it takes."""
+    """Return the model and its image processor."""
     from transformers import AutoModelForImageClassification
 
     if cfg.model == "mini-resnet":
@@ -117,21 +141,8 @@ def build_model(cfg: Config, accelerator, labels, train):
     return accel_ddp.models.ready(model, cfg, accelerator), processor
 
 
-def main(cfg: Config) -> None:
-    accelerator = accel_ddp.start(cfg)
-    task = Task(cfg, accelerator)
-    files = accel_ddp.export.files_of(task.model, task.processor)
-    metrics = accel_ddp.fit(
-        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
-    )  # fmt: skip
-    if accelerator.is_main_process:
-        print(task.table)
-    ours = f"from accel_ddp import embedded; image = embedded.load_dataset('{cfg.dataset}')['validation'][0]['image']"
-    image = ours if cfg.dataset.startswith("embedded:") and not cfg.train_file else "image = 'YOUR_IMAGE.png'"
-    use = "from transformers import pipeline; use = pipeline('image-classification', '{folder}', trust_remote_code=True)"
-    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, f"{image}; {use}; print(use(image))")
+def main(cfg: Config):
+    return accel_ddp.train(cfg, Task)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,62 @@
-"""Train a masked language model on raw text: from scratch, or on with a pretrained one in the words of your own field.
+r"""Train a masked language model on raw text: from scratch, or continue a pretrained one on texts of your own domain.
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/pretrain_mlm.py
     accelerate launch --config_file accelerate_configs/local.yaml recipes/pretrain_mlm.py \
         --model FacebookAI/roberta-base --train_file 'corpus/*.txt' --streaming --max_length 512 --lr 5e-5
 
-Whole words are hidden, other ones each time a text is seen; the loss is a mean over their tokens, however these lie on
-ranks and micro-batches. Text files that are too large to tokenise first are read as they are needed with --streaming.
+Whole words are masked, and different ones each time a text is seen. The loss is the mean over their tokens, however they are
+spread over ranks and micro-batches. With --streaming, large text files are read as needed instead of being tokenised first.
 """
 
 import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, run
+from accel_ddp.config import RecipeConfig
+from accel_ddp.entry import run
 from accel_ddp.errors import UserError
+from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
 class Config(RecipeConfig):
-    model: str = "embedded:tiny-bert"  # hub name, folder, or embedded; a pretrained one goes on from what it knows
-    dataset: str = "embedded:docstring_text"  # hub name (name:configuration) or embedded; --train_file overrides it
-    train_file: str = ""  # .txt (a text per line), a folder or 'pattern*' of them; .csv .tsv .json .jsonl .parquet
-    eval_file: str = ""  # default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000
-    text_column: str = "text"  # of --dataset and of files with columns
-    streaming: bool = False  # read .txt files as they are needed: nothing is tokenised before, memory stays the same
-    mask_share: float = 0.15  # of the words
-    max_length: int = 128  # tokens of a block; texts are put one after the other and cut into blocks
-    epochs: float = 4.0  # passes over the training items; --steps overrides it
-    global_batch_size: int = 16  # blocks per update, over all ranks: the result depends on it
-    lr: float = 1e-3  # the highest learning rate of the run; to go on with a pretrained model 5e-5 to 1e-4
-    warmup_ratio: float = 0.1  # share of all updates until --lr is reached, where --warmup_steps is 0
+    model: str = option("builtin:tiny-bert", "Hub name, folder, or built-in; a pretrained model is trained further")
+    dataset: str = "builtin:docstring_text"
+    train_file: str = option("", ".txt (one text per line), a folder or 'pattern*' of them; .csv .tsv .json .jsonl .parquet")
+    eval_file: str = option(
+        "", "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
+    )
+    text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
+    streaming: bool = option(False, "read .txt files as needed: they are not tokenised first, and need no memory", group="data")
+    mask_share: float = option(0.15, "fraction of the words that are masked", group="training", also=("mlm_probability",))
+    max_length: int = option(
+        128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1, also=("max_seq_length",)
+    )
+    epochs: float = 4.0
+    global_batch_size: int = option(16, "blocks per optimizer update, over all ranks; the result depends on it")
+    lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
+    warmup_ratio: float = 0.1
 
     def validate(self) -> None:
         super().validate()
         if not 0 < self.mask_share < 1:
-            raise UserError(f"--mask_share {self.mask_share}: is a share, between 0 and 1.")
+            raise UserError(f"--mask_share {self.mask_share}: must be a fraction between 0 and 1.")
 
 
 class Task:
-    """What is learned: the model, the data, the summed loss, what it is counted in, and how it is measured."""
+    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
-            self.tokenizer = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.tokenizer)
-            self.model = build_model(cfg, accelerator, self.tokenizer)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.processor)
+            self.model = build_model(cfg, accelerator, self.processor)
             facts["the data"] = "".join(fingerprints)
-        collate = accel_ddp.masking.padded(self.tokenizer, accelerator)
-        masked = lambda blocks, seed: accel_ddp.masking.Masked(blocks, self.tokenizer, cfg.mask_share, seed)
+        collate = accel_ddp.masking.padded(self.processor, accelerator)
+        masked = lambda blocks, seed: accel_ddp.masking.Masked(blocks, self.processor, cfg.mask_share, seed)
         self.train = accel_ddp.TrainBatches(masked(train_blocks, None), collate, fingerprints[0])
-        self.eval_batches = accel_ddp.metrics.EvalBatches(
+        self.eval_batches = accel_ddp.EvalBatches(
             masked(self.eval_blocks, cfg.seed), collate, cfg.eval_batch_size, accelerator, cfg
         )
 
@@ -61,31 +67,40 @@ class Task:
         return len(batch["places"])
 
     def evaluate(self, model):
-        return accel_ddp.metrics.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
 
     def measure(self, model, batch):
-        """One row of sums per block; `evaluate` puts the rows of all ranks in order."""
+        """Return one row of sums per block. `evaluate` puts the rows of all ranks in order."""
         scores, answers = accel_ddp.masking.scores_and_answers(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, answers, reduction="none")
         rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
         return {name: accel_ddp.masking.by_row(values, batch) for name, values in rows.items()}
 
     def summarize(self, rows):
-        """On the main rank, over all blocks: a mean over hidden tokens, not over blocks or batches."""
+        """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
         tokens = max(1, rows["tokens"].sum())
         loss = float(rows["loss"].sum(dtype="float64") / tokens)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": float(rows["right"].sum() / tokens)}
 
+    def report(self):
+        """Return some guesses of masked words."""
+        return accel_ddp.masking.guesses(self.model, self.processor, self.eval_blocks)
+
+    @property
+    def example(self):
+        sentence = f"Returns a {self.processor.mask_token} of names."
+        return f"from transformers import pipeline; print(pipeline('fill-mask', '{{folder}}')('{sentence}'))"
+
 
 def build_data(cfg: Config, tokenizer):
-    """Blocks of `input_ids` and `words` to train and to evaluate on, and a fingerprint of each."""
+    """Return training and evaluation blocks of `input_ids` and `words`, and their fingerprints."""
     tokens = accel_ddp.masking.Tokens(tokenizer, cfg.model, cfg.max_length)
     if cfg.streaming:
         return accel_ddp.masking.streamed(cfg, tokens)
     tables = accel_ddp.masking.load_texts(cfg)
     accel_ddp.data.require_columns({"text_column": cfg.text_column}, *tables)
     blocks = [accel_ddp.masking.chunks(rows, cfg.text_column, tokens, cfg) for rows in tables]
-    return (*blocks, [accel_ddp.data.fingerprint(part) for part in blocks])
+    return (*blocks, [accel_ddp.tokenisation.fingerprint(part) for part in blocks])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
@@ -95,26 +110,15 @@ def build_model(cfg: Config, accelerator, tokenizer):
     has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
     if cfg.lora_r and not has_head:
         raise UserError(
-            f"--lora_r {cfg.lora_r}: {cfg.model} has no head that names words; under adapters a new one learns nothing."
+            f"--lora_r {cfg.lora_r}: {cfg.model} has no masked language model head, and adapters do not train a new one. "
+            "Leave --lora_r out."
         )
     model = accel_ddp.masking.score_places_only(model)
     return accel_ddp.models.ready(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
 
 
-def main(cfg: Config) -> None:
-    accelerator = accel_ddp.start(cfg)
-    task = Task(cfg, accelerator)
-    files = accel_ddp.export.files_of(task.model, task.tokenizer)
-    metrics = accel_ddp.fit(
-        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
-    )  # fmt: skip
-    if accelerator.is_main_process:
-        print(accel_ddp.masking.guesses(task.model, task.tokenizer, task.eval_blocks))
-    sentence = f"Returns a {task.tokenizer.mask_token} of names."
-    try_it = f"from transformers import pipeline; print(pipeline('fill-mask', '{{folder}}')('{sentence}'))"
-    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, try_it)
+def main(cfg: Config):
+    return accel_ddp.train(cfg, Task)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,59 @@
-"""Fine-tune an encoder to tag the words of texts: names of people and places, slots of a request, parts of speech.
+r"""Fine-tune an encoder to tag the words of texts: names of people and places, slots of a request, parts of speech.
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/tag.py
     accelerate launch --config_file accelerate_configs/local.yaml recipes/tag.py \
         --model FacebookAI/roberta-base --train_file train.conll --eval_file dev.conll --max_length 256 --lr 5e-5 --epochs 3
 
-Rows are lists of words and of their tags, or lines of a CoNLL file (.conll .iob .bio .txt: word first, tag last). Each
-word is tagged by its first sub-word. Scores are of whole entities; words beyond --max_length count as O, so as missed.
+Rows are lists of words and lists of their tags, or lines of a CoNLL file (.conll .iob .bio .txt: word first, tag last). The first
+token of a word predicts its tag. Metrics count whole entities. Words beyond --max_length count as O, and so as missed.
 """
 
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig, run
+from accel_ddp.config import RecipeConfig
+from accel_ddp.entry import run
+from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
 class Config(RecipeConfig):
-    model: str = "embedded:all-MiniLM-L6-v2"  # hub name, folder, or embedded
-    dataset: str = "embedded:code_roles"  # hub name (name:configuration) or embedded; --train_file overrides it
-    train_file: str = ""  # .json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt
-    tokens_column: str = "tokens"  # lists of words
-    tags_column: str = "tags"  # as long lists of names or numbers: B-PER I-PER O, or any other scheme of such prefixes
-    max_length: int = 128  # tokens; longer texts are cut
-    global_batch_size: int = 16  # items per update, over all ranks: the result depends on it
-    lr: float = 3e-4  # the highest learning rate of the run
-    best_metric: str = "f1"  # what early stopping looks at: f1, precision, recall, accuracy, loss
+    model: str = "builtin:all-MiniLM-L6-v2"
+    dataset: str = "builtin:code_roles"
+    train_file: str = option("", ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
+    tokens_column: str = option("tokens", "column with lists of words", group="data")
+    tags_column: str = option(
+        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
+    )
+    max_length: int = option(
+        128, "tokens per text; longer texts are truncated", group="data", at_least=1, also=("max_seq_length",)
+    )
+    global_batch_size: int = 16
+    lr: float = 3e-4
+    best_metric: str = option("f1", "metric for early stopping: f1, precision, recall, accuracy, loss")
 
 
 class Task:
-    """What is learned: the model, the data, the summed loss, what it is counted in, and how it is measured."""
+    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
+
+    example = (
+        "from transformers import pipeline; tag = pipeline('token-classification', '{folder}', aggregation_strategy='first'); "
+        "print(*tag('def area(width, height): return width * height'), sep='\\n')"
+    )
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
-            self.tokenizer = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            self.tokenizer = accel_ddp.tagging.for_words(self.tokenizer, cfg.model)
-            train_rows, self.eval_rows, self.tags = build_data(cfg, self.tokenizer)
-            self.model = build_model(cfg, accelerator, self.tokenizer, self.tags)
-            fingerprint = accel_ddp.data.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.data.fingerprint(self.eval_rows)
-        collate = accel_ddp.data.padded(self.tokenizer, accelerator, per_token=("labels",))
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            self.processor = accel_ddp.tagging.for_words(self.processor, cfg.model)
+            train_rows, self.eval_rows, self.tags = build_data(cfg, self.processor)
+            self.model = build_model(cfg, accelerator, self.processor, self.tags)
+            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
+        collate = accel_ddp.tokenisation.padded(self.processor, accelerator, per_token=("labels",))
         train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.OF_WORDS) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.metrics.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.of_tokens(logits(model, batch), batch["labels"])
@@ -51,19 +62,23 @@ class Task:
         return (batch["labels"] != -100).sum()
 
     def evaluate(self, model):
-        return accel_ddp.metrics.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
 
     def measure(self, model, batch):
-        """One row per item; `evaluate` puts the rows of all ranks in order."""
+        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         scores, labels = logits(model, batch), batch["labels"]
         losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
         return {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
 
     def summarize(self, rows):
-        """On the main rank, over all items."""
+        """Return the metrics of all items. This runs on the main rank."""
         words = {name: self.eval_rows[name][:] for name in accel_ddp.tagging.OF_WORDS}
         scores, self.table = accel_ddp.tagging.entity_scores(rows["predictions"], **words, names=self.tags.names)
         return {**scores, "loss": float(rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1))}
+
+    def report(self):
+        """Return what is printed after training."""
+        return self.table
 
 
 def logits(model, batch):
@@ -71,17 +86,17 @@ def logits(model, batch):
 
 
 def build_data(cfg: Config, tokenizer):
-    """Rows with `input_ids`, `attention_mask` and `labels`, and what the evaluation knows of words; and the tags."""
+    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, and the tags."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
     accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
-    of_both = bool(cfg.train_file and not cfg.eval_file) or cfg.max_train_items > 0  # the first rows may lack a rare tag
+    of_both = bool(cfg.train_file and not cfg.eval_file) or cfg.max_train_items > 0  # a rare tag may occur in only one of the two
     tags = accel_ddp.tagging.Tags.of(train, test, cfg.tags_column, of_both)
 
     def encode(rows):
         return accel_ddp.tagging.aligned(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
     depends_on = [accel_ddp.models.identity(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
-    encoded = [accel_ddp.data.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
+    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     train, test = accel_ddp.data.without_broken(encoded, cfg)
     accel_ddp.tagging.say_what_is_cut(train, test, cfg.max_length)
     return train, test, tags
@@ -100,22 +115,8 @@ def build_model(cfg: Config, accelerator, tokenizer, tags):
     return accel_ddp.models.ready(model, cfg, accelerator, lora_task="TOKEN_CLS")
 
 
-def main(cfg: Config) -> None:
-    accelerator = accel_ddp.start(cfg)
-    task = Task(cfg, accelerator)
-    files = accel_ddp.export.files_of(task.model, task.tokenizer)
-    metrics = accel_ddp.fit(
-        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg), files=files,
-    )  # fmt: skip
-    if accelerator.is_main_process:
-        print(task.table)
-    try_it = (
-        "from transformers import pipeline; tag = pipeline('token-classification', '{folder}', aggregation_strategy='first'); "
-        "print(*tag('def area(width, height): return width * height'), sep='\\n')"
-    )
-    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics, try_it)
+def main(cfg: Config):
+    return accel_ddp.train(cfg, Task)
 
 
 if __name__ == "__main__":

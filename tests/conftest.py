@@ -194,7 +194,7 @@ def tiny_model(tmp_path_factory) -> str:
     from accel_ddp.config import RecipeConfig
 
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = models.load_tokenizer(RecipeConfig(model="embedded:all-MiniLM-L6-v2"))
+    tokenizer = models.load_tokenizer(RecipeConfig(model="builtin:all-MiniLM-L6-v2"))
     torch.manual_seed(0)
     shape = {
         "hidden_size": 16,

@@ -13,25 +13,25 @@ from accel_ddp.errors import UserError
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
-    "embedded:rotten_tomatoes": (["text", "label"], 8000, 500),
-    "embedded:rotten_tomatoes_small": (["text", "label"], 2000, 500),
-    "embedded:imdb": (["text", "label"], 24000, 500),
-    "embedded:questions": (["prompt", "answer"], None, 200),
-    "embedded:digits": (["image", "label"], 1500, 297),
-    "embedded:docstrings": (["anchor", "positive"], 2000, 500),
-    "embedded:docstrings_large": (["anchor", "positive"], None, 500),
-    "embedded:docstring_text": (["text"], 4000, 200),
-    "embedded:code_roles": (["tokens", "tags"], 1500, 300),
-    "embedded:number_words": (["source", "target"], 4000, 300),
+    "builtin:rotten_tomatoes": (["text", "label"], 8000, 500),
+    "builtin:rotten_tomatoes_small": (["text", "label"], 2000, 500),
+    "builtin:imdb": (["text", "label"], 24000, 500),
+    "builtin:questions": (["prompt", "answer"], None, 200),
+    "builtin:digits": (["image", "label"], 1500, 297),
+    "builtin:docstrings": (["anchor", "positive"], 2000, 500),
+    "builtin:docstrings_large": (["anchor", "positive"], None, 500),
+    "builtin:docstring_text": (["text"], 4000, 200),
+    "builtin:code_roles": (["tokens", "tags"], 1500, 300),
+    "builtin:number_words": (["source", "target"], 4000, 300),
 }
-MADE = ["embedded:tiny-llama", "embedded:tiny-t5", "embedded:tiny-bert"]
+MADE = ["builtin:tiny-llama", "builtin:tiny-t5", "builtin:tiny-bert"]
 
 ELSEWHERE = """
 import json, sys, transformers
 from accel_ddp.sources import builtin, rows
 shared, own = sys.argv[1:3]
 input()
-builtin.model_folder("embedded:tiny-t5", shared)
+builtin.model_folder("builtin:tiny-t5", shared)
 for name in sys.argv[3:]:
     builtin.model_folder(name, own)
 print(json.dumps({name: [rows.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
@@ -59,7 +59,7 @@ def cache(tmp_path_factory, elsewhere) -> Path:
 
     elsewhere.stdin.write("now\n")
     elsewhere.stdin.flush()
-    builtin.model_folder("embedded:tiny-t5", str(elsewhere.shared))
+    builtin.model_folder("builtin:tiny-t5", str(elsewhere.shared))
     folder = tmp_path_factory.mktemp("cache")
     for name in MADE:
         builtin.model_folder(name, str(folder))
@@ -82,8 +82,8 @@ def test_every_dataset_has_its_columns_and_rows(splits):
             for column in columns:
                 if column not in ("image", "label"):
                     assert all(value if isinstance(value, list) else value.strip() for value in rows[column]), (name, column)
-    assert len(splits["embedded:questions"]["train"]) > 900
-    assert len(splits["embedded:docstrings_large"]["train"]) > 2500
+    assert len(splits["builtin:questions"]["train"]) > 900
+    assert len(splits["builtin:docstrings_large"]["train"]) > 2500
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_every_dataset_has_its_columns_and_rows(splits):
     ],
 )
 def test_no_evaluation_row_was_trained_on(splits, name, columns):
-    train, validation = splits[f"embedded:{name}"].values()
+    train, validation = splits[f"builtin:{name}"].values()
     for column in columns:
         assert not {str(value).lower() for value in train[column]} & {str(value).lower() for value in validation[column]}
 
 
 def test_rows_mean_what_they_say(splits):
-    words = {row["source"]: row["target"] for part in splits["embedded:number_words"].values() for row in part}
+    words = {row["source"]: row["target"] for part in splits["builtin:number_words"].values() for row in part}
     assert (words["0"], words["20"], words["317"]) == ("zero", "twenty", "three hundred seventeen")
     assert builtin._in_words(40_015) == "forty thousand fifteen"
-    first = splits["embedded:digits"]["train"][0]
+    first = splits["builtin:digits"]["train"][0]
     assert (first["image"].size, first["image"].mode, first["image"].getextrema()[1]) == ((8, 8), "L", 255)
-    for part in splits["embedded:code_roles"].values():
+    for part in splits["builtin:code_roles"].values():
         for row in part:
             assert len(row["tokens"]) == len(row["tags"]) >= 4
             for before, tag in zip(["O", *row["tags"]], row["tags"]):
@@ -143,7 +143,7 @@ def test_models_load_and_their_tokenizers_give_back_the_text(cache):
 def test_a_conversation_that_goes_on_begins_as_it_began(cache):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(builtin.model_folder("embedded:tiny-llama", str(cache)))
+    tokenizer = AutoTokenizer.from_pretrained(builtin.model_folder("builtin:tiny-llama", str(cache)))
     messages = [
         {"role": role, "content": f"{n}\n"} for n, role in enumerate(["system", "user", "assistant", "user", "assistant"])
     ]
@@ -160,7 +160,7 @@ def test_making_a_model_draws_nothing_from_the_callers_generator(tmp_path):
     import torch
 
     before = torch.get_rng_state()
-    builtin.model_folder("embedded:tiny-t5", str(tmp_path))
+    builtin.model_folder("builtin:tiny-t5", str(tmp_path))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -179,12 +179,12 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
 
 
 def test_unknown_names_and_a_cache_that_cannot_be_written_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"embedded:docstring: .*embedded:docstrings, .*embedded:number_words"):
-        builtin.load_dataset("embedded:docstring")
-    with pytest.raises(UserError, match=r"embedded:gpt: .*embedded:all-MiniLM-L6-v2, embedded:tiny-llama"):
-        builtin.model_folder("embedded:gpt", str(tmp_path))
+    with pytest.raises(UserError, match=r"builtin:docstring: .*builtin:docstrings, .*builtin:number_words"):
+        builtin.load_dataset("builtin:docstring")
+    with pytest.raises(UserError, match=r"builtin:gpt: .*builtin:all-MiniLM-L6-v2, builtin:tiny-llama"):
+        builtin.model_folder("builtin:gpt", str(tmp_path))
     with pytest.raises(UserError, match=r"'no_such_package'.*\.\[demo\].*your own --model"):
-        builtin.path_in_package("--model", "embedded:x", "no_such_package", "model")
+        builtin.path_in_package("--model", "builtin:x", "no_such_package", "model")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
-        builtin.model_folder("embedded:tiny-t5", str(tmp_path / "file"))
+        builtin.model_folder("builtin:tiny-t5", str(tmp_path / "file"))

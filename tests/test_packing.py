@@ -424,7 +424,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name():
 def test_a_run_says_how_fast_it_is_and_finds_its_micro_batch(tmp_path):
     """Two ranks with `auto` and one with a number learn the same; tokens in the log are those of the data."""
     options = ["--steps", "3", "--max_train_items", "60", "--max_eval_items", "8", "--no_dropout", "--log_every", "1"]
-    options += ["--model", "embedded:tiny-llama", "--global_batch_size", "12"]
+    options += ["--model", "builtin:tiny-llama", "--global_batch_size", "12"]
     sft = ROOT / "recipes" / "sft.py"
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
     assert "--micro_batch_size auto: 6 x 1 micro-batch per rank" in auto.text

@@ -126,7 +126,7 @@ CASES = {
     "classify with adapters": Case(
         "classify",
         lambda i: {"text": sentence(i), "label": i % 3},
-        ["--model", "embedded:tiny-bert", "--lora_r", "2", "--lr", "0.5", "--no_dropout"],
+        ["--model", "builtin:tiny-bert", "--lora_r", "2", "--lr", "0.5", "--no_dropout"],
         answers_of_both,
         "adapter_model.safetensors",
         metrics=("loss",),

@@ -1,4 +1,4 @@
-"""The state of a run as named tensors: how it is taken from a model and an optimizer, and how it is put back."""
+"""Converts the state of a model and an optimizer to named tensors and back."""
 
 import hashlib
 import platform
@@ -13,6 +13,7 @@ from accel_ddp.errors import UserError
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA and the packages that affect results."""
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     for package in ("accel_ddp", "torch", "accelerate", "transformers", "numpy"):
         try:
@@ -22,9 +23,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Weights, the optimizer's tensors and its other values, by the names of parameters: groups may change, names do not."""
-    weights = kept(model)
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return weights, the optimizer's tensors and its other values, by the names of parameters.
+
+    Names are stable, while the parameter groups of an optimizer may change.
+    """
+    weights = to_save(model)
     names = {id(p): name for name, p in model.named_parameters()}
     tensors, values = {}, {}
     for i, parameter in enumerate(parameters(optimizer)):
@@ -36,19 +40,19 @@ def taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str,
                 values.setdefault(name, {})[key] = value
             else:
                 raise UserError(
-                    f"The optimizer {type(optimizer).__name__} keeps a {type(value).__name__} for each parameter ({key}); a "
-                    "checkpoint holds tensors, numbers and words."
+                    f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} for each parameter ({key}). A "
+                    "checkpoint can store tensors, numbers and strings only."
                 )
     return weights, tensors, values
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft put adapters into it, so that the weights below them never change."""
+    """Return whether peft has added adapters, so that the weights below them never change."""
     return hasattr(model, "peft_config")
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model is saved: everything; under adapters only what is trained, and buffers, which may change too."""
+def to_save(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that are saved: all of them, or under adapters the trained ones and the buffers."""
     weights = unique(model.state_dict())
     if not has_adapters(model):
         return weights
@@ -56,16 +60,16 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name in changing}
 
 
-def frozen(model: nn.Module) -> str:
-    """A digest of what is not saved, or nothing: adapters go on only above the weights that they were trained on.
+def digest_of_frozen(model: nn.Module) -> str:
+    """Return a digest of the weights below adapters, which are not saved, or "" for a model without adapters.
 
-    Of 64 values of each tensor, so that it costs milliseconds: it tells models apart, not a flipped bit.
+    It covers 64 values of each tensor and costs milliseconds. It distinguishes models, but does not detect a flipped bit.
     """
     if not has_adapters(model):
         return ""
     digest = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
-        if not p.requires_grad and "original_module" not in name:  # of a head that was made anew: random, and not used
+        if not p.requires_grad and "original_module" not in name:  # the random weights of a new head, which are not used
             some = p.detach().reshape(-1)[:: max(1, p.numel() // 64)].cpu().contiguous()
             digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -76,7 +80,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def unique(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that share their memory (tied weights) once, under their first name."""
+    """Return the tensors without duplicates: tied weights, which share memory, appear once, under their first name."""
     seen: set[Any] = set()
     once = {}
     for name, tensor in tensors.items():
@@ -95,11 +99,13 @@ _KINDS = {
 }  # fmt: skip
 
 
-def described(piece: Any) -> tuple[list[int], torch.dtype]:
+def shape_and_dtype(piece: Any) -> tuple[list[int], torch.dtype]:
+    """Return shape and dtype of a tensor in an open safetensors file without reading the tensor."""
     return [*piece.get_shape()], _KINDS[piece.get_dtype()]
 
 
-def refuse_another_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
+def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
+    """Raise UserError if a checkpoint has other tensors than the model."""
     lines = [f"{name} is only in the checkpoint" for name in there if name not in ours]
     lines += [f"{name} is only in the model" for name in ours if name not in there]
     lines += [
@@ -108,12 +114,14 @@ def refuse_another_model(ours: dict[str, Any], there: dict[str, Any], path: Path
     ]  # fmt: skip
     if lines:
         more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-        raise UserError(f"--resume: {path} is of another model: {'; '.join(lines[:3])}{more}. Give its --model and options.")
+        raise UserError(
+            f"--resume: {path} belongs to another model: {'; '.join(lines[:3])}{more}. Use the --model and options of that run."
+        )
 
 
-def put_back(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Give the optimizer what it had for each parameter. Its options stay those of the command line."""
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    """Load the state of each parameter into the optimizer. Learning rate and other options stay as they are."""
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
-    kept = {i: state[name] for i, name in enumerate(order) if name in state}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})
+    found = {i: state[name] for i, name in enumerate(order) if name in state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": found})

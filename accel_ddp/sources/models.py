@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,20 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.ranks import world
-from accel_ddp.sources import builtin
 from accel_ddp.config import RecipeConfig
-from accel_ddp.sources.rows import prepare_hub
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
+from accel_ddp.sources import builtin
+from accel_ddp.sources.hub import prepare_hub
+
+log = logging.getLogger(__name__)
 
 
 def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
     """What `from_pretrained` takes: a hub name and a folder stay as they are, an embedded model is its folder."""
     if not name:
         raise UserError("There is no model. Give --model: a hub name or a folder.")
-    if name.startswith("embedded:"):
+    if name.startswith("builtin:"):
         prepare_hub()  # also: no bars
         return str(builtin.model_folder(name, cache_dir))
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
@@ -70,7 +72,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     Where the tokenizer has tokens that the model does not know, its embeddings grow.
     """
     if cfg.dtype != "float32" and not cfg.lora_r:
-        world.say(f"--dtype {cfg.dtype}: the trained weights themselves; updates that are small beside them are lost.")
+        log.info(f"--dtype {cfg.dtype}: the trained weights themselves; updates that are small beside them are lost.")
     options["dtype"] = getattr(torch, cfg.dtype)
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
@@ -88,7 +90,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
                 f"--lora_r {cfg.lora_r}: the tokenizer has {len(tokenizer):,} tokens and the model embeddings of {rows:,}. The "
                 "new ones would be frozen before they have learned anything. Train all weights, or take a tokenizer that fits."
             )
-        world.say(f"the tokenizer has {len(tokenizer):,} tokens and the model {rows:,}: it gets embeddings for the new ones.")
+        log.info(f"the tokenizer has {len(tokenizer):,} tokens and the model {rows:,}: it gets embeddings for the new ones.")
         model.resize_token_embeddings(len(tokenizer))
     return model
 
@@ -150,7 +152,7 @@ def ready(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_ta
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if accelerator.ddp_handler is not None and cfg.broadcast_buffers is None:
+    if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
         # Other buffers (position ids) never change: sending them every step would cost for nothing.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
     return model
@@ -181,5 +183,5 @@ def _with_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             f"{', '.join(layers)}."
         ) from error
     trained, all_of_it = model.get_nb_trainable_parameters()
-    world.say(f"adapters of rank {cfg.lora_r}: {trained:,} of {all_of_it:,} parameters are trained ({trained / all_of_it:.2%})")
+    log.info(f"adapters of rank {cfg.lora_r}: {trained:,} of {all_of_it:,} parameters are trained ({trained / all_of_it:.2%})")
     return model

@@ -1,117 +1,239 @@
-"""Makes a model fast without changing what it computes: packed texts, compiled layers, recorded kernels."""
+"""The entry point of the package: `attach` makes a model faster without changing what it computes."""
 
 import contextlib
+import logging
 import math
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.ranks import world
-from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.config import TrainConfig
-from accel_ddp.speed.cuda_graphs import Recorded
-from accel_ddp.speed.padding_free_model import Packed
+from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.process import process
 from accel_ddp.seeds import mixed, seed_torch
+from accel_ddp.speed import autobatch, flops, linear_cross_entropy
+from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
+from accel_ddp.speed.padding_free import NeedsPadding
+from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import LossSum, WholeBatch, rehearse
+from accel_ddp.training.update import rehearse
+from accel_ddp.training.whole_batch import LossSum, WholeBatch
 
-# Compiling takes about 20 s, and saves 0.05 (BERT-base) to 0.12 us (a small decoder) whenever a token goes through a layer,
-# forward and back (benchmarks/README.md). Counted in tokens and not in seconds: a resumed run must come to the same answer.
-TOKENS_THAT_PAY = 250_000_000
+log = logging.getLogger(__name__)
+
+# Compiling takes about 20 s and saves 0.05 (BERT-base) to 0.12 us (a small decoder) per token and layer, forward and backward
+# (benchmarks/README.md). The threshold is in tokens and not in seconds, because a resumed run must come to the same decision.
+TOKENS_WORTH_COMPILING = 250_000_000
+
+NO_TEXTS = "its batches have no attention mask"
+
+
+def attach(
+    accelerator: Accelerator,
+    cfg: TrainConfig,
+    model: nn.Module,
+    train: TrainBatches,
+    loss_sum: LossSum | WholeBatch,
+    total_steps: int,
+) -> "Speed":
+    """Make `model` faster and return an object for the rest of the run. Call it on every rank, before `accelerator.prepare`.
+
+    It prints what is done, and why something is not. The decision is the same on all ranks.
+    """
+    speed = Speed(accelerator, cfg, model, train, loss_sum)
+    speed.remove_padding()
+    speed.capture_layers(total_steps)
+    done = ["no padding inside of the layers"] * bool(speed.padding_free)
+    done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)
+    if done:
+        print_on_main("speed: " + ", ".join(done))
+    return speed
 
 
 class Speed:
-    """What was done to a model, and how much it computes."""
+    """What was done to a model, and how much the model computes."""
 
-    def __init__(self, model: nn.Module, cfg: TrainConfig) -> None:
-        self.cfg = cfg
-        self.packed: Packed | None = None
-        self.recorded: Recorded | None = None
-        self.plain: list[Callable[..., Any]] = []  # the layers before they were compiled; none where they were not
-        self.reads_targets = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))  # with its decoder
-        self.work: flops.Work | None = None
-        with contextlib.suppress(Exception):  # a statistic: no reason not to train a model of some other make
-            self.work = flops.Work(model)
+    def __init__(
+        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+    ):
+        self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+        self.padding_free: PaddingFree | None = None
+        self.graphs: GraphedLayers | None = None
+        self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
+        self.heads = linear_cross_entropy.output_heads_of(model)
+        self.peak_flops = flops.peak_of_all(accelerator, cfg)  # FLOP/s of all ranks, or None
+        self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self._flops: flops.FlopCounter | None = None
+        with contextlib.suppress(Exception):  # it is a statistic, and no reason not to train an unusual model
+            self._flops = flops.FlopCounter(model)
 
-    def work_of(self, batches: list[Any]) -> tuple[float, float]:
-        """(tokens, FLOPs) of this rank's share of an update; zeros where they are not known."""
-        sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]
-        tokens = sum(size.real + (size.targets if self.reads_targets else 0) for size in sizes)
-        if self.work is None:
-            return float(tokens), 0.0
-        return float(tokens), float(sum(self.work.of(s.real, s.squares, s.targets, s.texts) for s in sizes))
+    # ---- what `fit` calls
 
-    def warm_up(self, accelerator: Accelerator, model: nn.Module, train: TrainBatches, loss_sum: LossSum) -> float | None:
-        """Compile now, before the first step: the seconds that it took, or None where there is nothing to compile.
+    def choose_micro_batch_size(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Replace `--micro_batch_size auto` by a number. Call it after `accelerator.prepare` and after a restore."""
+        room = GRAPH_MEMORY if self.graphs else 1.0
+        with self._plain_layers():
+            autobatch.choose(self.accelerator, self.cfg, model, optimizer, self.train, self.loss_sum, room)
 
-        On each node one rank compiles and the others find its work in the cache. A model that cannot be compiled is
-        computed as it is, after one line that says so. The micro-batch is the same in every life of a run, because what a
-        compiler chooses may depend on its size.
+    def warm_up(self) -> float | None:
+        """Compile the layers before the first step. Return the seconds that it took, or None if nothing is compiled.
+
+        On each node one rank compiles, and the others find the result in the cache. A model that cannot be compiled is
+        computed as it is, after a warning. The micro-batch is the same after every restart, because the choices of a compiler
+        may depend on its size.
         """
-        if not self.plain:
+        if not self.plain_calls:
             return None
         began = time.monotonic()
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        world.say(f"warm-up: compiling the layers (kept in {folder}; without it: --compile off)")
-        module = accelerator.unwrap_model(model)
-        micro = self.cfg.split(world.NUM_RANKS)[0]
+        print_on_main(f"warm-up: compiling the layers (cached in {folder}; --compile off skips this)")
+        micro = self.cfg.split(process.num_ranks)[0]
         with (
-            world.together("compile the layers"),
+            together("compile the layers"),
             _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2),
             warnings.catch_warnings(),
         ):
-            # How the compiler goes about the loss of a large vocabulary is no business of the user's.
-            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
+            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
             try:
-                batch = train.sample(micro, accelerator, self.cfg)
-                seed_torch(mixed(self.cfg.seed, "warm-up"), accelerator.device)
-                rehearse(module, batch, loss_sum)
-                rehearse(module, batch, loss_sum)  # the second time it is recorded
+                batch = self.train.sample(micro, self.accelerator, self.cfg)
+                seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
+                rehearse(self.model, batch, self.loss_sum)
+                rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a compiler may run into
-                words = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])  # the second: why
-                print(f"rank {world.RANK} on {world.HOST}: the layers cannot be compiled and are computed as they are: "
-                      f"{type(error).__name__}: {words[:200]}", file=sys.stderr, flush=True)  # fmt: skip
-                calls, self.plain, linear_cross_entropy.softmax = self.plain, [], linear_cross_entropy.plain_softmax
-                self._record(calls, accelerator.device)
+            except Exception as error:  # compilers fail in many ways
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]  # the second one has the reason
+                reason = f"{type(error).__name__}: {' '.join(lines)[:200]}"
+                log.warning("the layers cannot be compiled and run without compilation: %s", reason)
+                calls, self.plain_calls = self.plain_calls, []
+                self._set_softmax(linear_cross_entropy.plain_softmax)
+                self._capture(calls)
         return time.monotonic() - began
 
+    def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
+        """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
+        sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]
+        tokens = sum(size.tokens + (size.targets if self._has_decoder else 0) for size in sizes)
+        if self._flops is None:
+            return float(tokens), 0.0
+        return float(tokens), float(sum(self._flops.count(s.tokens, s.squares, s.targets, s.texts) for s in sizes))
+
+    # ---- what `attach` does
+
+    def remove_padding(self) -> None:
+        asked = self.cfg.padding_free
+        reason = "--padding_free off" if asked == "off" else self._try_without_padding()
+        reasons = [found for found in gather_everywhere(reason) if found]
+        if reasons and self.padding_free is not None:
+            self.padding_free.remove()
+            self.padding_free = None
+        if reasons and asked == "on":
+            print_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.")
+        elif reasons and reasons[0] not in ("--padding_free off", NO_TEXTS):
+            print_on_main(f"texts are padded: {reasons[0]}.")
+
+    def _try_without_padding(self) -> str:
+        """Install padding-free layers and compare them with padding on a few items. Return why they cannot be used, or ""."""
+        accelerator, model = self.accelerator, self.model
+        with together("compare texts with and without padding"):
+            batch = self.train.sample(4, accelerator, self.cfg)
+            if getattr(batch, "sizes", None) is None:
+                return NO_TEXTS
+            if not getattr(model, "is_quantized", False):
+                model.to(accelerator.device)
+            try:
+                padding_free = PaddingFree(model)
+            except NeedsPadding as reason:
+                return str(reason)
+            padding_free.install()
+            per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
+            loss = lambda batch: per_batch(model, batch).double().sum()
+            is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
+            reason = padding_free.check(loss, batch, allowed=1e-4 if is_wide else 3e-2)
+            if not reason and accelerator.mixed_precision != "no":  # half precision uses another attention
+                with accelerator.autocast():
+                    reason = padding_free.check(loss, batch, allowed=5e-2)
+            if reason:
+                padding_free.remove()
+                return reason
+        self.padding_free = padding_free
+        return ""
+
+    def capture_layers(self, total_steps: int) -> None:
+        """Capture the layers as CUDA graphs if there is a GPU, and compile them if that saves time."""
+        if self.cfg.compile == "off":
+            return
+        reason = self._compile_and_capture(total_steps)
+        if reason and self.cfg.compile == "on":
+            print_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.")
+
+    def _compile_and_capture(self, total_steps: int) -> str:
+        if self.accelerator.device.type != "cuda":
+            return "there is no GPU"
+        if self.padding_free is None:
+            return "texts are padded, so that every batch has a different shape"
+        calls = self.padding_free.calls
+        missing = [host for host in gather_everywhere("" if find_spec("triton") else process.host) if host]
+        if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
+            self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
+            self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
+        self._capture(calls)
+        return f"triton is not installed on {', '.join(missing)}" if missing else ""
+
+    def _is_worth_compiling(self, num_layers: int, total_steps: int) -> bool:
+        """Return whether compiling saves more time than it takes. The answer is the same on every rank and after a restart."""
+        with together("count tokens"):
+            known = self.train.lengths
+            if known is None:
+                known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
+        length = float(np.mean(known))
+        return total_steps * self.cfg.global_batch_size * length * num_layers >= TOKENS_WORTH_COMPILING
+
+    def _capture(self, calls: list[Callable[..., Any]]) -> None:
+        layers = self.padding_free
+        layers.calls, layers.run, self.graphs = calls, None, None
+        if not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
+            # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
+            group_bytes = math.inf if process.num_ranks == 1 else self.cfg.bucket_cap_mb << 20
+            device = self.accelerator.device
+            self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
+            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.discard_pending
+
     @contextlib.contextmanager
-    def plainly(self) -> Iterator[None]:
-        """For a while the layers are computed as they are: neither compiled nor recorded."""
-        if self.packed is None:
+    def _plain_layers(self) -> Iterator[None]:
+        """Run the layers without compilation and without CUDA graphs inside of the block."""
+        if self.padding_free is None:
             yield
             return
-        now = self.packed.calls, self.packed.run, linear_cross_entropy.softmax
-        self.packed.calls, self.packed.run, linear_cross_entropy.softmax = self.plain or self.packed.calls, None, linear_cross_entropy.plain_softmax
+        layers = self.padding_free
+        before = layers.calls, layers.run, [head.softmax for head in self.heads]
+        layers.calls, layers.run = self.plain_calls or layers.calls, None
+        self._set_softmax(linear_cross_entropy.plain_softmax)
         try:
             yield
         finally:
-            self.packed.calls, self.packed.run, linear_cross_entropy.softmax = now
+            layers.calls, layers.run, softmaxes = before
+            for head, softmax in zip(self.heads, softmaxes):
+                head.softmax = softmax
 
-    def _record(self, calls: list[Callable[..., Any]], device: torch.device) -> None:
-        packed = self.packed
-        packed.calls, packed.run, self.recorded = calls, None, None
-        if not self.cfg.gradient_checkpointing:  # which runs a layer again in its backward pass
-            # Alone, all layers start at once; DDP is given gradients as soon as they fill one of its buckets.
-            group_bytes = math.inf if world.NUM_RANKS == 1 else self.cfg.bucket_cap_mb << 20
-            self.recorded = Recorded(packed.layers, calls, device, bool(self.plain), group_bytes)
-            packed.run, packed.forget = self.recorded.call, self.recorded.forget
+    def _set_softmax(self, softmax: linear_cross_entropy.Softmax) -> None:
+        for head in self.heads:
+            head.softmax = softmax
 
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
-    """Among the processes that share the folder; whoever has waited too long, or cannot lock there, goes on."""
+    """Let one process of a node run the block at a time. A process that waited too long, or cannot lock, runs it anyway."""
     from filelock import FileLock, Timeout
 
     lock = None
@@ -124,87 +246,3 @@ def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
-
-
-def prepare(
-    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, total_steps: int
-) -> Speed:
-    """Before `accelerator.prepare`. Says in a line what is done, and why something is not; the same on all ranks."""
-    speed = Speed(model, cfg)
-    why = "--packing off" if cfg.packing == "off" else _pack(accelerator, cfg, model, train, loss_sum, speed)
-    whys = [found for found in _of_all(why) if found]
-    if whys and speed.packed is not None:
-        speed.packed.remove()
-        speed.packed = None
-    if whys and (cfg.packing == "on" or whys[0] not in ("--packing off", NO_TEXTS)):
-        asked = "--packing on: not possible: " if cfg.packing == "on" else "texts are padded: "
-        world.say(f"{asked}{whys[0]}." + (" Texts are padded." if cfg.packing == "on" and whys[0] != NO_TEXTS else ""))
-    why = "--compile off" if cfg.compile == "off" else _compile(accelerator, cfg, train, speed, total_steps)
-    if why and cfg.compile == "on":
-        world.say(f"--compile on: not possible: {why}. Layers are computed as they are.")
-    done = ["texts are packed"] * bool(speed.packed) + ["layers are recorded"] * bool(speed.recorded)
-    if done:
-        world.say("fast: " + ", ".join(done + ["and compiled"] * bool(speed.plain)))
-    return speed
-
-
-NO_TEXTS = "its batches have no attention mask"
-
-
-def _of_all(mine: str) -> list[str]:
-    """What each rank says, on every rank: they do the same, or a meeting of some would wait for the others."""
-    return world.agreed(world.gathered(mine))
-
-
-def _pack(
-    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum, speed: Speed
-) -> str:
-    """Why not, or nothing."""
-    with world.together("compare packed and padded texts"):
-        batch = train.sample(4, accelerator, cfg)
-        if getattr(batch, "sizes", None) is None:
-            return NO_TEXTS
-        if not getattr(model, "is_quantized", False):
-            model.to(accelerator.device)
-        try:
-            packed = Packed(model)
-        except padding_free.Unpackable as why:
-            return str(why)
-        packed.install()
-        by_batch = loss_sum.embed if isinstance(loss_sum, WholeBatch) else loss_sum
-        loss = lambda batch: by_batch(model, batch).double().sum()
-        is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
-        why = packed.holds_for(loss, batch, allowed=1e-4 if is_wide else 3e-2)
-        if not why and accelerator.mixed_precision != "no":  # then attention is another
-            with accelerator.autocast():
-                why = packed.holds_for(loss, batch, allowed=5e-2)
-        if why:
-            packed.remove()
-            return why
-    speed.packed = packed
-    return ""
-
-
-def _pays(accelerator: Accelerator, cfg: TrainConfig, train: TrainBatches, num_layers: int, total_steps: int) -> bool:
-    """Whether compiling saves more time than it takes; the same answer on every rank and in every life of a run."""
-    with world.together("count tokens"):
-        known = train.lengths  # of each item, where they can be had
-        length = train.sample(64, accelerator, cfg).sizes.real / 64 if known is None else float(known.mean())
-    return total_steps * cfg.global_batch_size * length * num_layers >= TOKENS_THAT_PAY
-
-
-def _compile(accelerator: Accelerator, cfg: TrainConfig, train: TrainBatches, speed: Speed, total_steps: int) -> str:
-    """Records the layers' kernels where there is a GPU; compiles them too where that pays."""
-    device = accelerator.device
-    if device.type != "cuda":
-        return "there is no GPU"
-    if speed.packed is None:
-        return "its texts are not packed, so that every batch has another shape"
-    calls = speed.packed.calls
-    missing = [host for host in _of_all("" if find_spec("triton") else world.HOST) if host]
-    if not missing and (cfg.compile == "on" or _pays(accelerator, cfg, train, len(calls), total_steps)):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{cfg.cache_dir}/inductor"))
-        speed.plain, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
-        linear_cross_entropy.softmax = torch.compile(linear_cross_entropy.fused_softmax, dynamic=True)
-    speed._record(calls, device)
-    return f"triton is not installed on {', '.join(missing)}" if missing else ""

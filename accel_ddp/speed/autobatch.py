@@ -1,4 +1,4 @@
-"""`--micro_batch_size auto`: the largest that fits, found before training, the same on all ranks."""
+"""Chooses `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
 
 from typing import NamedTuple
 
@@ -6,55 +6,57 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.ranks import world
-from accel_ddp.speed import cuda_graphs
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed.attach import Speed
+from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.process import process
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import LossSum, rehearse
+from accel_ddp.training.update import rehearse
+from accel_ddp.training.whole_batch import LossSum, WholeBatch
 
-FULL = 0.9  # of a GPU's memory; the rest is for pieces that do not fit together, and for the library's own
-ON_CPU = 16  # items: larger ones are not faster there, and nobody says how much memory is free
+USABLE = 0.9  # fraction of a GPU's memory; the rest is for fragmentation and for the library itself
+LARGEST_ON_CPU = 16  # items; larger micro-batches are not faster there, and the free memory is not known
 
 
-def settle(
+def choose(
     accelerator: Accelerator,
     cfg: TrainConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     train: TrainBatches,
-    loss_sum: LossSum,
-    speed: Speed,
+    loss_sum: LossSum | WholeBatch,
+    room: float,
 ) -> None:
-    """Make `cfg.micro_batch_size` a number, if it is none yet: each rank tries its longest items, the smallest answer counts."""
+    """Replace `cfg.micro_batch_size` by a number if it is "auto".
+
+    Each rank tries its longest items, and the smallest answer counts. `room` is the memory of a micro-batch in multiples of
+    what its forward and backward pass take.
+    """
     if cfg.micro_batch_size != "auto":
         return
-    per_rank = cfg.split(world.NUM_RANKS)[0]
+    per_rank = cfg.split(process.num_ranks)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    largest = max(size for size in sizes if size <= ON_CPU)
-    tried = f" (at most {ON_CPU} on CPUs; it divides the {per_rank} of a rank)"
+    largest = max(size for size in sizes if size <= LARGEST_ON_CPU)
+    how = f" (at most {LARGEST_ON_CPU} on CPUs; it must divide the {per_rank} items of a rank)"
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
-        with world.together("find the largest micro-batch that fits"), speed.plainly():
-            trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, cuda_graphs.ROOM if speed.recorded else 1.0)
-            largest = _largest(sizes, trial)
-        tried = f", by trying the longest items (it divides the {per_rank} of a rank)"
-    answers = world.gathered(largest)
-    smallest = world.agreed(min(answers) if answers else None)
+        with together("find the largest micro-batch that fits"):
+            largest = _largest(sizes, _Trial(accelerator, cfg, module, optimizer, train, loss_sum, room))
+        how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
+    smallest = min(gather_everywhere(largest))
     if smallest == 0:
         raise UserError(
-            "--micro_batch_size auto: not even one of the longest items fits into the GPU's memory on every rank. Use "
-            "--gradient_checkpointing, --mixed_precision bf16, --lora_r, or a smaller --max_length."
+            "--micro_batch_size auto: not even one of the longest items fits into the GPU memory of every rank. Use "
+            "--gradient_checkpointing, --mixed_precision bf16, --lora_r 16, or a smaller --max_length."
         )
     cfg.micro_batch_size = smallest
-    micro, count = cfg.split(world.NUM_RANKS)
-    if cfg.static_graph and count > 1 and world.NUM_RANKS > 1:
+    micro, count = cfg.split(process.num_ranks)
+    if cfg.static_graph and count > 1 and process.num_ranks > 1:
         raise UserError(
             f"--static_graph cannot be combined with several micro-batches per update, and only {micro} items fit into one. "
-            "Leave it out."
+            "Leave --static_graph out."
         )
-    world.say(f"--micro_batch_size auto: {micro} x {count} micro-batch{'es' * (count > 1)} per rank{tried}")
+    print_on_main(f"--micro_batch_size auto: {micro} x {count} micro-batch{'es' * (count > 1)} per rank{how}")
 
 
 class _Trial(NamedTuple):
@@ -63,17 +65,17 @@ class _Trial(NamedTuple):
     module: nn.Module
     optimizer: torch.optim.Optimizer
     train: TrainBatches
-    loss_sum: LossSum
-    times: float  # what a micro-batch takes: with room for recordings of it, which are worth more than a larger one
+    loss_sum: LossSum | WholeBatch
+    room: float  # memory for CUDA graphs is included, because they save more time than a larger micro-batch
 
     def fits(self, size: int) -> bool:
         device = self.accelerator.device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        # What AdamW will need from its first step on.
-        learned = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
-        later = 0 if self.optimizer.state else 2 * learned
+        # AdamW allocates two moments in its first step.
+        trained = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        later = 0 if self.optimizer.state else 2 * trained
         try:
             rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
         except torch.OutOfMemoryError:
@@ -81,11 +83,11 @@ class _Trial(NamedTuple):
         finally:
             torch.cuda.empty_cache()
         taken = torch.cuda.max_memory_allocated(device) - held
-        return held + later + self.times * taken <= FULL * torch.cuda.get_device_properties(device).total_memory
+        return held + later + self.room * taken <= USABLE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _largest(sizes: list[int], trial: _Trial) -> int:
-    """0 where not even one fits. Sizes double, so that one that is too large is seldom far too large."""
+    """Return the largest size that fits, or 0. Sizes are doubled, so that a size that is too large is rarely far too large."""
     doubling = [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
     best, module = 0, trial.module
     was_training = module.training
@@ -95,7 +97,7 @@ def _largest(sizes: list[int], trial: _Trial) -> int:
             best = size
             continue
         between = [other for other in sizes if best < other < size]
-        while between:  # halving what lies between
+        while between:  # bisection
             middle = between[len(between) // 2]
             is_small = trial.fits(middle)
             best = middle if is_small else best

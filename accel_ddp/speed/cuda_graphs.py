@@ -7,6 +7,7 @@ compute. Hooks, accumulation and frozen parameters are as they always are. One t
 its step is overwritten by the next replay.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_ddp.ranks import world
 from accel_ddp.speed.graph_replay import ALIGNED, Group, Recording, Replay, Shared, grouped, twins_of
+
+log = logging.getLogger(__name__)
 
 MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
 # A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
-ROOM = 2.5  # times what a micro-batch takes
+GRAPH_MEMORY = 2.5  # times what a micro-batch takes
 LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
 ASK_AGAIN = 100  # micro-batches after there was no room
 
@@ -29,7 +31,7 @@ def _same(some: tuple, others: tuple) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-class Recorded:
+class GraphedLayers:
     """Calls of a stack of layers, recorded for each shape the second time that it comes: the first time compiles."""
 
     def __init__(
@@ -124,8 +126,7 @@ class Recorded:
 
     def _give_up(self, why: str) -> None:
         self.broken = why
-        print(f"rank {world.RANK} on {world.HOST}: kernels cannot be recorded, training goes on without: {why}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        log.warning("the layers cannot be captured as CUDA graphs; training continues without them: %s", why)
 
     def _drop(self) -> None:
         """All recordings, and their memory."""
@@ -133,7 +134,7 @@ class Recorded:
         self.recordings.clear()
         self.seen.clear()
 
-    def forget(self) -> None:
+    def discard_pending(self) -> None:
         """Another micro-batch: what was computed before and never had a backward pass will not have one."""
         self.shared.in_flight.clear()
 
@@ -152,7 +153,7 @@ class Recorded:
         free, all_of_it = torch.cuda.mem_get_info(hidden.device)
         held = torch.cuda.memory_allocated(hidden.device)
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
-        needed = max(ROOM * (torch.cuda.max_memory_allocated(hidden.device) - held), LEAST_FREE * all_of_it)
+        needed = max(GRAPH_MEMORY * (torch.cuda.max_memory_allocated(hidden.device) - held), LEAST_FREE * all_of_it)
         if unused < needed:
             self.patience = ASK_AGAIN
             return

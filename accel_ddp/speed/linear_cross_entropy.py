@@ -1,12 +1,12 @@
-"""The loss over a large vocabulary without a table of all scores.
+"""The cross-entropy loss over a large vocabulary without a tensor of all logits.
 
-A model gives 16 texts of 512 tokens and 50,000 words a table of 1.6 GB in float32, and as much again for its gradient, most of
-it for padding and for tokens that are not learned. Here only learned tokens are scored, some thousand at a time, and what
-remains of each piece is its loss and its gradient.
+For 16 texts of 512 tokens and a vocabulary of 50,000, the logits take 1.6 GB in float32, and their gradient as much again. Most of
+it is for padding and for tokens without a label. Here logits are computed only for tokens with a label, some thousand at a time.
+Of each chunk only its loss and its gradient remain.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,29 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from accel_ddp.speed import padding_free
+from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training import losses
 
-PIECE = 1 << 28  # scores that exist at once
+CHUNK = 1 << 28  # logits that exist at once
+
+# Returns (summed loss, its gradient with respect to the logits) for logits and labels.
+Softmax = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """sum of cross_entropy(hidden @ weight.T + bias, labels); the gradients are computed with it, piece by piece."""
+    """sum(cross_entropy(hidden @ weight.T + bias, labels)). The gradients are computed in the forward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax) -> Tensor:
         narrow = hidden.dtype
         matrix = weight.to(narrow)
-        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_hidden, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if wants_bias else None
         total = hidden.new_zeros((), dtype=torch.promote_types(narrow, torch.float32))
-        size = max(256, PIECE // len(matrix) // 256 * 256)
-        pieces = -(-len(hidden) // size)
-        size = -(-len(hidden) // pieces // 64) * 64 if pieces else size  # equal ones
+        size = max(256, CHUNK // len(matrix) // 256 * 256)
+        chunks = -(-len(hidden) // size)
+        size = -(-len(hidden) // chunks // 64) * 64 if chunks else size  # chunks of equal size
         for first in range(0, len(hidden), max(size, 1)):
-            # A copy of the labels: for one that begins elsewhere the loss would be compiled again.
+            # The labels are copied, because the loss would be compiled again for a view with another offset.
             some, right = hidden[first : first + size], labels[first : first + size].clone()
             scores = some @ matrix.T
             if bias is not None:
@@ -63,11 +66,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         return *[
             (next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)
-        ], None  # fmt: skip
+        ], None, None  # fmt: skip
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """In the wide type, in which it is summed anyway, where a GPU can write it so."""
+    """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
     is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
     if a.is_cuda and is_narrow and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=wide)
@@ -75,10 +78,10 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss, its gradient with respect to the scores); labels of -100 have neither."""
+    """Return (summed loss, its gradient with respect to the logits). Labels of -100 contribute to neither."""
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
-    # In place, and from and to the narrow type within one kernel each: this is bound by memory.
+    # In place, with conversions inside of the kernels, because memory bandwidth limits the speed.
     logarithms = F.log_softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
     loss = torch.where(counts, -logarithms.gather(1, place), 0).sum()
     gradient = logarithms.exp_().scatter_add_(1, place, logarithms.new_full((1, 1), -1).expand(len(place), 1))
@@ -86,7 +89,7 @@ def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, for a compiler: one pass over the scores instead of five."""
+    """Compute the same as `plain_softmax` in a form that compiles to one pass over the logits instead of five."""
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
     logarithms = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
@@ -95,65 +98,71 @@ def fused_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return loss, torch.where(counts, logarithms.exp() - is_right.to(logarithms.dtype), 0).to(scores.dtype)
 
 
-softmax = plain_softmax  # `fast` takes the other, compiled, where it compiles layers
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Of the words that a head of this weight and bias gives `hidden`, computed in the type of `hidden`."""
-    if not torch.is_grad_enabled():  # inside of the function that is not to be seen, and gradients would be computed
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax = plain_softmax
+) -> Tensor:
+    """Return the summed loss of a linear head on `hidden`, computed in the type of `hidden`."""
+    if not torch.is_grad_enabled():  # the function cannot see this, and would compute gradients
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, softmax)
 
 
 class OutputHead:
-    """A model's last matrix, taken out of its forward pass where the loss can be had without its scores."""
+    """The output head of a language model. It is skipped in the forward pass, and the loss is computed in chunks instead."""
 
     def __init__(self, model: nn.Module):
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        self.head = head if type(head) is nn.Linear else None  # not one with adapters, which is more than its weight
-        self.narrow = torch.float32  # what the model computes in
-        self.is_all: bool | None = None  # whether the scores are the head's, with nothing after it
+        self.head = head if type(head) is nn.Linear else None  # a head with adapters is more than its weight
+        self.narrow = torch.float32  # the type in which the model computes
+        self.is_last: bool | None = None  # whether the logits are the output of the head, with nothing behind it
+        self.softmax: Softmax = plain_softmax  # `attach` replaces it by a compiled one
+        if self.head is not None:
+            self.head.accel_ddp_output_head = self  # how `attach` finds it
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
-        """Of tokens, each of which has a label or -100; the same as `losses.of_tokens(model(**inputs).logits, labels)`."""
+        """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
         sizes = getattr(batch, "sizes", None)
         if sizes is None or self.head is None or getattr(model, "find_unused_parameters", False):
             return losses.of_tokens(model(**inputs).logits, labels)
-        if self.is_all is None:
-            self.is_all = self._is_all(model, inputs)
-        if not self.is_all:
+        if self.is_last is None:
+            self.is_last = self._is_last(model, inputs)
+        if not self.is_last:
             return losses.of_tokens(model(**inputs).logits, labels)
-        with self._left_out():
+        with self._skipped():
             hidden = model(**inputs).logits.flatten(0, 1)
         flat = labels.flatten()
         learned = flat != -100
-        # Where they are, without asking the device how many: the host knows a number that is not too small.
+        # The places of tokens with a label are computed on the device. The host knows an upper bound of their number.
+        room = rounded_up(sizes.targets) if flat.is_cuda else max(1, sizes.targets)
         before = learned.cumsum(0) - 1
-        places = torch.zeros(sizes.room + 1, dtype=torch.long, device=flat.device)
-        places.scatter_(0, torch.where(learned, before, sizes.room), torch.arange(len(flat), device=flat.device))
+        places = torch.zeros(room + 1, dtype=torch.long, device=flat.device)
+        places.scatter_(0, torch.where(learned, before, room), torch.arange(len(flat), device=flat.device))
         places = places[:-1]
-        right = torch.where(torch.arange(sizes.room, device=flat.device) <= before[-1], flat[places], -100)
-        rows = padding_free.Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
-        return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right)
+        right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
+        rows = Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
+        return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right, self.softmax)
 
     @contextlib.contextmanager
-    def _left_out(self) -> Iterator[None]:
-        self.head.forward = self._nothing
+    def _skipped(self) -> Iterator[None]:
+        self.head.forward = self._pass_through
         try:
             yield
         finally:
             del self.head.forward
 
-    def _nothing(self, hidden: Tensor) -> Tensor:
-        kind = hidden.device.type  # Accelerate computes in half precision inside of the forward pass only
+    def _pass_through(self, hidden: Tensor) -> Tensor:
+        kind = hidden.device.type  # Accelerate uses autocast inside of the forward pass only
         self.narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.head.weight.dtype
         return hidden
 
     @torch.no_grad()
-    def _is_all(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Some models scale or bound what their head gives. Whether this one does is seen by a head that gives something else;
-        the answer does not depend on weights, so that it is the same on every rank and after a restart."""
-        module = model.module if hasattr(model, "module") else model  # without DDP: other ranks may be elsewhere
+    def _is_last(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Return whether the logits are the unchanged output of the head. Some models scale or bound it.
+
+        The test replaces the head's output by known values. The answer does not depend on weights, so that it is the same on every
+        rank and after a restart.
+        """
+        module = model.module if hasattr(model, "module") else model  # without DDP, because other ranks may not be here
         was_training = module.training
         module.eval()
         some = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -167,9 +176,15 @@ class OutputHead:
         self.head.forward = large
         try:
             scores = module(**some).logits
-        except Exception:  # a head that is used otherwise
+        except Exception:  # the model uses its head in another way
             return False
         finally:
             del self.head.forward
             module.train(was_training)
         return len(given) == 1 and scores.shape == given[0].shape and torch.equal(scores.float(), given[0].float())
+
+
+def output_heads_of(model: nn.Module) -> list[OutputHead]:
+    """Return the `OutputHead` objects that were made for this model."""
+    found = [getattr(module, "accel_ddp_output_head", None) for module in model.modules()]
+    return [head for head in found if head is not None]

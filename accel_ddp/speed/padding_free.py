@@ -1,89 +1,98 @@
-"""No computing on padding: inside a transformer's layers the texts of a micro-batch lie one after the other.
+"""Computation without padding: inside of the layers of a transformer, the texts of a micro-batch are concatenated to one row.
 
-Outside of the layers nothing changes. A micro-batch comes padded, embeddings give each token its place in its own text, and
-what stands after the last layer (a pooler, a head, a loss) sees a padded batch again; so a recipe, a model and its positions
-need not know. Between the first and the last layer there is one row of all real tokens. Attention sees where each text begins
-and ends, on a GPU in half precision through flash attention for texts of any length. Elsewhere queries, keys and values go
-back into padded rows for the attention alone: correct on every device and in every precision, and the matrices of the layers,
-nine tenths of the work, still see no padding.
+Outside of the layers nothing changes. A micro-batch enters padded, and the embeddings give each token its position in its own
+text. Behind the last layer the pooler, head and loss get a padded batch again. Recipes, models and positions therefore need no
+change. Between the first and the last layer there is one row of all tokens without padding. Attention gets the boundaries of the
+texts. On a GPU in half precision it is flash attention for sequences of variable length. Elsewhere queries, keys and values are
+padded for the attention alone. That is correct on every device and in every precision, and the matrix products of the layers,
+nine tenths of the work, still contain no padding.
 """
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NAME = "accel_ddp_packed"  # among transformers' kinds of attention
-ITS_OWN = "sdpa"  # the kind that is replaced; who asks for another gets it, with padding
+from accel_ddp.training.current_batch import CurrentBatch
+
+NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
+REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
 
 
-class Unpackable(Exception):
-    """Why this model must be computed with padding."""
+class NeedsPadding(Exception):
+    """The model must be computed with padding, for the reason in the message."""
 
 
 class Segments(NamedTuple):
-    """Where the texts lie in a row of tokens; what remains of the row is one more text, that nobody reads."""
+    """The positions of the texts in a row of tokens. The unused end of the row is treated as one more text."""
 
-    starts: Tensor  # int32: first token of each text, and the row's end
-    longest: int  # at least as long as the longest text
-    slots: Tensor  # of each place of the padded batch: its token in the row (0, where there is only padding)
-    places: Tensor  # of each token in the row: its place in the padded batch (0, in what remains)
-    real: Tensor  # bool: of each token in the row, whether it is of a text
-    mask: Tensor  # bool: of each place of the padded batch, the same
+    starts: Tensor  # int32: first token of each text, and the end of the row
+    longest: int  # at least the length of the longest text
+    slots: Tensor  # for each position of the padded batch: its token in the row (0 for padding)
+    places: Tensor  # for each token in the row: its position in the padded batch (0 at the unused end)
+    real: Tensor  # bool, for each token in the row: whether it belongs to a text
+    mask: Tensor  # bool, for each position of the padded batch: whether it belongs to a text
     shape: tuple[int, int]  # of the padded batch
     is_flash: bool
 
 
-class Micro(NamedTuple):
-    """What the host knows of the micro-batch that is computed: the device must not be asked."""
+class Row(NamedTuple):
+    """The row for the micro-batch that is being computed. The numbers come from the host, so that the device is not read."""
 
     mask: Tensor
-    tokens: int  # of the row: at least as many as are real
-    longest: int
+    tokens: int  # length of the row: at least the number of tokens without padding
+    longest: int  # at least the length of the longest text
 
 
-now: Micro | None = None
-is_settling = False  # while it is, layers are not replayed: DDP looks in which order gradients come; set by `update`
-is_packing = False  # whether the forward pass that runs is a packed one; set by `packed`
+# Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
+is_active: ContextVar[bool] = ContextVar("accel_ddp_padding_free", default=False)
 
 
-class using:
-    """`with using(batch)`: a model whose attention mask is that of this batch computes it packed, if it can."""
+def row_of(current: CurrentBatch | None) -> Row | None:
+    """Return the row for a micro-batch of texts, or None for other micro-batches.
 
-    def __init__(self, batch: Any):
-        sizes = getattr(batch, "sizes", None)
-        self.micro = Micro(batch["attention_mask"], sizes.row, sizes.longest) if sizes else None
+    On a GPU lengths are rounded up, so that there are few different ones, because each is captured as a CUDA graph.
+    """
+    sizes = getattr(current.batch, "sizes", None) if current is not None else None
+    if sizes is None:
+        return None
+    mask = current.batch["attention_mask"]
+    if not mask.is_cuda:
+        return Row(mask, sizes.tokens, sizes.width)
+    tokens = rounded_up(sizes.tokens)
+    # The unused end of the row is computed like a text, so that it must not be longer than the longest.
+    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - sizes.tokens).bit_length())
+    return Row(mask, tokens, longest)
 
-    def __enter__(self) -> None:
-        global now
-        now = self.micro
 
-    def __exit__(self, *_: object) -> None:
-        global now
-        now = None
+def rounded_up(number: int) -> int:
+    """Round up by at most a sixteenth on average, to one of few different numbers."""
+    grain = max(64, 1 << max(0, (number // 8).bit_length() - 1))
+    return max(1, -(-number // grain)) * grain
 
 
-def segments_of(micro: Micro, is_flash: bool) -> Segments:
-    """Computed on the device, without asking it for a number."""
-    mask, tokens = micro.mask.bool(), micro.tokens
+def segments_of(row: Row, is_flash: bool) -> Segments:
+    """Return the positions of the texts, computed on the device without a synchronisation."""
+    mask, tokens = row.mask.bool(), row.tokens
     flat = mask.flatten()
     before = flat.cumsum(0) - 1
-    spill = torch.where(flat, before, tokens)  # padding is written behind the row, and cut off
+    spill = torch.where(flat, before, tokens)  # padding is written behind the row and removed below
     places = torch.zeros(tokens + 1, dtype=torch.long, device=mask.device)
     places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
     ends = mask.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
-    starts[-1:].fill_(tokens)  # not `starts[-1] = tokens`, for which the host waits until the device has done all before it
+    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronise with the device
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
-    return Segments(starts, micro.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
+    return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
 
 
 class Move(torch.autograd.Function):
-    """[1, from, ...] -> [1, to, ...]. The gradient goes the way back by an index, not by a sum: the same bits every time."""
+    """Moves rows: [1, from, ...] -> [1, to, ...]. The gradient is an indexing, not a sum, so that it is deterministic."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor) -> Tensor:
@@ -99,19 +108,19 @@ class Move(torch.autograd.Function):
 
 def pack(padded: Tensor, at: Segments) -> Tensor:
     """[texts, width, ...] -> [1, tokens, ...]"""
-    if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, the same for every text
+    if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
-    # What comes out is no view: compiled code is for tensors that are views of others, or for tensors that are not.
+    # The result is not a view, because compiled code is specialised on whether a tensor is a view.
     return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
 
 
 def unpack(row: Tensor, at: Segments) -> Tensor:
-    """[1, tokens, ...] -> [texts, width, ...]; at padding there is something finite."""
+    """[1, tokens, ...] -> [texts, width, ...]. Padding gets arbitrary finite values."""
     return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
-# The operators below transformers' and torch's own wrappers of flash attention, of which none has dropout, needs no further
-# package, and sums gradients in the same order every time. One operator each, so that a compiler need not look inside.
+# These use the operators below transformers' and torch's own wrappers of flash attention. None of the wrappers supports dropout,
+# needs no further package, and sums gradients in a deterministic order. Each is one operator, so that a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, dropout: float, causal: bool, scale: float | None
@@ -133,7 +142,7 @@ def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, longest: int, dropout: float,
     causal: bool, random_state: Tensor, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with _in_one_order():
+    with _deterministic_order():
         return torch.ops.aten._flash_attention_backward(
             gradient.contiguous(), q, k, v, out, lse, starts, starts, longest, longest, dropout, causal,
             random_state, torch.empty(0, device=q.device), scale=scale,
@@ -145,7 +154,7 @@ def _(gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_stat
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, starts, ctx.longest, ctx.dropout, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, starts, *output)
 
@@ -156,15 +165,15 @@ def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
     return *found, None, None, None, None, None
 
 
-_flash.register_autograd(_gradients, setup_context=_keep)
+_flash.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 @contextlib.contextmanager
-def _in_one_order() -> Iterator[None]:
-    """Without it a resumed run would not be the same to the last bit."""
+def _deterministic_order() -> Iterator[None]:
+    """Sum gradients in a deterministic order. Otherwise a resumed run would not be bit-identical."""
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would cost a pass over each output
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost a pass over each output
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -185,18 +194,18 @@ def attention(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Like transformers' `sdpa_attention_forward`; with `segments`, of texts that lie one after the other."""
+    """Compute attention like transformers' `sdpa_attention_forward`. With `segments`, the texts are concatenated to one row."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if segments is None:
-        if is_packing:  # texts would see each other
-            raise Unpackable("it does not hand on to its attention what its layers are given")
+        if is_active.get():  # without segments, texts would attend to each other
+            raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-    if strange := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
-        raise Unpackable(f"its attention has {', '.join(strange)}")
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
+        raise NeedsPadding(f"its attention has {', '.join(unknown)}")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if segments.is_flash:
-        # [tokens, heads, size]; rotated queries and keys may have come out wider than what is computed in.
+        # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
         return _flash(q, k, v, segments.starts, segments.longest, dropout, causal, scaling)[0][None], None
     heads = query.shape[1] // key.shape[1]
@@ -207,14 +216,14 @@ def attention(
     if causal:
         width = segments.shape[1]
         mask = mask & torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
-    # A row of padding before a text sees nothing at all: 0 / 0. Nobody reads it, but its gradient would spread.
+    # Padding before a text would attend to nothing: 0 / 0. The result is not used, but its gradient would spread.
     mask = mask | torch.eye(segments.shape[1], dtype=torch.bool, device=mask.device)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return pack(out.transpose(1, 2).contiguous(), segments), None
 
 
 def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What transformers hands to every layer as its mask; packed layers have none."""
+    """Return the attention mask that transformers passes to every layer. Without padding there is none."""
     from transformers.masking_utils import sdpa_mask
 
-    return None if is_packing else sdpa_mask(*args, **kwargs)
+    return None if is_active.get() else sdpa_mask(*args, **kwargs)

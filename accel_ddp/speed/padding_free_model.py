@@ -1,4 +1,4 @@
-"""A transformers model whose layers compute packed, if that gives the same as padding."""
+"""Lets the layers of a transformers model compute without padding, if that gives the same result as padding."""
 
 import functools
 from collections.abc import Callable
@@ -8,12 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.speed import padding_free
-from accel_ddp.speed.padding_free import ITS_OWN, NAME, Micro, Segments, Unpackable, pack, segments_of, unpack, using
+from accel_ddp.speed.padding_free import (
+    NAME,
+    REPLACED,
+    NeedsPadding,
+    Row,
+    Segments,
+    attention,
+    is_active,
+    mask_of,
+    pack,
+    row_of,
+    segments_of,
+    unpack,
+)
+from accel_ddp.training.current_batch import CurrentBatch, current_batch
 
 
 class _SmallTable(torch.autograd.Function):
-    """An embedding of few rows. Torch's own gradient of it is slow, for many tokens meet in one row, and sums in any order."""
+    """An embedding with few rows. torch's own gradient is slow, because many tokens share a row, and not deterministic."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, table: Tensor) -> Tensor:
@@ -30,64 +43,66 @@ class _SmallTable(torch.autograd.Function):
 
 
 def small_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Embeddings of kinds of tokens and the like."""
+    """Return embeddings with few rows, such as those of token types."""
     plain = lambda m: type(m) is nn.Embedding and m.padding_idx is None and m.max_norm is None and not m.sparse
     return [module for module in model.modules() if plain(module) and module.num_embeddings <= 16]
 
 
-def _looked_up(table: nn.Embedding, places: Tensor) -> Tensor:
+def _look_up(table: nn.Embedding, places: Tensor) -> Tensor:
     return _SmallTable.apply(places, table.weight)
 
 
-class Packed:
-    """Lets `model` compute packed whenever a batch of `using` comes along. `run` calls a layer: see `graphs`."""
+class PaddingFree:
+    """Lets `model` compute without padding whenever its attention mask is that of the current batch."""
 
     def __init__(self, model: nn.Module):
-        """Raises Unpackable where it is plain that the model cannot; `holds_for` finds out the rest."""
+        """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others."""
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
-            raise Unpackable("it is no model of transformers")
+            raise NeedsPadding("it is not a transformers model")
         self.model, self.owner, self.layers = model, owner, layers_of(owner)
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): config for config in configs}
         kinds = {config._attn_implementation for config in self.configs.values()}
-        if not kinds <= {ITS_OWN, NAME}:
-            raise Unpackable(f"its attention is {', '.join(map(str, kinds))}, not {ITS_OWN}")
+        if not kinds <= {REPLACED, NAME}:
+            raise NeedsPadding(f"its attention is {', '.join(map(str, kinds))}, not {REPLACED}")
         dropped = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
         if any(getattr(config, name, 0) for config in self.configs.values() for name in dropped):
-            raise Unpackable("it leaves out layers at random (layerdrop)")
+            raise NeedsPadding("it skips layers at random (layerdrop)")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
-        # Texts that are no longer than half of a window, which may be of both sides, do not feel it.
+        # A window, which may extend to both sides, has no effect on texts that are at most half as long.
         self.longest = min((int(window) // 2 for window in found if window), default=1 << 30)
-        AttentionInterface.register(NAME, padding_free.attention)
-        AttentionMaskInterface.register(NAME, padding_free.mask_of)
-        self.micro: Micro | None = None
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, mask_of)
+        self.row: Row | None = None
         self.at: Segments | None = None
         self.calls: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
-        self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`: see `graphs`
-        self.forget: Callable[[], None] = lambda: None  # what was computed before will have no backward pass
-        self.is_wanted, self.before, self.watched = True, None, None
+        self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`; set by `attach` to use CUDA graphs
+        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.is_enabled = True
+        self.last_batch: CurrentBatch | None = None
+        self.outputs: list[Any] | None = None  # of the last layer, while `check` runs
         self._clear()
 
     def _clear(self) -> None:
-        self.micro, self.at, self.known, self.given, self.taken = None, None, {}, None, None
+        self.row, self.at, self.known, self.given, self.packed_arguments = None, None, {}, None, None
 
     def install(self) -> None:
         for config in self.configs.values():
             config._attn_implementation = NAME
         for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
-            table.forward = functools.partial(_looked_up, table)
-        # Not a hook: adapters call `forward` itself; and what is no module's is not copied with the model.
+            table.forward = functools.partial(_look_up, table)
+        # Not a hook, because adapters call `forward` itself.
         self.owner.forward = self._model(self.owner.forward)
         for number, layer in enumerate(self.layers):
             layer.forward = self._layer(number)
 
     def remove(self) -> None:
         for config in self.configs.values():
-            config._attn_implementation = ITS_OWN
+            config._attn_implementation = REPLACED
         for module in [self.owner, *self.layers, *small_tables(self.owner)]:
             module.__dict__.pop("forward", None)
         self._clear()
@@ -95,41 +110,44 @@ class Packed:
     def _model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            is_first = padding_free.now is not self.before
+            current = current_batch()
+            is_first = current is not self.last_batch
             if is_first:
-                self.before = padding_free.now
-                self.forget()
-            micro = self._micro(kwargs.get("attention_mask"))
-            # A checkpointed layer is called again in the backward pass, when this is over: `at` must be that of its call.
+                self.last_batch = current
+                self.on_new_batch()
+            row = self._row(current, kwargs.get("attention_mask"))
+            # A checkpointed layer is called again in the backward pass, after this call has ended, and needs the same `at`.
             checkpointed = torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
             if checkpointed and self.at is not None and not is_first:
                 raise RuntimeError(
-                    "the loss calls the model twice, which with --gradient_checkpointing cannot be packed: add --packing off"
+                    "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
+                    "Add --padding_free off."
                 )
             self._clear()
-            self.micro, padding_free.is_packing = micro, micro is not None
+            self.row = row
+            token = is_active.set(row is not None)
             try:
                 return original(*args, **kwargs)
             finally:
-                padding_free.is_packing = False
+                is_active.reset(token)
                 if not checkpointed:
                     self._clear()
 
         return forward
 
-    def _micro(self, mask: Tensor | None) -> Micro | None:
-        """What the host knows of this call, if it is the batch of `using` that is computed, and one to be packed."""
-        now = padding_free.now
-        if now is None or not isinstance(mask, Tensor) or not self.is_wanted or now.longest > self.longest or mask.ndim != 2:
+    def _row(self, current: CurrentBatch | None, mask: Tensor | None) -> Row | None:
+        """Return the row for this call, if it computes the current batch and can do so without padding."""
+        row = row_of(current)
+        if row is None or not isinstance(mask, Tensor) or not self.is_enabled or row.longest > self.longest or mask.ndim != 2:
             return None
-        is_it = mask.data_ptr() == now.mask.data_ptr() and mask.numel() == now.mask.numel()
-        return Micro(mask, now.tokens, now.longest) if is_it else None
+        is_current = mask.data_ptr() == row.mask.data_ptr() and mask.numel() == row.mask.numel()
+        return row._replace(mask=mask) if is_current else None
 
     def _segments(self, hidden: Tensor) -> Segments:
-        if self.at is None:  # in the first layer: only inside of the forward pass one sees what is computed in
+        if self.at is None:  # in the first layer, because the autocast type is known only inside of the forward pass
             kind = hidden.device.type
             narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-            self.at = segments_of(self.micro, narrow in (torch.bfloat16, torch.float16) and self._has_flash(hidden.device))
+            self.at = segments_of(self.row, narrow in (torch.bfloat16, torch.float16) and self._has_flash(hidden.device))
         return self.at
 
     def _has_flash(self, device: torch.device) -> bool:
@@ -141,51 +159,55 @@ class Packed:
         original, last = self.layers[number].forward, len(self.layers) - 1
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.micro is None:
+            if self.row is None:
                 out = original(hidden_states, *args, **kwargs)
-                if number == last and self.watched is not None:
-                    self.watched.append(out)
+                if number == last and self.outputs is not None:
+                    self.outputs.append(out)
                 return out
             at = self._segments(hidden_states)
             if number == 0:
                 hidden_states = pack(hidden_states, at)
             args, kwargs = self._arguments(args, kwargs, at)
-            if self.run is not None and not padding_free.is_settling and torch.is_grad_enabled():
+            current = current_batch()
+            in_plain_order = current is not None and current.in_plain_order
+            if self.run is not None and not in_plain_order and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
             elif torch.is_grad_enabled() or self.layers[number].training:
-                # Also without gradients: a pass that is repeated with them must draw the same dropout, and compiled code draws
-                # another than plain code does.
+                # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled
+                # code draws different values than plain code.
                 out = self.calls[number](hidden_states, *args, **kwargs)
-            else:  # an evaluation is not worth a compilation of its own
+            else:  # an evaluation does not run often enough for its own compilation
                 out = original(hidden_states, *args, **kwargs)
             if number < last:
                 return out
             out = (unpack(out[0], at), *out[1:]) if isinstance(out, tuple) else unpack(out, at)
-            if self.watched is not None:
-                self.watched.append(out)
+            if self.outputs is not None:
+                self.outputs.append(out)
             return out
 
         return forward
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any], at: Segments) -> tuple[tuple, dict[str, Any]]:
-        """Packed. Most layers are given the same objects as the one before: found out at once, for the host is what waits."""
+        """Return the arguments of a layer without padding.
+
+        Most layers get the same objects as the one before. That case is checked first, because the host limits the speed.
+        """
         if (
             self.given
             and len(kwargs) == len(self.given[1]) and len(args) == len(self.given[0])
             and all(a is b for a, b in zip(args, self.given[0]))
             and all(self.given[1].get(name, self) is value for name, value in kwargs.items())
         ):  # fmt: skip
-            return self.taken
+            return self.packed_arguments
         packed = {name: self._packed(value, at) for name, value in kwargs.items()}
         packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
-        # Flash attention needs no more; the rest would give every width of a padded batch a recording of its own.
+        # Flash attention needs no more. With the rest, every width of a padded batch would need its own CUDA graph.
         packed["segments"] = at._replace(slots=None, places=None, real=None, mask=None, shape=None) if at.is_flash else at
-        self.given, self.taken = (args, kwargs), (tuple(self._packed(value, at) for value in args), packed)
-        return self.taken
+        self.given, self.packed_arguments = (args, kwargs), (tuple(self._packed(value, at) for value in args), packed)
+        return self.packed_arguments
 
     def _packed(self, value: Any, at: Segments) -> Any:
-        """What a layer gets beside its hidden states: positions are packed, once for all layers; a mask and a cache of what
-        was generated are left out."""
+        """Return an argument of a layer without padding. Masks and caches become None; positions are packed once for all layers."""
         from transformers.cache_utils import Cache
 
         if isinstance(value, tuple | list):
@@ -197,53 +219,53 @@ class Packed:
         if value.ndim >= 4:
             if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == at.shape[1] and not value.requires_grad:
                 return None
-            raise Unpackable("its layers are given a tensor of four dimensions that is no mask")
+            raise NeedsPadding("its layers get a tensor of four dimensions that is not a mask")
         if value.ndim < 2 or value.shape[1] != at.shape[1] or value.shape[0] not in (1, at.shape[0]):
             return value
         if id(value) not in self.known:
-            self.known[id(value)] = value, pack(value, at)  # with the value: its id is free when it is gone
+            self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
         return self.known[id(value)][1]
 
-    def holds_for(self, loss: Callable[[Any], Tensor], batch: Any, allowed: float) -> str:
-        """Nothing, if what comes out of the last layer, and the loss, are the same with and without padding; else why not.
+    def check(self, loss: Callable[[Any], Tensor], batch: Any, allowed: float) -> str:
+        """Return "" if the last layer's output and the loss are the same with and without padding, or else why not.
 
-        `allowed` is a share of the largest value. Out of memory is no answer, and is raised.
+        `allowed` is a fraction of the largest value. An out-of-memory error is raised.
         """
         was_training, precision = self.model.training, torch.get_float32_matmul_precision()
         self.model.eval()
-        torch.set_float32_matmul_precision("highest")  # so that a small difference is one
+        torch.set_float32_matmul_precision("highest")  # so that rounding does not hide a difference
         results = []
         try:
             with torch.no_grad():
-                for self.is_wanted in (False, True):
-                    self.watched = []
-                    with using(batch):
+                for self.is_enabled in (False, True):
+                    self.outputs = []
+                    with CurrentBatch(batch):
                         value = float(loss(batch))
-                    if not self.watched:
-                        return "its last layer is not run"
-                    last = self.watched[-1]
+                    if not self.outputs:
+                        return "its last layer is not called"
+                    last = self.outputs[-1]
                     out = last[0] if isinstance(last, tuple) else last
                     results.append((value, out[batch["attention_mask"].reshape(out.shape[:2]).bool()].float()))
         except torch.OutOfMemoryError:
             raise
-        except Unpackable as error:
+        except NeedsPadding as error:
             return str(error)
-        except Exception as error:  # of many kinds: layers that return something else, indices that do not fit
+        except Exception as error:  # of many kinds: layers with other outputs, indices out of range
             return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
         finally:
-            self.is_wanted, self.watched = True, None
+            self.is_enabled, self.outputs = True, None
             self._clear()
             torch.set_float32_matmul_precision(precision)
             self.model.train(was_training)
         (padded, before), (packed, after) = results
         apart = float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
         if apart > allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
-            return f"it computes something else packed: {apart:.1e} apart, a loss of {packed:.6g} instead of {padded:.6g}"
+            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
         return ""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer that is one stack of them, in their order."""
+    """Return the layers of a transformer that is a single stack, in their order. Raise NeedsPadding for other models."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     stacks = [
@@ -251,7 +273,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, GradientCheckpointingLayer) for m in module)
     ]  # fmt: skip
     if len(stacks) != 1:
-        raise Unpackable(f"the model has {len(stacks)} stacks of layers" if stacks else "the model's layers are not found")
+        raise NeedsPadding(f"the model has {len(stacks)} stacks of layers" if stacks else "its layers were not found")
     if len({type(layer) for layer in stacks[0]}) > 1:
-        raise Unpackable("its layers are of several kinds")
+        raise NeedsPadding("its layers have different types")
     return stacks[0]

@@ -2,15 +2,17 @@
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_ddp.sources.rows import SOURCE
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.world import say
+from accel_ddp.sources.tokenisation import SOURCE
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
@@ -205,7 +207,7 @@ def without_cut_off(tables: list["datasets.Dataset"], max_length: int) -> list["
         cut = rows.with_format("numpy")["cut"][:]
         some, none = int((cut == 1).sum()), int((cut == 2).sum())
         if some or none:
-            say(
+            log.info(
                 f"{some + none:,} of {len(rows):,} {name} rows are longer than --max_length {max_length}: of {some:,} the end of "
                 f"the answer is cut, and {none:,} have no answer left and are left out."
             )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_ddp.sources.rows import padded
+from accel_ddp.sources.tokenisation import padded
 
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 

@@ -3,12 +3,14 @@
 Nothing here asks a hub.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.world import say
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
@@ -25,9 +27,9 @@ def say_what_is_cut(tables: list["datasets.Dataset"], cfg: Any) -> list["dataset
     for option, what in columns.items():
         for rows, name in zip(tables, ("training", "evaluation")):
             if number := sum(rows[option][:]):
-                say(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {what} are cut.")
+                log.info(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {what} are cut.")
     if number := sum(len(row) > cfg.max_new_tokens for row in tables[1]["labels"][:]):
-        say(f"--max_new_tokens {cfg.max_new_tokens}: too few to write {number:,} of {len(tables[1]):,} evaluation targets.")
+        log.info(f"--max_new_tokens {cfg.max_new_tokens}: too few to write {number:,} of {len(tables[1]):,} evaluation targets.")
     return [rows.remove_columns(list(columns)) for rows in tables]
 
 

@@ -4,6 +4,7 @@ import codecs
 import glob
 import hashlib
 import inspect
+import logging
 import os
 import re
 from bisect import bisect_right
@@ -18,11 +19,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from accel_ddp.sources import models, rows
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.ranks.world import say
+from accel_ddp.sources import data, hub, models, tokenisation
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
@@ -76,8 +78,8 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
     2,000 lines) is set aside.
     """
     if cfg.eval_file or not cfg.train_file or _is_table(cfg.train_file):
-        return rows.load_rows(cfg, load_file)
-    rows.prepare_hub()
+        return data.load_rows(cfg, load_file)
+    hub.prepare_hub()
     rows = load_file("--train_file", cfg.train_file)
     if len(rows) < 2:
         raise UserError(f"--train_file {cfg.train_file}: one line is too little to train and to evaluate on.")
@@ -93,7 +95,7 @@ def load_file(option: str, place: str) -> "datasets.Dataset":
     if _is_table(place):
         if Path(place).suffix != ".parquet" and Path(place).is_file():
             _require_utf8(Path(place))
-        return rows.load_file(option, place)
+        return data.load_file(option, place)
     files = text_files(option, place)
     for file in files:
         _require_utf8(file)
@@ -140,7 +142,7 @@ def _decoded(raw: bytes, path: Path, first: int, is_last: bool = True) -> tuple[
 
 def _is_table(place: str) -> bool:
     """A file with columns, by its ending."""
-    return Path(place).suffix in rows.FILE_FORMATS.keys() - {".txt"}
+    return Path(place).suffix in data.FILE_FORMATS.keys() - {".txt"}
 
 
 def chunks(rows: "datasets.Dataset", column: str, tokens: Tokens, cfg: RecipeConfig) -> "datasets.Dataset":
@@ -151,15 +153,15 @@ def chunks(rows: "datasets.Dataset", column: str, tokens: Tokens, cfg: RecipeCon
     """
 
     def cut(rows):
-        texts = [text for text in rows.texts(rows, column) if text.strip()]
+        texts = [text for text in data.texts(rows, column) if text.strip()]
         ids, begins = tokens.of(texts or [""])
         places = [slice(first, first + tokens.room) for first in range(0, len(ids), tokens.room)]
         blocks = [tokens.block(ids[place], begins[place]) for place in places]
         return {name: [block[name] for block in blocks] for name in ("input_ids", "words")}
 
-    if not any(text.strip() for some in rows.iter(1000) for text in rows.texts(some, column)):
+    if not any(text.strip() for some in rows.iter(1000) for text in data.texts(some, column)):
         raise UserError(f"All {len(rows):,} texts are empty (column {column!r}).")
-    return rows.map_once(rows, cut, depends_on=[tokens.identity, column, inspect.getsource(Tokens)], cfg=cfg)
+    return tokenisation.map_once(rows, cut, depends_on=[tokens.identity, column, inspect.getsource(Tokens)], cfg=cfg)
 
 
 # ------------------------------------------------------------------------------------ while it is read
@@ -281,7 +283,7 @@ def streamed(cfg: RecipeConfig, tokens: Tokens) -> tuple[Dataset, Dataset, list[
     if not cfg.train_file or _is_table(cfg.train_file):
         raise UserError("--streaming reads .txt files: give one, a folder or a pattern of them with --train_file.")
     blocks = TextBlocks("--train_file", cfg.train_file, tokens)
-    say(f"--streaming: {blocks.about}")
+    log.info(f"--streaming: {blocks.about}")
     if cfg.eval_file:
         test, places = TextBlocks("--eval_file", cfg.eval_file, tokens), range(len(blocks))
         aside = range(len(test))
@@ -337,7 +339,7 @@ def padded(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
 
     They are found here, on the host: to look for them in `labels` on a GPU would make every micro-batch wait for it.
     """
-    pad = rows.padded(tokenizer, accelerator, per_token=("labels",))
+    pad = tokenisation.padded(tokenizer, accelerator, per_token=("labels",))
 
     def collate(rows: list[dict[str, Any]]) -> Any:
         batch = pad(rows)

@@ -1,13 +1,15 @@
 """Words and their tags: read from files, aligned with sub-words, scored by entity."""
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_ddp.sources.rows import FILE_FORMATS, load_file
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.world import say
+from accel_ddp.sources.data import FILE_FORMATS, load_file
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
@@ -102,7 +104,7 @@ class Tags:
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the tag {names[0]}; there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
-            say(
+            log.info(
                 f"tags without B- or I- ({', '.join(plain[:3])}): each word that has one is scored as an entity of its own. For "
                 "scores of whole entities name tags like B-PER, I-PER, O."
             )
@@ -178,7 +180,7 @@ def say_what_is_cut(train: "datasets.Dataset", test: "datasets.Dataset", max_len
     for (what, effect), rows in zip(effects.items(), (train, test)):
         unseen = [row.count(-1) for row in rows["first"][:]]
         if any(unseen):
-            say(
+            log.info(
                 f"--max_length {max_length}: {sum(map(bool, unseen)):,} of {len(rows):,} {what} texts are longer; "
                 f"their {sum(unseen):,} last words {effect}."
             )

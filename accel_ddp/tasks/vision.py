@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import logging
 import os
 import random
 import zipfile
@@ -19,12 +20,14 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from accel_ddp.ranks import world
-from accel_ddp.sources import models, rows
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+from accel_ddp.sources import data, models, tokenisation
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
@@ -48,8 +51,8 @@ def load_rows(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"
         with _opened("--train_file", cfg.train_file) as arrays:
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
-    tables = rows.load_rows(cfg, images_reader)
-    rows.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
+    tables = data.load_rows(cfg, images_reader)
+    data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
     except Exception as error:  # of pyarrow and of datasets, by what the column holds
@@ -61,7 +64,7 @@ def images_reader(option: str, path: str) -> "datasets.Dataset":
     """Columns `image`, `label` of a folder or an .npz; those that a table has."""
     if Path(path).is_dir():
         return _read_folder(option, path)
-    return _read_arrays(option, path) if path.endswith(".npz") else rows.load_file(option, path)
+    return _read_arrays(option, path) if path.endswith(".npz") else data.load_file(option, path)
 
 
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
@@ -136,7 +139,7 @@ class Checked(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """Of the images and labels, wherever they are stored."""
-        return rows.fingerprint(self.facts.select_columns(["digest", "labels"]))
+        return tokenisation.fingerprint(self.facts.select_columns(["digest", "labels"]))
 
 
 def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeConfig) -> list[Checked]:
@@ -155,9 +158,9 @@ def checked(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: RecipeC
     facts = []
     for rows in tables:
         depends_on = [column, labels.identity, _age_of_files(rows, column), PIL.__version__]
-        done = rows.map_once(rows, check, depends_on=depends_on, cfg=cfg)
-        facts.append(rows.at_places(done.add_column("place", np.arange(len(done))), rows.places(done)))
-    return [Checked(rows, column, good) for rows, good in zip(tables, rows.without_broken(facts, cfg))]
+        done = tokenisation.map_once(rows, check, depends_on=depends_on, cfg=cfg)
+        facts.append(data.at_places(done.add_column("place", np.arange(len(done))), data.places(done)))
+    return [Checked(rows, column, good) for rows, good in zip(tables, data.without_broken(facts, cfg))]
 
 
 def _facts(image: dict[str, Any] | None) -> dict[str, Any]:
@@ -257,14 +260,14 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: Checked) -> Any:
         size = {"height": height, "width": width}
         processor = kind(size=size, image_mean=[0.5] * channels, image_std=[0.5] * channels, do_convert_rgb=channels == 3)
         if place:
-            world.say(f"--model {cfg.model}: the folder has no {files[0]}; images become {height} x {width}")
+            log.info(f"--model {cfg.model}: the folder has no {files[0]}; images become {height} x {width}")
     if cfg.image_size:
         square = {"height": cfg.image_size, "width": cfg.image_size}
         processor.size = {"shortest_edge": cfg.image_size} if "shortest_edge" in processor.size else square
         if getattr(processor, "crop_size", None):
             processor.crop_size = square
     for option, name in (("pixel_mean", "image_mean"), ("pixel_std", "image_std")):
-        if getattr(cfg, option) is not None:
+        if getattr(cfg, option) != "auto":
             setattr(processor, name, [getattr(cfg, option)] * channels)
     _require_fit(model, processor, cfg)
     return processor
@@ -296,7 +299,7 @@ def _require_fit(model: nn.Module, processor: Any, cfg: RecipeConfig) -> None:
 def tell_of_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
     """Where there is batch norm, what its statistics are over."""
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        micro = cfg.split(world.NUM_RANKS)[0]
-        whose = f"{world.NUM_RANKS} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
+        micro = cfg.split(process.num_ranks)[0]
+        whose = f"{process.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without it"
-        world.say(f"batch norm: over {whose}, so that the result depends on this split; that of {instead} does not")
+        log.info(f"batch norm: over {whose}, so that the result depends on this split; that of {instead} does not")

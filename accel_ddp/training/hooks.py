@@ -1,4 +1,4 @@
-"""Hooks watch a run; they never change what is learned. They may ask for its end."""
+"""Hooks observe a run. They never change what is learned, but they may end the run."""
 
 import contextlib
 import json
@@ -8,53 +8,39 @@ import secrets
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from accelerate import Accelerator
 
-from accel_ddp.ranks import signals
-from accel_ddp.saving.checkpoints import Metrics, higher_is_better
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.training.update import Numbers
-
-
-class Pace(NamedTuple):
-    """Per second, over all ranks."""
-
-    samples: float  # of the data; what the loss is averaged over may be more, as in a language model
-    tokens: float  # real ones; 0 where items are no texts
-    flops: float  # of the model; 0 where they are not counted
-    mfu: float | None  # the share of what the GPUs can do at best, where that is known
-
-    def words(self) -> str:
-        text = f"{self.samples:.1f} samples/s"
-        if self.tokens:
-            text += f"  {self.tokens:,.0f} tokens/s"
-        return text + (f"  MFU {self.mfu:.1%}" if self.mfu is not None else "")
+from accel_ddp.ranks import signals
+from accel_ddp.saving.checkpoints import Metrics, higher_is_better
+from accel_ddp.training.late_reader import Numbers
+from accel_ddp.training.throughput import Pace
 
 
 class Hook:
-    """Called on every rank with numbers that are the same on every rank."""
+    """A hook is called on every rank, with numbers that are the same on every rank."""
 
     def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
-        """`evaluations` are those of the run's earlier lives, where it was resumed. Return True if that was its end."""
+        """`evaluations` are those before the run was resumed. Return True if they end the run."""
 
     def on_warm_up(self, step: int, seconds: float) -> None:
-        """Layers were compiled before the first step."""
+        """The layers were compiled before the first step."""
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None: ...
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Return True to end the run after this step."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """The checkpoint of `step` has come to exist; called on the main rank only, when it is there: some steps later."""
+        """The checkpoint of `step` is complete. This is called on the main rank only, some steps after `step`."""
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None: ...
 
 
 def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
-    """What every run has: progress and a JSONL log; trackers and early stopping as the options say."""
+    """Return the hooks of every run: progress and a JSONL log, and trackers and early stopping if the options ask for them."""
     hooks: list[Hook] = [EarlyStopping(cfg)] if cfg.early_stopping_patience else []
     if accelerator.is_main_process:
         hooks += [Progress(cfg), JsonlLog(cfg)]
@@ -64,7 +50,7 @@ def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
 
 
 class Progress(Hook):
-    """A bar where someone watches, plain lines where the output goes to a file."""
+    """Shows a progress bar in a terminal, and prints plain lines otherwise."""
 
     def __init__(self, cfg: TrainConfig):
         self.every, self.bar = cfg.log_every, None
@@ -84,13 +70,13 @@ class Progress(Hook):
     def on_update(self, numbers, pace):
         if self.bar is not None:
             self.bar.update(numbers.step - self.bar.n)
-            speed = pace.words().replace("  ", ", ")
+            speed = str(pace).replace("  ", ", ")
             self.bar.set_postfix_str(f"loss {numbers.loss:.4f}, lr {numbers.lr:.2e}, {speed}", refresh=False)
         elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace.words()}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace}  "
                 f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
             )
 
@@ -99,7 +85,7 @@ class Progress(Hook):
         when = f"step {step}" if step else "before training"
         self._print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if step == self.first:
-            self.began = time.monotonic()  # what is left to do is estimated from steps alone
+            self.began = time.monotonic()  # the remaining time is estimated from steps alone
 
     def on_end(self, step, summary):
         if self.bar is not None:
@@ -117,7 +103,7 @@ class Progress(Hook):
 
 
 class JsonlLog(Hook):
-    """One line per event in OUTPUT_DIR/log.jsonl, always written, readable while the run goes on."""
+    """Writes one line per event to OUTPUT_DIR/log.jsonl, which is readable while the run continues."""
 
     def __init__(self, cfg: TrainConfig):
         self.every, self.path = cfg.log_every, Path(cfg.output_dir) / "log.jsonl"
@@ -131,7 +117,7 @@ class JsonlLog(Hook):
             self.works = True
         except OSError as error:
             if self.works:
-                print(f"{self.path} cannot be written, training goes on: {error.strerror}.", file=sys.stderr, flush=True)
+                print(f"{self.path} cannot be written: {error.strerror}. Training continues.", file=sys.stderr, flush=True)
             self.works = False
 
     def on_start(self, step, total_steps, evaluations):
@@ -144,7 +130,7 @@ class JsonlLog(Hook):
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
-                        items=numbers.items, samples_per_second=round(pace.samples, 2), **_speed(numbers, pace))  # fmt: skip
+                        items=numbers.items, samples_per_second=round(pace.samples, 2), **_rates(numbers, pace))  # fmt: skip
 
     def on_evaluate(self, step, metrics):
         self._write("evaluate", step, **metrics)
@@ -159,7 +145,7 @@ class JsonlLog(Hook):
 
 
 class Trackers(Hook):
-    """wandb, tensorboard, trackio through Accelerate. A tracker that fails is reported and left behind."""
+    """Logs to wandb, tensorboard and trackio through Accelerate. A tracker that fails is reported and no longer used."""
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
         self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
@@ -171,8 +157,10 @@ class Trackers(Hook):
         if "wandb" in cfg.report_to and not _wandb_can_log_in():
             os.environ.setdefault("WANDB_MODE", "offline")
             folder = f"{cfg.output_dir}/wandb"
-            print(f"wandb has no key here: the run is written to {folder}; send it later: wandb sync {folder}/offline-run-*")
-        with signals.kept_from_children():
+            print(
+                f"wandb has no API key. The run is written to {folder}. Upload it later with: wandb sync {folder}/offline-run-*"
+            )
+        with signals.blocked_for_children():
             self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
 
     def _try(self, call: Any, *args: Any, **kwargs: Any) -> None:
@@ -182,7 +170,8 @@ class Trackers(Hook):
             except Exception as error:
                 self.works = False
                 print(
-                    f"tracking stopped, training goes on, log.jsonl has it all: {type(error).__name__}: {error}", file=sys.stderr
+                    f"Tracking has failed: {type(error).__name__}: {error}. Training continues, and log.jsonl contains everything.",
+                    file=sys.stderr,
                 )
 
     def on_start(self, step, total_steps, evaluations):
@@ -192,19 +181,19 @@ class Trackers(Hook):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
                       "train/samples_per_second": pace.samples}  # fmt: skip
-            values |= {f"train/{name}": value for name, value in _speed(numbers, pace).items()}
+            values |= {f"train/{name}": value for name, value in _rates(numbers, pace).items()}
             self._try(self.accelerator.log, values, step=numbers.step)
 
     def on_evaluate(self, step, metrics):
         self._try(self.accelerator.log, {f"eval/{name}": value for name, value in metrics.items()}, step=step)
 
     def on_end(self, step, summary):
-        for tracker in self.accelerator.trackers:  # `end_training` would also close the process group, on this rank alone
+        for tracker in self.accelerator.trackers:  # `end_training` would also close the process group, on this rank only
             self._try(tracker.finish)
 
 
 class EarlyStopping(Hook):
-    """Asks for the end after `--early_stopping_patience` evaluations without a better `--best_metric`."""
+    """Ends the run after `--early_stopping_patience` evaluations without a better `--best_metric`."""
 
     def __init__(self, cfg: TrainConfig):
         self.metric, self.patience = cfg.best_metric, cfg.early_stopping_patience
@@ -216,16 +205,16 @@ class EarlyStopping(Hook):
 
     def on_evaluate(self, step, metrics):
         if self.metric not in metrics:
-            raise UserError(f"--best_metric {self.metric}: this recipe measures {', '.join(metrics)}.")
-        if step == 0:  # a warm-up may begin with a dip
+            raise UserError(f"--best_metric {self.metric}: this recipe does not measure it. Use one of: {', '.join(metrics)}.")
+        if step == 0:  # the first steps may make a model worse than it was before training
             return False
         value = self.sign * metrics[self.metric]
         self.best, self.since = (value, 0) if value > self.best else (self.best, self.since + 1)
         return self.since >= self.patience
 
 
-def _speed(numbers: Numbers, pace: Pace) -> dict[str, float]:
-    """What is known of it."""
+def _rates(numbers: Numbers, pace: Pace) -> dict[str, float]:
+    """Return tokens, tokens/s, TFLOP/s and MFU, without those that are not known."""
     known = {
         "tokens": numbers.tokens,
         "tokens_per_second": round(pace.tokens, 1),
@@ -236,8 +225,10 @@ def _speed(numbers: Numbers, pace: Pace) -> dict[str, float]:
 
 
 def _wandb_id(cfg: TrainConfig) -> str:
-    """A resumed run goes on in the run that wandb has of it; WANDB_RUN_ID wins. Of steps that are done again wandb keeps the
-    first values, which are the same."""
+    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed, or a new one.
+
+    wandb keeps the first values of steps that are repeated after a resume, which are the same.
+    """
     path = Path(cfg.output_dir) / "wandb_id.txt"
     known = os.environ.get("WANDB_RUN_ID", "")
     with contextlib.suppress(OSError):

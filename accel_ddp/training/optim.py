@@ -1,4 +1,4 @@
-"""The optimizer, and a learning rate that depends on the step alone."""
+"""The optimizer, and a learning-rate schedule that is a function of the step."""
 
 import math
 
@@ -9,7 +9,7 @@ from accel_ddp.config import TrainConfig
 
 
 def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """Decays matrices only; biases and norms are left alone. Fused where the device can."""
+    """Return the optimizer of the options. Only matrices get weight decay. It is fused if the device supports that."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -17,17 +17,17 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=_fused(trainable))
-    return torch.optim.AdamW(groups, lr=cfg.lr, fused=_fused(trainable))
+        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=_can_be_fused(trainable))
+    return torch.optim.AdamW(groups, lr=cfg.lr, fused=_can_be_fused(trainable))
 
 
-def _fused(parameters: list[nn.Parameter]) -> bool:
-    # On the CPU the fused kernel is as exact and about twice as fast; it takes floating-point tensors of one device.
+def _can_be_fused(parameters: list[nn.Parameter]) -> bool:
+    # On a CPU the fused kernel is as exact and about twice as fast. It needs floating-point tensors.
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 def lr_at(step: int, cfg: TrainConfig, total_steps: int) -> float:
-    """The learning rate of update `step` (from 0): a straight rise, then the schedule down to 0 at the end."""
+    """Return the learning rate of update `step` (from 0): a linear warm-up, then the schedule down to 0 at the end."""
     warmup = cfg.warmup_steps or math.ceil(cfg.warmup_ratio * total_steps)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup

@@ -51,7 +51,7 @@ def parser_of_tune() -> argparse.ArgumentParser:
         for word in action.option_strings:
             del parser._option_string_actions[word]
     what = parser.add_argument_group("what is tuned")
-    what.add_argument("--model", default="", metavar="NAME", help="hub name, folder or embedded: instead of a recipe's")
+    what.add_argument("--model", default="", metavar="NAME", help="hub name, folder or builtin: instead of a recipe's")
     what.add_argument("--model_bytes", type=int, default=0, help="of the gradients in float32, where there is no model")
     what.add_argument("--tokens", type=int, default=0, help="of each rank in a step (micro_batch_size x 128; else 1024, CPU 128)")
     what.add_argument("--minutes", type=float, default=5.0, help="all of it takes at most about this long (5)")

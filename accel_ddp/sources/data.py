@@ -1,70 +1,30 @@
-"""Rows: from names or files, checked, labelled, and tokenised once."""
+"""Rows from the Hub, from files and from installed packages: loaded, checked and labelled."""
 
-import functools
-import inspect
-import json
 import logging
-import os
-import shutil
-import socket
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import numpy as np
-from accelerate import Accelerator
 
-from accel_ddp.sources import builtin
-from accel_ddp.config import RecipeConfig, TrainConfig, is_voice_of_node
+from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.ranks.world import say
+from accel_ddp.sources import builtin
+from accel_ddp.sources.hub import prepare_hub
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import datasets
 
-SOURCE = "made of row"  # a column, for a while
 FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-
-
-# ---------------------------------------------------------------------------------------------- rows
-
-
-@functools.cache
-def prepare_hub() -> str:
-    """Why the hub cannot be reached, or nothing. Without a network only its cache on this machine is used.
-
-    Its client would try for a minute, once per file, before it says so.
-    """
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    if not (is_voice_of_node() and sys.stderr.isatty()):  # bars and load reports of every rank are noise in a log
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    constants = huggingface_hub.constants
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return ""
-    url = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
-        return ""
-    except OSError as error:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        return f"{url.hostname}: {error.strerror or error}"
 
 
 def load_rows(
     cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None
 ) -> tuple["datasets.Dataset", "datasets.Dataset"]:
-    """(training rows, evaluation rows) of a hub dataset, an embedded one, or files, which `reader(option, path)` may read.
+    """(training rows, evaluation rows) of a hub dataset, a built-in one, or files, which `reader(option, path)` may read.
 
     Where there is nothing to evaluate on, a tenth of the training rows (at most 2,000) is set aside,
     chosen by the seed alone.
@@ -80,7 +40,7 @@ def load_rows(
         train_split, eval_split = "train", "eval" if cfg.eval_file else ""
     elif cfg.eval_file:
         raise UserError(f"--eval_file {cfg.eval_file} without --train_file: give both.")
-    elif cfg.dataset.startswith("embedded:"):
+    elif cfg.dataset.startswith("builtin:"):
         splits = builtin.load_dataset(cfg.dataset)
     elif cfg.dataset:
         splits = _load_hub(cfg.dataset)
@@ -210,16 +170,6 @@ def without_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list[
     return sound
 
 
-def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
-    """The same tables; how many of their rows fill `--max_length`, beyond which nothing is seen, is said."""
-    for rows, name in zip(tables, ("training", "evaluation")):
-        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # of a row with several
-        full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
-        if full:
-            say(f"{full:,} of {len(rows):,} {name} rows fill --max_length {max_length}: what goes beyond it is cut.")
-    return tables
-
-
 def with_labels(tables: Sequence["datasets.Dataset"], column: str, cfg: RecipeConfig) -> Sequence["datasets.Dataset"]:
     """Training and evaluation rows that have one; others are treated as `without_broken` does."""
     import datasets
@@ -248,112 +198,5 @@ def _sound(rows: "datasets.Dataset", problems: list[str], cfg: RecipeConfig, wha
         raise UserError(f"{found} Mend them, or leave them out with --skip_broken.")
     if len(broken) == len(problems):
         raise UserError(f"{found} There is nothing left.")
-    say(f"--skip_broken: {found}")
+    log.info(f"--skip_broken: {found}")
     return _chosen(rows, np.setdiff1d(np.arange(len(problems)), broken))
-
-
-def padded(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
-    """Collate tokenised rows: padded to the longest of the micro-batch, on a GPU to a multiple of 8.
-
-    The columns `per_token`, labels for example, are padded with -100, which no loss counts.
-    """
-    import torch
-    from transformers import DataCollatorWithPadding
-
-    tokenizer.padding_side = "right"  # as the columns `per_token`, and as whoever takes a text's first token expects
-    pad = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
-
-    def collate(rows: list[dict[str, Any]]) -> Any:
-        batch = pad([{name: value for name, value in row.items() if name not in per_token} for row in rows])
-        width = batch["input_ids"].shape[1]
-        for name in per_token:
-            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
-        return batch
-
-    return collate
-
-
-# ----------------------------------------------------------------------------- tokenised once, on disk
-
-
-def fingerprint(rows: "datasets.Dataset") -> str:
-    """Of the content: equal rows have equal fingerprints, wherever and however they are stored."""
-    import hashlib
-
-    import pyarrow as pa
-
-    digest = hashlib.blake2b(digest_size=16)
-    for table in rows.with_format("arrow").iter(batch_size=10_000):
-        table = table.replace_schema_metadata(None).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        digest.update(sink.getvalue())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _code() -> str:
-    """Of all sources of this package, whose functions `function` calls: other code, other result."""
-    import hashlib
-
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
-
-
-def map_once(
-    rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
-) -> "datasets.Dataset":
-    """`rows.map(function, batched=True)`, done once per content and kept on disk.
-
-    A function that makes several rows of one says in a column SOURCE of which, by its place in the batch.
-
-    The key is the content of `rows`, the source of `function`, and `depends_on`: whatever else changes
-    the result, as JSON. On each node the first rank does the work under a file lock and the others wait
-    for the file; no collective is involved, so that no process-group timeout runs meanwhile.
-    """
-    import datasets
-    from filelock import FileLock, Timeout
-
-    words = json.dumps([_code(), fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
-    final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
-    lock, began = FileLock(f"{final}.lock"), time.monotonic()
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        while not final.exists():
-            try:
-                with lock.acquire(timeout=10):
-                    if not final.exists():
-                        _map_into(final, rows, function)
-            except Timeout:
-                waited = time.monotonic() - began
-                print(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock", file=sys.stderr, flush=True)
-    except OSError as error:
-        raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
-    done = datasets.load_from_disk(str(final))
-    if SOURCE in done.column_names:  # there are rows
-        source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
-        done = at_places(done.remove_columns(SOURCE), places(rows)[source])
-    return done
-
-
-def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:
-    partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
-    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
-
-    def with_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        made = function(batch)
-        number = len(next(iter(made.values())))
-        # Where rows are mixed, as in chunks for masking, nobody asks for theirs.
-        of = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
-        return {**made, SOURCE: [indices[i] for i in of]}
-
-    # With a fingerprint of ours `datasets` does not try to hash the function, which it often cannot.
-    done = rows.map(with_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)
-    done.save_to_disk(str(partial))
-    try:
-        partial.rename(final)  # from here on it is in the cache
-    except OSError:  # a file system without working locks: someone else was first with the same
-        shutil.rmtree(partial, ignore_errors=True)
-        if not final.exists():
-            raise

@@ -1,0 +1,155 @@
+"""Reads the options of a run: defaults, then `--config file.yaml`, then the command line. A later value wins.
+
+This module needs the standard library, yaml and tyro only, so that a mistyped option is reported before torch is imported.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.options import GROUPS, Properties, properties_of
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
+    """Return the options of this run. Raise UserError, or let tyro print its own message and exit with code 2.
+
+    `script` is the recipe that messages name, where another program reads its options.
+    """
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    types, properties = typing.get_type_hints(cls), properties_of(cls)
+    arguments: list[str] = []
+    while "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise UserError("--config needs a file: --config my_run.yaml")
+        for name, value in _read_yaml(argv[at + 1]).items():
+            if name not in properties:
+                raise UserError(f"{argv[at + 1]}: there is no option {name!r}.{_suggest(str(name), properties)}")
+            arguments += _as_arguments(argv[at + 1], name, value, types[name])
+        del argv[at : at + 2]
+    _check_names(argv, types, properties)
+    if "--resume" in argv:  # without a value it means the newest checkpoint of the output folder
+        at = argv.index("--resume")
+        if at + 1 == len(argv) or argv[at + 1].startswith("--"):
+            argv.insert(at + 1, "auto")
+    arguments += _normalize_flags(argv, types)
+
+    description = sys.modules[cls.__module__].__doc__
+    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank parses the same words; one message per node is enough
+    groups = tyro.cli(
+        _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
+        console_outputs=is_local_main, config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
+    values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
+    cfg = cls(**values)
+    cfg.validate()
+    return cfg
+
+
+def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
+    """Return a dataclass with one nested dataclass per group of options, from which tyro makes the groups of `--help`."""
+    import tyro
+
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    groups = []
+    for group, title in GROUPS.items():
+        names = [name for name in properties if (properties[name].group or "model") == group]
+        names.sort(key=lambda name: name not in inspect.get_annotations(cls))  # the recipe's own options first
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=properties[name].help)], dataclasses.field(default=defaults[name]))
+            for name in names
+        ]
+        if fields:
+            made = dataclasses.make_dataclass(group.replace("-", "_"), fields, kw_only=True)
+            made.__doc__ = title
+            groups.append((group.replace("-", "_"), made, dataclasses.field(default_factory=made)))
+    return dataclasses.make_dataclass("Options", groups, kw_only=True)
+
+
+def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
+    """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
+    known = {*properties, *(f"no_{name}" for name, kind in types.items() if kind is bool), "help"}
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in known:
+            raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
+
+
+def _suggest(name: str, properties: dict[str, Properties]) -> str:
+    """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses."""
+    spelled = name.lower().replace("-", "_")
+    meanings = {spelling: known for known, found in properties.items() for spelling in (known, *found.also)}
+    if spelled not in meanings:
+        near = difflib.get_close_matches(spelled, meanings, n=1, cutoff=0.7) or _sharing_words(spelled, meanings)
+        if not near:
+            return " See --help for all options."
+        spelled = near[0]
+    known = meanings[spelled]
+    return f" Did you mean --{known} ({properties[known].help})?"
+
+
+def _sharing_words(name: str, spellings: Iterable[str]) -> list[str]:
+    """Return the spelling that shares the most words with `name`, if it shares more than half of them."""
+    words = set(name.split("_"))
+    shared = {spelling: len(words & set(spelling.split("_"))) for spelling in spellings}
+    best = max(shared, key=lambda spelling: (shared[spelling], -len(spelling)), default="")
+    return [best] if best and shared[best] > len(words) / 2 else []
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: there is no such file.")
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: must contain lines of `option: value`, but is a {type(values).__name__}.")
+    return values
+
+
+def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
+    """Return a line of YAML as words of a command line, so that one parser checks both."""
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{path}: {name}: {value!r} must be true or false.")
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, dict):
+        raise UserError(f"{path}: {name}: has nested lines, but takes one value.")
+    if isinstance(value, list):
+        if typing.get_origin(kind) is not tuple:
+            raise UserError(f"{path}: {name}: is a list, but takes one value.")
+        return [f"--{name}", *map(str, value)]
+    if kind is str and value is None:
+        value = ""
+    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
+    return [f"--{name}", str(value)]
+
+
+def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
+    """Accept `--tf32 false` besides `--no_tf32`, and `--pin_memory true` besides `--pin_memory on`."""
+    words = list(argv)
+    for at in range(len(words) - 1, 0, -1):
+        name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
+        if words[at - 1].startswith("--") and value in ("true", "false"):
+            if types.get(name) is bool:
+                words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
+            elif "on" in typing.get_args(types.get(name)):
+                words[at] = "on" if value == "true" else "off"
+    return words

@@ -1,0 +1,103 @@
+"""Waits and agreements between ranks that may take long or fail on one rank."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY = 10  # seconds after which a waiting node prints which ranks it is waiting for
+
+
+def print_on_main(text: str) -> None:
+    if process.is_main:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[dict[str, str]]:
+    """Do slow or fragile work (a download, tokenisation) on every rank, each at its own pace. Use no collectives inside.
+
+    No collective is pending meanwhile, so no timeout of the process group runs. Ranks that finish early print which ranks
+    they are waiting for. If one rank fails, every rank raises its error. The yielded dictionary must have the same content
+    on all ranks when the block ends, for example fingerprints of the data; otherwise every rank raises a UserError.
+    """
+    facts: dict[str, str] = {}
+    key = _new_wait()
+    try:
+        yield facts
+    except Exception as error:
+        if process.store:
+            text = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
+            message = json.dumps({"text": text, "host": process.host, "rank": process.rank})
+            process.store.compare_set(f"{key}/failed", "", message)
+        raise
+    _wait_for_all(key, what, facts)
+    if process.store and facts:
+        all_facts = [json.loads(process.store.get(f"{key}/{rank}")) for rank in range(process.num_ranks)]
+        first = all_facts[0]
+        for other in all_facts:
+            for name, value in first["facts"].items():
+                if other["facts"].get(name) != value:
+                    raise UserError(
+                        f"{name} on rank {other['rank']} ({other['host']}) differ from those on rank 0 ({first['host']}). "
+                        "Copy the same files to every node."
+                    )
+
+
+def broadcast_object(value: Any, source: int = 0, what: str = "reach the same point") -> Any:
+    """Return the value of rank `source` on every rank. `what` completes the message "waiting for rank 1 to ..."."""
+    box = [value]
+    if process.num_ranks > 1:
+        _wait_for_all(_new_wait(), what)
+        dist.broadcast_object_list(box, src=source, group=process.slow_group)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any] | None:
+    """Return the values of all ranks in the order of ranks on rank 0, and None elsewhere. They travel through host memory."""
+    if process.num_ranks == 1:
+        return [value]
+    _wait_for_all(_new_wait(), "send its results")
+    values = [None] * process.num_ranks if process.is_main else None
+    dist.gather_object(value, values, dst=0, group=process.slow_group)
+    return values
+
+
+def gather_everywhere(value: Any) -> list[Any]:
+    """Return the values of all ranks in the order of ranks, on every rank."""
+    return broadcast_object(gather_objects(value))
+
+
+def _new_wait() -> str:
+    process.num_waits += 1
+    return f"wait/{process.num_waits}"
+
+
+def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> None:
+    """Wait without a timeout until every rank is here. Raise the error of a rank that failed; report long waits."""
+    store = process.store
+    if store is None:
+        return
+    store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
+    barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
+    began = reported = time.monotonic()
+    while not barrier.is_completed():
+        if store.check([f"{key}/failed"]):
+            error = json.loads(store.get(f"{key}/failed"))
+            is_here = error["host"] == process.host
+            raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
+        if time.monotonic() - reported > REPORT_EVERY and process.is_local_main:
+            reported = time.monotonic()
+            missing = [rank for rank in range(process.num_ranks) if not store.check([f"{key}/{rank}"])]
+            log.warning("waiting for rank %s to %s (%.0f s)", missing, what, reported - began)
+        time.sleep(0.01)
+    barrier.wait()  # raises the error of the barrier, if there was one

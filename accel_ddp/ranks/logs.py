@@ -1,0 +1,34 @@
+"""Configures the logger `accel_ddp`: one line per message, with host and rank where there are several ranks."""
+
+import logging
+import os
+import socket
+import sys
+
+
+class _RankFilter(logging.Filter):
+    """Drops messages below WARNING on all ranks but the main one, because every rank logs the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.prefix = f"[{socket.gethostname()} rank {self.rank}] " if self.num_ranks > 1 else ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.prefix = self.prefix
+        record.severity = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return self.rank == 0 or record.levelno >= logging.WARNING
+
+
+def configure() -> None:
+    """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
+    logger = logging.getLogger("accel_ddp")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_RankFilter())
+    handler.setFormatter(logging.Formatter("%(prefix)s%(severity)s%(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,68 @@
+"""The state of this process as a rank.
+
+There is one object, `process`. Signals and the process group belong to a process and not to a call, so that passing this state
+through every function would only hide that it is shared. No other module of the library has mutable globals.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from accel_ddp.ranks.failures import Failure
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, by whom, and what all ranks have agreed on. See `signals`."""
+
+    def __init__(self) -> None:
+        self.reason = ""  # why this rank was asked to stop; empty: it was not
+        self.reason_of_others = ""  # why another rank was, as received through the store
+        self.is_agreed = False  # every rank has reached the stop and saves
+        self.can_save = False  # true only while `fit` runs; otherwise a signal ends the rank at once
+        self.file: Path | None = None  # OUTPUT_DIR/STOP
+        self.file_checked_at = 0.0
+        self.handled_signals: list[signal.Signals] = []
+        self.pid = 0  # the process that handles signals; a data worker compares its parent with it
+        self.exit_pipe: tuple[int, int] = (-1, -1)  # becomes readable when this process exits
+
+
+class Process:
+    """This rank, its place among the others, and its connections to them."""
+
+    def __init__(self) -> None:
+        env = os.environ
+        self.host = socket.gethostname()
+        self.rank, self.num_ranks = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.local_rank, self.local_ranks = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
+
+        # Set by `group.connect`. All of them are None with one rank.
+        self.store: dist.Store | None = None  # messages between ranks outside of any collective
+        self.job_store: dist.Store | None = None  # the same, shared by all attempts of a launcher that restarts its ranks
+        self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
+        self.close_watch: Callable[[], bool] = lambda: True  # ends the threads of `liveness`
+        self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
+
+        self.failure: Failure | None = None  # the first failure of any rank, once received
+        self.is_leaving = threading.Event()  # from now on it does not matter that other ranks end
+        self.is_writing = False  # a checkpoint is being written; the process must not end before it is complete
+        self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process
+        self.stop = StopRequest()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+
+process = Process()

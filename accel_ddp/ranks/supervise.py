@@ -1,0 +1,138 @@
+"""Runs a recipe's `main` and turns its end into messages on every node and an exit code on every rank."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.ranks import signals
+from accel_ddp.ranks.failures import Failure, RunFailure, write_error_file
+from accel_ddp.ranks.liveness import find_dead_rank, is_first_on_node, store_failure
+from accel_ddp.ranks.process import process
+
+
+def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
+    """Run `main(cfg)`, print what went wrong if anything did, and return the exit code.
+
+    A result of `main` with a non-empty attribute `unsaved` (see `loop.Outcome`) means that the run ended without its last
+    checkpoint.
+    """
+    signals.listen(cfg)
+    try:
+        try:
+            result = main(cfg)
+        except SystemExit as exit:
+            if exit.code:
+                raise
+            result = None
+        if unsaved := getattr(result, "unsaved", ""):
+            return _leave(Failure("unsaved", unsaved))
+        if process.store:
+            _wait_for_last_collectives()
+            if not process.close_watch():
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(0)
+        if dist.is_initialized():  # torchrun opens a process group for a single rank too
+            dist.destroy_process_group()
+        return 0
+    except RunFailure as error:
+        return _leave(error.failure)
+    except SystemExit as exit:  # raised by the user's own code
+        text = f"rank {process.rank} on {process.host} called sys.exit({exit.code!r})."
+        _leave(store_failure(Failure("failed", text)))
+        return exit.code if isinstance(exit.code, int) else 1
+    except UserError as error:
+        text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
+        failure = Failure("error", text)
+        store_failure(failure)
+        return _leave(failure)
+    except Exception as error:
+        return _leave(_diagnose(error, cfg))
+
+
+def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
+    """Return the first failure of the run: that of another rank, or the one that `error` describes."""
+    if _is_lost_connection(error):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
+        if dead := find_dead_rank():
+            return store_failure(dead)
+    if _is_out_of_memory(error):
+        micro = cfg.split(process.num_ranks)[0]
+        advice = "--gradient_checkpointing"
+        if micro > 1:
+            advice = f"--micro_batch_size {micro // 2} (--global_batch_size stays the same), or --gradient_checkpointing"
+        return store_failure(
+            Failure(
+                "error",
+                f"rank {process.rank} on {process.host} is out of memory with --micro_batch_size {micro}. Use {advice}, "
+                f"--mixed_precision bf16, or shorter items. ({str(error).splitlines()[0]})",
+            )
+        )
+    failure = Failure("failed", f"rank {process.rank} on {process.host} failed: {type(error).__name__}: {error}")
+    first = store_failure(failure)
+    if first == failure:
+        traceback.print_exception(error)
+    return first
+
+
+def _wait_for_last_collectives() -> None:
+    """Wait until every rank has finished its last collective.
+
+    A rank that ended earlier would interrupt it on the other ranks, and a launcher waits 300 s for a node that failed at the
+    end.
+    """
+    process.store.add("done", 1)
+    deadline = time.monotonic() + 60
+    while process.store.add("done", 0) < process.num_ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if process.is_main:
+        time.sleep(0.2)  # rank 0 may host the store, which the other ranks have just read
+
+
+def _leave(failure: Failure) -> int:
+    """Print the failure once per node, write it for the launcher's report, and wait for the other ranks. Return the exit code.
+
+    The launcher ends all ranks as soon as one of them ends. Ranks that are about to end with the same failure get a moment.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
+    process.is_leaving.set()
+    text = str(failure)
+    store = process.store if failure != process.failure else None  # received some time ago: the store may be lost by now
+    try:
+        # The watcher thread has already printed which rank died.
+        is_first = is_first_on_node(text) if store else process.is_local_main and failure.kind != "died"
+    except Exception:  # the store is lost with its host; printing twice is better than not at all
+        is_first, store = True, None
+    if is_first:
+        print(text, file=sys.stderr, flush=True)
+    write_error_file(text)
+    with contextlib.suppress(Exception):
+        deadline = time.monotonic() + (2 if failure.kind == "died" else 5)
+        leaving = store.add("leaving", 1) if store else process.num_ranks
+        while leaving < process.num_ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
+            leaving = store.add("leaving", 0)
+        if process.is_main and process.num_ranks > 1:
+            time.sleep(0.3)  # rank 0 may host the store, which the other ranks have just read
+    return failure.exit_code
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    parts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
+    return isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in parts)
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    parts = ("can't allocate memory", "CUDA out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(part in str(error) for part in parts)

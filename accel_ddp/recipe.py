@@ -1,0 +1,44 @@
+"""What all recipes share: from the options to the exported model."""
+
+from typing import Any
+
+from accel_ddp import export
+from accel_ddp.accelerator import start
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.loop import Outcome, fit
+from accel_ddp.ranks.failures import Failure, RunFailure
+from accel_ddp.training import hooks, optim
+
+
+def train(cfg: TrainConfig, task_class: Any) -> Outcome:
+    """Train `task_class(cfg, accelerator)`, print its report, and export the model to OUTPUT_DIR/model.
+
+    A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
+    `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
+    print at the end, `example`, which is Python code that uses the exported {folder}, and `more_files`, which are exported too.
+    """
+    accelerator = start(cfg)
+    task = task_class(cfg, accelerator)
+    files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
+    outcome = fit(
+        accelerator,
+        cfg,
+        model=task.model,
+        optimizer=optim.build(task.model, cfg),
+        train=task.train,
+        loss_sum=task.loss_sum,
+        count=task.count,
+        evaluate=task.evaluate,
+        hooks=hooks.standard(accelerator, cfg),
+        files=files,
+    )
+    try:
+        if accelerator.is_main_process and hasattr(task, "report") and (text := task.report()):
+            print(text)
+        export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""))
+    except UserError as error:
+        if outcome.unsaved:
+            raise RunFailure(Failure("unsaved", f"{outcome.unsaved} And: {error}")) from error
+        raise
+    return outcome

@@ -1,0 +1,233 @@
+"""Decides which checkpoint a run resumes from and whether it may, and loads it. No other module makes this decision."""
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from accel_ddp.config import TrainConfig, as_plain_dict, options_that_keep_the_result
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
+from accel_ddp.ranks.process import process
+from accel_ddp.saving import format, tensors
+from accel_ddp.saving.format import MODEL, OPTIMIZER
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+# ---- which folder and which checkpoints `--resume` means
+
+
+def folder_of_resume(cfg: TrainConfig) -> str:
+    """Return the folder of the run that `--resume PATH` names, or "" if it has no path."""
+    return str(_run_folder(Path(cfg.resume))) if cfg.resume not in ("", "auto") else ""
+
+
+def continues_run_in(folder: Path, cfg: TrainConfig) -> bool:
+    """Return whether `--resume` continues the run that `folder` holds."""
+    if not cfg.resume:
+        return False
+    source = folder if cfg.resume == "auto" else Path(cfg.resume)
+    return _run_folder(source).resolve() == folder.resolve() or _was_continued_in(folder, source)
+
+
+def _run_folder(path: Path) -> Path:
+    return path.parent if format.is_checkpoint_name(path) or (path / format.MANIFEST).is_file() else path
+
+
+def _was_continued_in(folder: Path, source: Path) -> bool:
+    """Return whether `folder`, which is not the folder of `source`, holds a run that continued from `source`."""
+    paths = [source] if (source / format.MANIFEST).is_file() else format.list_checkpoints(source)
+    if any(path.resolve().parent == folder.resolve() for path in paths):
+        return False
+    runs = [{format.read_run(path).get("run") for path in some} - {None} for some in (paths, format.list_checkpoints(folder))]
+    return bool(runs[0] & runs[1])
+
+
+def candidates(cfg: TrainConfig) -> list[Path]:
+    """Return the checkpoints on this disk that `--resume` may mean, oldest first."""
+    if not cfg.resume:
+        return []
+    if cfg.resume != "auto" and _was_continued_in(Path(cfg.output_dir), Path(cfg.resume)):
+        return format.list_checkpoints(
+            cfg.output_dir
+        )  # a requeued job repeats its command after the run has continued from there
+    path = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
+    is_run = cfg.resume == "auto" or not (format.is_checkpoint_name(path) or (path / format.MANIFEST).is_file())
+    return format.list_checkpoints(path) if is_run else [path] if path.is_dir() else []
+
+
+def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
+    """Return (rank that reads it, path) of the newest complete checkpoint on any disk, or None. This is a collective."""
+    folder = Path(cfg.output_dir)
+    mine = []
+    if process.is_local_main:  # once per node
+        for path in candidates(cfg):
+            run = format.read_run(path)
+            step = format.step_of(path) if format.is_checkpoint_name(path) else run.get("step", 0)
+            mine.append((step, str(path), run.get("run")))
+    shares = gather_objects((process.host, mine)) or []
+    _check_one_run(shares, folder)
+    found = [(step, rank, path) for rank, (_, share) in enumerate(shares) for step, path, _ in share]
+    found = broadcast_object(sorted(found, key=lambda one: (-one[0], one[1])))
+    if not found and cfg.resume != "auto":
+        raise UserError(f"--resume {cfg.resume}: no node has a checkpoint there.")
+    damaged = []
+    for _step, rank, path in found:
+        with together("verify the checkpoint"):
+            problem = format.find_problem(Path(path)) if rank == process.rank else ""
+        problem = broadcast_object(problem, rank)
+        if not problem:
+            for owner, other, why in damaged:
+                # Not if another node has a complete checkpoint at the same path, and not if a disk could not be read this time.
+                if owner == process.rank and other != path and "cannot be read" not in why:
+                    set_aside(Path(other), folder, "damaged")
+            return rank, Path(path)
+        damaged.append((rank, path, problem))
+        host = broadcast_object(process.host, rank)
+        print_on_main(f"--resume: {path} on {host} cannot be used: {problem}.")
+    if damaged:
+        raise UserError(
+            f"--resume: no complete checkpoint is left. {damaged[0][1]}: {damaged[0][2]}. Copy a complete one there, or start again "
+            "in another --output_dir."
+        )
+    return None
+
+
+def _check_one_run(shares: list[tuple[str, list]], folder: Path) -> None:
+    """Raise UserError if nodes have checkpoints of different runs in the same folder. `shares` is empty except on rank 0."""
+    holders = [(host, {run for *_, run in share if run}) for host, share in shares]
+    holders = [(host, runs) for host, runs in holders if runs]
+    others = [host for host, runs in holders if not runs & holders[0][1]]
+    hosts = broadcast_object([holders[0][0], *others] if others else [])
+    if hosts:
+        raise UserError(
+            f"--resume: the nodes {' and '.join(hosts)} have checkpoints of different runs in {folder}. Name the right one with "
+            "--resume PATH, or remove those of the other run."
+        )
+
+
+def set_aside(path: Path, folder: Path, prefix: str) -> None:
+    """Rename a checkpoint of the run's own folder, which is locked. Checkpoints elsewhere stay as they are."""
+    if path.parent.resolve() == folder.resolve():
+        with contextlib.suppress(OSError):  # another node shares the disk and was faster, or the disk is read-only
+            print(f"{process.host}: renamed {path.name} to {format.set_aside(path, prefix).name}", flush=True)
+
+
+# ---- whether the run may continue with these options and data
+
+
+def check_options_early(cfg: TrainConfig) -> None:
+    """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
+    if found := candidates(cfg):
+        check_options(cfg, format.read_run(found[-1]))
+
+
+def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
+    """Raise UserError if options or data differ from those of the saved run and would change its result.
+
+    Without `data` the options that name the data are not compared.
+    """
+    then, now = run.get("config", {}), as_plain_dict(cfg)
+    free = {*options_that_keep_the_result(type(cfg)), "mixed_precision"}
+    if cfg.lr_schedule == "constant" and not cfg.warmup_ratio:
+        free |= {"steps", "epochs"}  # the learning rate does not depend on the last step
+    before = run.get("data") or {}
+    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
+        free |= {"dataset", "train_file", "train_split"}  # these are places; their content is compared where it is known
+    changed = [
+        f"--{name} was {then[name]!r} and is now {value!r}"
+        for name, value in now.items() if name in then and name not in free and then[name] != value
+    ]  # fmt: skip
+    if precision and precision != run.get("precision"):
+        changed.append(f"--mixed_precision was {run.get('precision')!r} and is now {precision!r}")
+    if data and before and data != before:
+        changed.append(f"the training data had {before['items']:,} items and have {data['items']:,} now, or other content")
+    if not changed:
+        return
+    if cfg.allow_config_change:
+        log.info("--allow_config_change: continuing although %s", "; ".join(changed))
+        return
+    raise UserError(
+        f"--resume: the run was saved with other options, which change its result: {'; '.join(changed)}. Use the old values again, "
+        "or add --allow_config_change to continue with the new ones."
+    )
+
+
+# ---- loading
+
+
+def load(
+    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer, path: Path, run: dict[str, Any], source: int
+) -> None:
+    """Load the checkpoint `path` of rank `source` into model and optimizer on every rank. This is a collective.
+
+    One rank reads the files and broadcasts the state. The disks of nodes need not be shared, and no two ranks can continue
+    from different states.
+    """
+    reads = source == process.rank
+    weights = tensors.to_save(model)
+    files = {name: safe_open(path / name, framework="pt") if reads else None for name in (MODEL, OPTIMIZER)}
+    there = {
+        file: {name: tensors.shape_and_dtype(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+        for file, opened in files.items() if opened
+    }  # fmt: skip
+    there = broadcast_object(there, source)
+    tensors.check_same_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
+    if run.get("frozen", "") != tensors.digest_of_frozen(model):
+        raise UserError(
+            f"--resume: the adapters in {path} were trained on other weights than --model has now. Use the model of the run: "
+            f"--model {run['config'].get('model')}."
+        )
+
+    def receive(file: str, name: str) -> Tensor:
+        shape, dtype = there[file][name]
+        device = accelerator.device
+        tensor = files[file].get_tensor(name).to(device) if reads else torch.empty(shape, dtype=dtype, device=device)
+        if process.num_ranks > 1:
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)  # as bytes, because gloo lacks some types
+        return tensor
+
+    with torch.no_grad():
+        for name in sorted(weights):
+            weights[name].copy_(receive(MODEL, name))
+    if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
+        log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
+        return
+    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
+    on_host = set(run["on_host"])
+    for full in sorted(there[OPTIMIZER]):
+        name, _, key = full.rpartition("/")
+        tensor = receive(OPTIMIZER, full)
+        state.setdefault(name, {})[key] = tensor.cpu() if full in on_host else tensor
+    tensors.restore(optimizer, model, state)
+    if accelerator.scaler and run["scaler"]:
+        accelerator.scaler.load_state_dict(run["scaler"])
+
+
+def report_differences(cfg: TrainConfig, run: dict[str, Any]) -> None:
+    """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
+    if run["num_ranks"] != process.num_ranks:
+        log.info(
+            "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",
+            run["num_ranks"], process.num_ranks,
+        )  # fmt: skip
+    for name in ("micro_batch_size", "padding_free", "compile"):
+        if run["config"].get(name, "off") != getattr(cfg, name):
+            log.info("--%s has changed: the same result up to rounding, except for what dropout draws", name)
+    if cfg.comm_hook == "powersgd":
+        log.info("--comm_hook powersgd: its error feedback starts from zero, so that the resumed run is not bit-identical")
+    then = run["versions"]
+    now = tensors.versions()
+    changed = [f"{name} {then.get(name)} then, {version} now" for name, version in now.items() if then.get(name) != version]
+    if changed:
+        log.info("versions have changed, so that the resumed run may not be bit-identical: %s", "; ".join(changed))
