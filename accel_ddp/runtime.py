@@ -20,8 +20,8 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 
 from accel_ddp import checkpoint, snapshot, stop, world
 from accel_ddp.config import TrainConfig, as_plain_dict, is_voice_of_node, tell_the_launcher
-from accel_ddp.doctor import place
 from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.environment import topology as place
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK

@@ -13,8 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.doctor import at_launch, command, compare, facts, gpus, here, paths, place, report, wire
+from accel_ddp.doctor import at_launch, command, compare, facts, gpus, paths, report
+from accel_ddp.doctor import host as here
+from accel_ddp.environment import topology as place
 from accel_ddp.errors import UserError
+from accel_ddp.net import messages as wire
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 # Every process that imports torch's launcher loads `at_launch`, and this file with it: what it needs it imports when it is used.
 if TYPE_CHECKING:
     from accel_ddp.config import TrainConfig
+    from accel_ddp.doctor.client import Outcome
     from accel_ddp.doctor.report import Finding
-    from accel_ddp.doctor.visit import Outcome
 
 
 SILENT_SECONDS = 60.0  # in a preflight: the main node may still be booting
@@ -25,7 +25,9 @@ def preflight(cfg: "TrainConfig") -> None:
     """Return when all nodes are here, alike, and reach each other; UserError on every rank of every node where not."""
     import asyncio
 
-    from accel_ddp.doctor import here, place, visit
+    from accel_ddp.doctor import client as visit
+    from accel_ddp.doctor import host as here
+    from accel_ddp.environment import topology as place
     from accel_ddp.errors import UserError
 
     mine = place.of_this_rank()
@@ -54,7 +56,9 @@ def tell_the_others(text: str) -> None:
     """This node's options make no sense: the others hear that, instead of waiting for it. Takes 5 s at most."""
     import asyncio
 
-    from accel_ddp.doctor import here, place, visit
+    from accel_ddp.doctor import client as visit
+    from accel_ddp.doctor import host as here
+    from accel_ddp.environment import topology as place
 
     mine = place.of_this_rank()
     if mine.nodes <= 1 or mine.local_rank:
@@ -65,7 +69,7 @@ def tell_the_others(text: str) -> None:
 
 
 def say(text: str) -> None:
-    from accel_ddp.doctor.here import HOST
+    from accel_ddp.doctor.host import HOST
 
     print(f"{HOST}: {text}", file=sys.stderr, flush=True)
 
@@ -89,7 +93,7 @@ def tell(findings: list["Finding"]) -> None:
 def of_options(cfg: "TrainConfig", script: str):
     """What the doctor looks at for the run that these options describe."""
     from accel_ddp.config import must_be_the_same
-    from accel_ddp.doctor.visit import Wanted
+    from accel_ddp.doctor.client import Wanted
 
     files = {}
     for name in ("train_file", "eval_file", "model", "dataset"):

@@ -89,8 +89,8 @@ def _preflight(params: Any, backend: str, words: list[str]) -> None:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     from accel_ddp import doctor
-    from accel_ddp.doctor import place as places
-    from accel_ddp.doctor import visit
+    from accel_ddp.doctor import client as visit
+    from accel_ddp.environment import topology as places
 
     address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
     asked = places.of_accelerate_words(sys.orig_argv) or {}

@@ -15,12 +15,14 @@ from typing import Any
 
 from accel_ddp import doctor
 from accel_ddp.config import TrainConfig, is_voice_of_node, parse_config
-from accel_ddp.doctor import here, report, visit
-from accel_ddp.doctor import place as places
-from accel_ddp.doctor.meeting import free_port
-from accel_ddp.doctor.place import Place
+from accel_ddp.doctor import client as visit
+from accel_ddp.doctor import host as here
+from accel_ddp.doctor import report
+from accel_ddp.doctor.client import Outcome, Wanted
+from accel_ddp.doctor.coordinator import free_port
 from accel_ddp.doctor.report import Finding
-from accel_ddp.doctor.visit import Outcome, Wanted
+from accel_ddp.environment import topology as places
+from accel_ddp.environment.topology import Place
 from accel_ddp.errors import UserError
 
 ABOUT = """Names whatever is wrong with the cluster. Type the same on every node, each with its own --machine_rank.
@@ -198,7 +200,7 @@ def deep(
                     "LOCAL_RANK": str(one), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(node), "MASTER_ADDR": main["ip"],
                     "MASTER_PORT": str(outcome.deep_port),
                 }  # fmt: skip
-                command = [sys.executable, "-m", "accel_ddp.doctor.deep", "--result", str(results[-1]), *options]
+                command = [sys.executable, "-m", "accel_ddp.doctor.collectives", "--result", str(results[-1]), *options]
                 with open(Path(folder) / f"{one}.txt", "w") as words:
                     children.append(subprocess.Popen(command, env=env, stdout=words, stderr=words))
             deadline = time.monotonic() + given.deep_seconds + 15

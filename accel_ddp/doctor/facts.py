@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor import gpus
-from accel_ddp.doctor.here import bounded, finding
-from accel_ddp.doctor.place import OF_ONE_NODE, Place
+from accel_ddp.doctor.host import bounded, finding
 from accel_ddp.doctor.report import Finding, gibibytes
+from accel_ddp.environment.topology import OF_ONE_NODE, Place
 
 # Another version of these computes something else, or does not talk to the others.
 PACKAGES = (

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from accel_ddp.doctor.here import finding
-from accel_ddp.doctor.place import Place
+from accel_ddp.doctor.host import finding
 from accel_ddp.doctor.report import Finding, gibibytes
+from accel_ddp.environment.topology import Place
 
 HANGS = "nvidia-smi does not answer"
 

@@ -8,8 +8,8 @@ import statistics
 import time
 from typing import Any
 
-from accel_ddp.doctor import wire
 from accel_ddp.doctor.report import Finding, how_to_open, table, whole
+from accel_ddp.net import messages as wire
 
 CONNECT_SECONDS = 4.0  # a SYN that was lost is sent again after 1 and 3 s
 STALL_SECONDS = 3.0

@@ -15,11 +15,14 @@ from typing import Any
 
 from accel_ddp import doctor
 from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
-from accel_ddp.doctor import here, report, visit, wire
+from accel_ddp.doctor import client as visit
+from accel_ddp.doctor import host as here
+from accel_ddp.doctor import report
+from accel_ddp.doctor.client import Outcome
 from accel_ddp.doctor.command import options_of, parser_of_doctor, patient
-from accel_ddp.doctor.place import Place
-from accel_ddp.doctor.visit import Outcome
+from accel_ddp.environment.topology import Place
 from accel_ddp.errors import UserError
+from accel_ddp.net import messages as wire
 from accel_ddp.tune import results
 from accel_ddp.tune.course import Course, Wish
 from accel_ddp.tune.ranks import Ranks

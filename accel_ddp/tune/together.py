@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from accel_ddp.doctor import wire
 from accel_ddp.doctor.report import printable
+from accel_ddp.net import messages as wire
 from accel_ddp.tune.ranks import Ranks
 
 BEAT, SILENT = 1.0, 10.0  # seconds

@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from accel_ddp.doctor.meeting import free_port
+from accel_ddp.doctor.coordinator import free_port
 from accel_ddp.tune.results import Trial
 from accel_ddp.tune.together import Conductor, Ended
 

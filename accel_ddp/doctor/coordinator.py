@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.doctor import believed, compare, paths, wire
+from accel_ddp.doctor import compare, paths
+from accel_ddp.doctor import sanitize as believed
 from accel_ddp.doctor.report import Finding, in_order, is_bad
+from accel_ddp.net import messages as wire
 
 NAMED_AFTER, NAMED_EVERY = 2.0, 10.0  # seconds until those who are missing are named, and again
 GRACE = 0.7  # for nodes that are about to come, when the verdict is clear already

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from accel_ddp.doctor.place import Place
 from accel_ddp.doctor.report import Finding, gibibytes
+from accel_ddp.environment.topology import Place
 from accel_ddp.errors import UserError
 
 T = TypeVar("T")

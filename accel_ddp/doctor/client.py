@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor import believed, facts, here, meeting, paths, wire
-from accel_ddp.doctor.place import Place
+from accel_ddp.doctor import coordinator as meeting
+from accel_ddp.doctor import facts, paths
+from accel_ddp.doctor import host as here
+from accel_ddp.doctor import sanitize as believed
 from accel_ddp.doctor.report import Finding, how_to_open, is_bad, printable, surroundings, whole
+from accel_ddp.environment.topology import Place
 from accel_ddp.errors import UserError
+from accel_ddp.net import messages as wire
 
 SILENT_SECONDS = 8.0  # a host that is up answers, if only with a refusal
 _MARK = ".accel_ddp_doctor_"

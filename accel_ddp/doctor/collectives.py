@@ -1,4 +1,4 @@
-"""The last part of `accel-ddp doctor`: one rank of a small real training, `python -m accel_ddp.doctor.deep --result FILE`.
+"""The last part of `accel-ddp doctor`: one rank of a small real training, `python -m accel_ddp.doctor.collectives --result FILE`.
 
 It promises FILE within --seconds whatever the other ranks do, and the same FILE on every rank as long as rank 0's
 store answers.
@@ -23,8 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.doctor.collective_process import BUCKET, FIX_EFA, HOST, ITEMS, PARAMETERS, TOKENS, USE, Rank, Refused
 from accel_ddp.doctor.gpus import cpu_is_wanted
-from accel_ddp.doctor.rank import BUCKET, FIX_EFA, HOST, ITEMS, PARAMETERS, TOKENS, USE, Rank, Refused
 
 
 class Child(Rank):
