@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 
 C = TypeVar("C", bound="TrainConfig")
@@ -220,7 +221,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
 
     # Every rank parses the same words; one voice per node is enough.
     about = sys.modules[cls.__module__].__doc__
-    show = is_voice_of_node()
+    show = is_local_main()
     cfg = tyro.cli(cls, prog=script, args=arguments, description=about, use_underscores=True, console_outputs=show)
     cfg.validate()
     return cfg
@@ -230,22 +231,22 @@ def run(cls: type[C], main: typing.Callable[[C], object]) -> NoReturn:
     """Parse the command line, run `main`, and turn whatever happens into an exit code and words for the user."""
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown what it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
-    from accel_ddp import doctor
+    from accel_ddp.doctor.preflight import report_to_other_nodes, run_preflight
 
     cfg = None
     try:
         cfg = parse_config(cls)
-        doctor.preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
+        run_preflight(cfg)  # seconds, not minutes, until a fault of the cluster has a name; before torch is imported
     except UserError as error:
-        if is_voice_of_node():
+        if is_local_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
         if cfg is None:  # a preflight has told them already
-            doctor.tell_the_others(str(error))
+            report_to_other_nodes(str(error))
         tell_the_launcher(f"error: {error}")
         sys.exit(2)
     except SystemExit as ended:  # of tyro, which has said why, or of --help
         if ended.code == 2:
-            doctor.tell_the_others("its command line makes no sense")
+            report_to_other_nodes("its command line is invalid")
             tell_the_launcher("error: the command line makes no sense; why is said above")
         raise
     except KeyboardInterrupt:
@@ -290,10 +291,6 @@ class _NeverFails:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-def is_voice_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp import embedded
-from accel_ddp.config import RecipeConfig, TrainConfig, is_voice_of_node
+from accel_ddp.config import RecipeConfig, TrainConfig
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.world import say
@@ -43,7 +44,7 @@ def prepare_hub() -> str:
     import huggingface_hub
     import transformers
 
-    if not (is_voice_of_node() and sys.stderr.isatty()):  # bars and load reports of every rank are noise in a log
+    if not (is_local_main() and sys.stderr.isatty()):  # bars and load reports of every rank are noise in a log
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -19,9 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp import checkpoint, snapshot, stop, world
-from accel_ddp.config import TrainConfig, as_plain_dict, is_voice_of_node, tell_the_launcher
-from accel_ddp.doctor.gpus import cpu_is_wanted
-from accel_ddp.environment import topology as place
+from accel_ddp.config import TrainConfig, as_plain_dict, tell_the_launcher
+from accel_ddp.environment.launcher import check_requested_world, cpu_is_wanted, find_accelerate_request
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
@@ -30,8 +30,8 @@ from accel_ddp.world import HOST, LOCAL_RANKS, NUM_RANKS, RANK
 def start(cfg: TrainConfig) -> Accelerator:
     """An Accelerator over exactly the ranks that were launched, or a UserError on every rank."""
     _refuse_what_we_do_not_train()
-    place.refuse_what_was_not_asked_for()
-    if "TORCHELASTIC_RUN_ID" in os.environ or place.asked_of_accelerate():
+    check_requested_world()
+    if "TORCHELASTIC_RUN_ID" in os.environ or find_accelerate_request():
         # A launcher that is killed, and that of a single process also by SIGTERM, leaves its ranks to train on, unseen.
         world.end_with_the_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _known_trackers(cfg.report_to)
@@ -276,7 +276,7 @@ def _leave(text: str) -> int:
     store = world.store if text != world.failure_heard else None  # heard some time ago: the store may be gone with its host
     try:
         # Who is lost was said by the thread that heard of it.
-        first = world.is_first_on_node(text) if store else is_voice_of_node() and not text.startswith("lost:")
+        first = world.is_first_on_node(text) if store else is_local_main() and not text.startswith("lost:")
     except Exception:  # the store's host is gone: better twice than not at all
         first, store = True, None
     if first:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_ddp import world
-from accel_ddp.config import TrainConfig, is_voice_of_node
+from accel_ddp.config import TrainConfig
+from accel_ddp.environment.topology import is_local_main
 
 ONE_CTRL_C = 0.2  # seconds: `timeout`, for one, hands on a Ctrl-C that the terminal has sent to everyone already
 
@@ -116,7 +117,7 @@ def _hear(reader: int) -> None:
             _ask(f"{name} on rank {world.RANK} ({world.HOST})")
             if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_end_before_the_launcher_does, daemon=True).start()
-            if is_voice_of_node():
+            if is_local_main():
                 more = "; Ctrl-C again ends at once" if interrupted else ""
                 print(f"\n{world.HOST}: {name}: saving after this step, then the end{more}.", file=sys.stderr, flush=True)
 
@@ -147,7 +148,7 @@ def _end_now(text: str, is_urgent: bool = False) -> None:
     telling.join(1)
     if world.RANK == 0 and world.store and not is_urgent:
         time.sleep(1.5)  # rank 0 may host the store, in which the others look for this word once a second
-    if is_voice_of_node():
+    if is_local_main():
         print(f"\n{text}", file=sys.stderr, flush=True)
     os._exit(world.exit_code(text))
 
@@ -166,7 +167,7 @@ def armed(cfg: TrainConfig) -> Iterator[None]:
 def is_asked() -> bool:
     """Whether this rank, or another that it has heard of, was asked to stop."""
     global _looked
-    if not _reason and _file and is_voice_of_node() and time.monotonic() - _looked > 1:  # a look may cross the network
+    if not _reason and _file and is_local_main() and time.monotonic() - _looked > 1:  # a look may cross the network
         _looked = time.monotonic()
         with contextlib.suppress(OSError):  # a network disk that does not answer for once
             if _file.exists():
@@ -188,6 +189,6 @@ def reason() -> str:
 
 def remove_file(output_dir: str) -> None:
     """One that is there before the run, or has been obeyed, would end the next one."""
-    if is_voice_of_node():
+    if is_local_main():
         with contextlib.suppress(OSError):
             (Path(output_dir) / "STOP").unlink()

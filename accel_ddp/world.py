@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_ddp.config import TrainConfig, is_voice_of_node, must_be_the_same
-from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.config import TrainConfig, must_be_the_same
+from accel_ddp.environment.launcher import cpu_is_wanted
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 
@@ -107,7 +108,7 @@ def _wait_for_all(meeting: str, what: str, facts: dict[str, str] | None = None) 
         if store.check([f"{meeting}/failed"]):
             word = json.loads(store.get(f"{meeting}/failed"))
             raise UserError(word["said"] if word["host"] == HOST else f"rank {word['rank']} on {word['host']}: {word['said']}")
-        if time.monotonic() - told > 10 and is_voice_of_node():
+        if time.monotonic() - told > 10 and is_local_main():
             told = time.monotonic()
             missing = [rank for rank in range(NUM_RANKS) if not store.check([f"{meeting}/{rank}"])]
             print(f"{HOST}: waiting for rank {missing} to {what} ({told - began:.0f} s)", file=sys.stderr, flush=True)
@@ -141,7 +142,7 @@ def who_is_gone(seconds: float = 3 * GRACE) -> str:
 
 def is_first_on_node(text: str) -> bool:
     """Whether no other rank of this node has said it."""
-    return store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if store else is_voice_of_node()
+    return store.add(f"said/{HOST}/{os.getppid()}/{mixed(0, text)}", 1) == 1 if store else is_local_main()
 
 
 def exit_code(text: str) -> int:
@@ -318,7 +319,7 @@ def _listen() -> None:
         time.sleep(8)
         while is_writing:
             time.sleep(0.1)
-        if is_voice_of_node() and not is_said:
+        if is_local_main() and not is_said:
             print(text, file=sys.stderr, flush=True)
         os._exit(exit_code(text))
 
@@ -337,7 +338,7 @@ def _store_of_the_launcher(cfg: TrainConfig, timeout: timedelta) -> tuple[dist.S
             now = time.monotonic()
             if now - began > cfg.ddp_timeout_seconds:
                 raise UserError(f"{HOST}: the main node {address}:{port} cannot be reached: {error}.") from error
-            if now - told > 10 and is_voice_of_node():
+            if now - told > 10 and is_local_main():
                 told = now
                 print(
                     f"{HOST}: waiting for the main node {address}:{port} ({now - began:.0f} s): {error}",
@@ -355,7 +356,7 @@ def _wait_for(key: str, rank: int, cfg: TrainConfig) -> bytes:
         now = time.monotonic()
         if now - began > cfg.ddp_timeout_seconds:
             raise UserError(f"{HOST}: rank {rank} of {NUM_RANKS} did not come within {cfg.ddp_timeout_seconds} s.")
-        if now - told > 10 and is_voice_of_node():
+        if now - told > 10 and is_local_main():
             told = now
             print(f"{HOST}: waiting for rank {rank} of {NUM_RANKS} to start ({now - began:.0f} s)", file=sys.stderr, flush=True)
         time.sleep(0.05)

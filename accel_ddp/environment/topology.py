@@ -1,54 +1,53 @@
-"""Which node this is, of how many, and where the main node is: from options, variables and the accelerate config.
+"""Which node and rank this process is, of how many, and the address of the main node.
 
-Options win over variables (of torchrun, Kubeflow, Slurm, SkyPilot, node.env), and variables over the file, which is often
-the same on every node.
+The values come from options, variables and the accelerate config. Options take precedence over variables (those of torchrun,
+Kubeflow, Slurm, SkyPilot and node.env). Variables take precedence over the file, because the file is often the same on every
+node.
 """
 
-import argparse
 import os
 import re
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from accel_ddp.environment.launcher import PER_NODE_SETTINGS, find_accelerate_request, read_accelerate_config
 from accel_ddp.errors import UserError
-
-# What a node may have for itself in its accelerate config; anything else that differs starts something else on each.
-OF_ONE_NODE = {"machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16"}
-OF_ONE_NODE |= {"main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment"}
 
 
 @dataclass(kw_only=True)
-class Place:
-    node: int | None  # machine_rank; None: given out by the rendezvous (c10d)
-    nodes: int  # num_machines
-    ranks: int  # num_processes: the total over all nodes; 0: not said
-    address: str  # main_process_ip, as it was given
-    port: int  # main_process_port
+class Topology:
+    """The position of this process in the cluster. `num_ranks` and `main_address` are as given, not verified."""
+
+    node_rank: int | None  # machine_rank; None: the rendezvous assigns it (c10d)
+    num_nodes: int  # num_machines
+    num_ranks: int  # num_processes, the total over all nodes; 0: not given
+    main_address: str  # main_process_ip
+    main_port: int  # main_process_port
     local_rank: int = 0
-    local_ranks: int = 1  # processes of this node that take part in the meeting
-    is_launched: bool = False  # a launcher has chosen its way already
-    meeting_ports: tuple[int, ...] = ()  # the first free one of them; default: the main port itself
-    config: dict[str, Any] = field(default_factory=dict)  # the accelerate config
-    sources: dict[str, str] = field(default_factory=dict)  # name -> where its value comes from
+    num_local_processes: int = 1  # processes of this node that run the checks: 1, or one per rank under a launcher
+    is_launched: bool = False  # a launcher has already decided how many ranks to start
+    coordinator_ports: tuple[int, ...] = ()  # the coordinator uses the first free one; default: the main port
+    accelerate_config: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # name of a value -> the option, variable or file it comes from
 
     def __post_init__(self) -> None:
-        self.meeting_ports = self.meeting_ports or (self.port,)
+        self.coordinator_ports = self.coordinator_ports or (self.main_port,)
 
     @property
-    def per_node(self) -> int:
-        return self.ranks // self.nodes if self.nodes else 0
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes if self.num_nodes else 0
 
-    def said(self, name: str) -> str:
-        """`machine_rank 1 (NODE_RANK)`: so that a wrong one is found where it was written."""
-        value = {"machine_rank": self.node, "num_machines": self.nodes, "num_processes": self.ranks}.get(name)
-        value = {"main_process_ip": self.address, "main_process_port": self.port}.get(name, value)
+    def describe(self, name: str) -> str:
+        """Return accelerate's name of a value, the value and its source, for example `machine_rank 1 (NODE_RANK)`."""
+        value = {
+            "machine_rank": self.node_rank, "num_machines": self.num_nodes, "num_processes": self.num_ranks,
+            "main_process_ip": self.main_address, "main_process_port": self.main_port,
+        }[name]  # fmt: skip
         source = self.sources.get(name, "")
         return f"{name} {value}" + (f" ({source})" if source else "")
 
 
-# In the order in which they are believed.
+# The variables of each value, in order of precedence.
 _VARIABLES = {
     "machine_rank": ("GROUP_RANK", "PET_NODE_RANK", "NODE_RANK", "SKYPILOT_NODE_RANK", "SLURM_NODEID"),
     "num_machines": (
@@ -61,80 +60,101 @@ _VARIABLES = {
 }  # fmt: skip
 
 
-def find(options: dict[str, Any] | None = None, config_file: str = "") -> Place:
-    """Where this process stands. UserError where what is said cannot be read."""
-    config = read_config(config_file)
+def is_local_main() -> bool:
+    """Return whether this process is the first rank of its node, which prints for all ranks of the node."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def find_topology(options: dict[str, Any] | None = None, config_file: str = "") -> Topology:
+    """Return the topology that options, variables and the accelerate config describe.
+
+    Raises UserError if a value is not a number or the file cannot be read.
+    """
+    config = read_accelerate_config(config_file)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name in ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend"):
+    # accelerate 1.15 ignores rdzv_backend in the file, so it is not read here.
+    for name in ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port"):
         if config.get(name) not in (None, ""):
             values[name], sources[name] = config[name], config_file or "the accelerate config"
-    values.pop("rdzv_backend", None)  # accelerate 1.15 ignores it in the file
     for name, variables in _VARIABLES.items():
         for variable in variables:
             if os.environ.get(variable, "") not in ("", "auto", "gpu", "cpu"):
                 values[name], sources[name] = os.environ[variable], variable
                 break
-    _from_ranks(values, sources)
+    _read_rank_variables(values, sources)
     if "main_process_ip" not in sources or sources["main_process_ip"] == config_file:
-        _from_lists(values, sources)
+        _read_node_lists(values, sources)
     for name, value in (options or {}).items():
         if value not in (None, ""):
             values[name], sources[name] = value, f"--{name}"
 
-    nodes = _number(values, sources, "num_machines", 1)
-    per_node = _number(values, sources, "per_node", 0)
+    num_nodes = _parse_number(values, sources, "num_machines", 1)
+    per_node = _parse_number(values, sources, "per_node", 0)
     if sources.get("num_processes", "").startswith("--") or not per_node:
-        ranks = 0 if values.get("num_processes") in (None, "auto", -1) else _number(values, sources, "num_processes", 0)
+        is_given = values.get("num_processes") not in (None, "auto", -1)
+        num_ranks = _parse_number(values, sources, "num_processes", 0) if is_given else 0
     else:
-        ranks, sources["num_processes"] = per_node * nodes, f"{sources['per_node']} x {sources.get('num_machines', 1)}"
-    elastic = values.get("rdzv_backend", "static") != "static"  # machine_rank is then ignored, and the same on every node
-    node = None if elastic else _number(values, sources, "machine_rank", 0)
-    local_rank, local_ranks = _of_the_node()
-    return Place(
-        node=node, nodes=nodes, ranks=ranks, address=str(values.get("main_process_ip") or "127.0.0.1"),
-        port=_number(values, sources, "main_process_port", 29500), config=config, sources=sources, local_rank=local_rank,
-        local_ranks=local_ranks,
+        num_ranks = per_node * num_nodes
+        sources["num_processes"] = f"{sources['per_node']} x {sources.get('num_machines', 1)}"
+    # With a rendezvous backend such as c10d, machine_rank is ignored and the same on every node.
+    assigns_ranks = values.get("rdzv_backend", "static") != "static"
+    local_rank, num_local_processes = _find_local_rank()
+    return Topology(
+        node_rank=None if assigns_ranks else _parse_number(values, sources, "machine_rank", 0), num_nodes=num_nodes,
+        num_ranks=num_ranks, main_address=str(values.get("main_process_ip") or "127.0.0.1"),
+        main_port=_parse_number(values, sources, "main_process_port", 29500), local_rank=local_rank,
+        num_local_processes=num_local_processes, accelerate_config=config, sources=sources,
     )  # fmt: skip
 
 
-def of_this_rank() -> Place:
-    """Of a process that a launcher or srun started as one rank of a world. The world is what WORLD_SIZE says, and nothing else:
-    a wizard's config or Slurm's variables also surround processes that are alone on purpose."""
+def topology_of_this_rank() -> Topology:
+    """Return the topology of a process that a launcher or srun started as one rank.
+
+    Only the variables of a rank (RANK, WORLD_SIZE ...) are read. The wizard's config and Slurm's variables are also present
+    around processes that train alone on purpose.
+    """
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in needed}
     if not all(values.values()) or not all(values[name].isdigit() for name in needed if name != "MASTER_ADDR"):
-        return Place(node=0, nodes=1, ranks=1, address="127.0.0.1", port=29500)  # `world.meet` says what is missing
-    rank, world, local_rank, local, port = (int(values[name]) for name in needed if name != "MASTER_ADDR")
-    local = max(1, local)
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world // local))
-    place = Place(
-        node=int(os.environ.get("GROUP_RANK") or rank // local), nodes=nodes, ranks=local * nodes, address=values["MASTER_ADDR"],
-        port=port, local_rank=local_rank, local_ranks=local, is_launched=True,
+        # A single process. If only some variables are missing, the creation of the process group reports them.
+        return Topology(node_rank=0, num_nodes=1, num_ranks=1, main_address="127.0.0.1", main_port=29500)
+    rank, world_size, local_rank, local_size, port = (int(values[name]) for name in needed if name != "MASTER_ADDR")
+    local_size = max(1, local_size)
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world_size // local_size))
+    request = find_accelerate_request()
+    topology = Topology(
+        node_rank=int(os.environ.get("GROUP_RANK") or rank // local_size), num_nodes=num_nodes,
+        num_ranks=local_size * num_nodes, main_address=values["MASTER_ADDR"], main_port=port, local_rank=local_rank,
+        num_local_processes=local_size, is_launched=True,
+        accelerate_config={name: value for name, value in request.items() if name not in PER_NODE_SETTINGS},
         sources={"machine_rank": "RANK", "num_processes": "LOCAL_WORLD_SIZE", "main_process_ip": "MASTER_ADDR"},
     )  # fmt: skip
-    place.config = {name: value for name, value in asked_of_accelerate().items() if name not in OF_ONE_NODE}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store is on the main port
-        first = 20000 + port * 7919 % 12000  # below the ports that systems give out, and apart from those of other jobs
-        place.meeting_ports = (first, first + 1, first + 2)
-    return place
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store listens on the main port
+        # These ports are below the range from which systems assign ports, and differ between jobs with different main ports.
+        first = 20000 + port * 7919 % 12000
+        topology.coordinator_ports = (first, first + 1, first + 2)
+    return topology
 
 
-def _from_ranks(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """RANK, WORLD_SIZE and LOCAL_WORLD_SIZE alone, as srun scripts set them; PyTorchJob has one rank per pod."""
+def _read_rank_variables(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Derive node rank and number of nodes from RANK, WORLD_SIZE and LOCAL_WORLD_SIZE if these are all there is.
+
+    srun scripts set all three. A Kubeflow PyTorchJob has one rank per pod and sets the first two.
+    """
     if "GROUP_RANK" in os.environ or not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return
     try:
-        rank, world, local = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        rank, world_size, local_size = (int(os.environ.get(name, 1)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     except ValueError:
         return
-    if local > 0:
-        values["machine_rank"], sources["machine_rank"] = rank // local, "RANK"
-        values["num_machines"], sources["num_machines"] = max(1, world // local), "WORLD_SIZE"
+    if local_size > 0:
+        values["machine_rank"], sources["machine_rank"] = rank // local_size, "RANK"
+        values["num_machines"], sources["num_machines"] = max(1, world_size // local_size), "WORLD_SIZE"
 
 
-def _of_the_node() -> tuple[int, int]:
-    """(which, of how many) this process is among those that a launcher, or srun with several tasks per node, has started here."""
+def _find_local_rank() -> tuple[int, int]:
+    """Return (local rank, number of processes on this node) as a launcher, or srun with several tasks per node, set them."""
     if "RANK" in os.environ:
         return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -143,8 +163,8 @@ def _of_the_node() -> tuple[int, int]:
     return 0, 1
 
 
-def _from_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """The first of the nodes that Slurm or SkyPilot lists is the main one."""
+def _read_node_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Take the first node in the list of SkyPilot or Slurm as the main node."""
     if addresses := os.environ.get("SKYPILOT_NODE_IPS", "").split():
         values["main_process_ip"], sources["main_process_ip"] = addresses[0], "SKYPILOT_NODE_IPS"
     elif nodes := os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"):
@@ -153,99 +173,8 @@ def _from_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
         sources["main_process_ip"] = "SLURM_JOB_NODELIST"
 
 
-def _number(values: dict[str, Any], sources: dict[str, str], name: str, default: int) -> int:
-    word = str(values.get(name, default)).rpartition(":")[2]  # torchrun's 1:2 is a range of nodes
+def _parse_number(values: dict[str, Any], sources: dict[str, str], name: str, default: int) -> int:
+    word = str(values.get(name, default)).rpartition(":")[2]  # torchrun accepts a range of nodes such as 1:2
     if not word.isdigit():
         raise UserError(f"{name} {values[name]!r} ({sources.get(name, '')}): must be a whole number.")
     return int(word)
-
-
-def read_config(file: str) -> dict[str, Any]:
-    """An accelerate config; without a name the wizard's, if there is one."""
-    import yaml
-
-    if file and not Path(file).is_file():
-        raise UserError(f"--config_file {file}: there is no such file.")
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    wizards = [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
-    for path in [Path(file)] if file else [path for path in wizards if path.is_file()]:
-        try:
-            values = yaml.safe_load(path.read_text()) or {}
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            raise UserError(f"--config_file {path}: cannot be read: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"--config_file {path}: is no accelerate config: it must be lines of `name: value`.")
-        return values
-    return {}
-
-
-def refuse_what_was_not_asked_for() -> None:
-    """`accelerate launch` rounds num_processes down, and starts one process for MULTI_CPU or --cpu, without a word."""
-    asked, started = asked_of_accelerate(), int(os.environ.get("WORLD_SIZE", 1))
-    processes, machines = asked.get("num_processes"), asked.get("num_machines") or 1
-    if not isinstance(processes, int) or processes < 1:
-        return
-    below = processes // machines * machines
-    if processes != below:
-        raise UserError(
-            f"num_processes {processes} (the total over all nodes) cannot be divided by num_machines {machines}: accelerate "
-            f"has started {started}. Use num_processes {below or machines} or {below + machines}."
-        )
-    if processes != started:
-        raise UserError(
-            f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu and "
-            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
-            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
-        )
-
-
-def warn_of_tasks_that_train_alone() -> None:
-    """srun starts N processes and tells them nothing that torch reads: each of them trains for itself."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
-        print(
-            f"warning: srun has started {tasks} of these processes, and each trains alone: RANK, WORLD_SIZE, LOCAL_RANK, "
-            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together: one `accelerate launch` per node.",
-            file=sys.stderr,
-        )
-
-
-def asked_of_accelerate() -> dict[str, Any]:
-    """What was given to the `accelerate launch` that started this process, if one did: its file and its options."""
-    import psutil
-
-    for parent in psutil.Process().parents()[:2]:
-        try:
-            words = parent.cmdline()
-        except psutil.Error:
-            continue
-        asked = of_accelerate_words(words)
-        if asked is not None:
-            return asked
-    return {}
-
-
-def of_accelerate_words(words: list[str]) -> dict[str, Any] | None:
-    """The same, of a command line; None where it is not `accelerate launch`."""
-    names = ("launch", "accelerate-launch", "accelerate.commands.launch")
-    at = [i for i, word in enumerate(words) if Path(word).name in names]
-    at += [i for i, word in enumerate(words) if word.endswith("accelerate/commands/launch.py")]
-    if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
-        return None
-    words = words[at[0] + 1 :]
-    script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--cpu", action="store_const", const=True)
-    try:
-        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
-    except argparse.ArgumentError:
-        return {}
-    try:
-        base = read_config(given.pop("config_file", ""))
-    except UserError:  # accelerate has read it, or said why not
-        base = {}
-    return {**base, **given}
