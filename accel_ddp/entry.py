@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.doctor import preflight
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.ranks import logs
@@ -26,7 +27,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         cfg = parse_config(cls)
         preflight.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_local_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
         if cfg is None:  # a preflight has already reported it to the other nodes
             preflight.report_to_other_nodes(str(error))

@@ -6,7 +6,6 @@ This module needs the standard library, yaml and tyro only, so that a mistyped o
 import dataclasses
 import difflib
 import inspect
-import os
 import sys
 import typing
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from accel_ddp.config import TrainConfig
+from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 from accel_ddp.options import GROUPS, Properties, properties_of
 
@@ -48,10 +48,10 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     arguments += _normalize_flags(argv, types)
 
     description = sys.modules[cls.__module__].__doc__
-    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank parses the same words; one message per node is enough
+    show = is_local_main()  # every rank parses the same words; one message per node is enough
     groups = tyro.cli(
         _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
-        console_outputs=is_local_main, config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=show, config=(tyro.conf.OmitArgPrefixes,),
     )  # fmt: skip
     values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
     cfg = cls(**values)

@@ -86,9 +86,9 @@ def test_a_healthy_cluster_is_called_so_on_every_node(nodes, tmp_path):
     nodes.require("host names")
     ended = examine(nodes, "--output_dir", tmp_path / "runs", of=3)
     assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.texts
-    assert "3 of 3 are here: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2), 2 node2 (10.77.0.3)" in ended.texts[2]
+    assert "3 of 3 are connected: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2), 2 node2 (10.77.0.3)" in ended.texts[2]
     assert "6 of 6 directions work" in ended.texts[1]
-    assert "is one folder for all nodes" in ended.texts[0]
+    assert "is shared by all nodes" in ended.texts[0]
     assert ended.verdict(0) == ended.verdict(1) == ended.verdict(2) == "verdict: healthy\n"
     assert ended.seconds < 5
     assert list(tmp_path.iterdir()) == [], "nothing is left there"
@@ -100,7 +100,7 @@ def test_folders_of_their_own_are_fine_and_one_that_cannot_be_written_is_not(nod
         (tmp_path / str(n)).mkdir()
     apart = examine(nodes, each={n: ["--output_dir", tmp_path / str(n)] for n in (0, 1)})
     assert apart.codes == {0: 0, 1: 0}
-    assert f"{tmp_path / '0'} is of each node alone: checkpoints are on node0" in apart.texts[1]
+    assert f"{tmp_path / '0'} is not shared: checkpoints are written on node0" in apart.texts[1]
     examine(nodes, each={n: ["--output_dir", "/proc/1" if n == 0 else tmp_path] for n in (0, 1)}).named(
         "E_OUTPUT_DIR", "[node0, machine_rank 0] /proc/1 cannot be written", within=2
     )
@@ -114,11 +114,11 @@ def test_1a_a_node_that_never_starts_is_named_within_three_seconds(nodes):
     command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 4])
     began = time.monotonic()
     running = Running([command], [clean_environment()], fresh=True)
-    running.until("waiting for machine_rank 1 (1 of 2 nodes are here: 0 node0)", timeout=10)
+    running.until("waiting for machine_rank 1 (1 of 2 nodes are connected: 0 node0)", timeout=10)
     assert time.monotonic() - began < 3
     ended = running.ended(20)
     assert ended.codes == [1]
-    assert re.search(r"^E_MISSING  machine_rank 1 did not come within 4 s; here: 0 node0", ended.text, re.MULTILINE)
+    assert re.search(r"^E_MISSING  machine_rank 1 did not connect within 4 s; connected: 0 node0", ended.text, re.MULTILINE)
     assert "TCP to 10.77.0.1:29500 must be open" in ended.text
 
 
@@ -126,8 +126,9 @@ def test_1a_those_who_are_there_all_hear_who_is_missing(nodes):
     nodes.require("host names")
     commands = {n: [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 4] for n in (0, 2)}
     ended = Examined(nodes, commands, {})
-    ended.named("E_MISSING", "machine_rank 1 did not come", on=(0, 2), within=8)
-    assert all("waiting for machine_rank 1 (2 of 3 nodes are here: 0 node0, 2 node2)" in text for text in ended.texts.values())
+    ended.named("E_MISSING", "machine_rank 1 did not connect", on=(0, 2), within=8)
+    waiting = "waiting for machine_rank 1 (2 of 3 nodes are connected: 0 node0, 2 node2)"
+    assert all(waiting in text for text in ended.texts.values())
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -144,7 +145,7 @@ def test_1c_c10d_needs_no_machine_rank_and_names_how_many_are_missing(nodes):
     nodes.require("host names")
     ended = examine(nodes, "--rdzv_backend", "c10d", only=0, wait=3)
     assert ended.codes == {0: 1}
-    assert "machine_rank 1 did not come within 3 s" in ended.verdict(0)
+    assert "machine_rank 1 did not connect within 3 s" in ended.verdict(0)
     same_rank_everywhere = examine(nodes, "--rdzv_backend", "c10d", each={1: ["--machine_rank", 0]})
     assert same_rank_everywhere.codes == {0: 0, 1: 0}, same_rank_everywhere.texts
 
@@ -153,7 +154,7 @@ def test_1e_ranks_that_srun_starts_name_the_missing_one_before_torch_is_imported
     nodes.require("host names")
     ended = Examined(nodes, {0: [sys.executable, "-X", "importtime", RECIPE, "--preflight_wait", 3]}, {0: of_srun(0)})
     assert ended.codes == {0: 2}
-    assert "error: preflight: 1 error\nE_MISSING  machine_rank 1 did not come within 3 s" in ended.texts[0]
+    assert "error: preflight: 1 error\nE_MISSING  machine_rank 1 did not connect within 3 s" in ended.texts[0]
     assert "import time" in ended.texts[0]
     assert not re.search(r"\| *torch$", ended.texts[0], re.MULTILINE)
 
@@ -184,8 +185,8 @@ def test_2b_another_port(nodes):
     ended = examine(nodes, each={1: ["--main_process_port", 29501]}, wait=4)
     assert ended.codes == {0: 1, 1: 1}
     assert "10.77.0.1:29501 is up, but nothing listens there (refused)" in ended.verdict(1)
-    assert "mend main_process_port 29501 (--main_process_port)" in ended.verdict(1)
-    assert "machine_rank 1 did not come" in ended.verdict(0)
+    assert "correct main_process_port 29501 (--main_process_port)" in ended.verdict(1)
+    assert "machine_rank 1 did not connect" in ended.verdict(0)
 
 
 def test_2c_a_name_that_does_not_resolve(nodes):
@@ -258,7 +259,7 @@ def test_2f_a_main_node_that_is_given_by_its_name_which_means_loopback_there(nod
     nodes.nodes[0].hosts({"node0": "127.0.1.1"})
     ended = examine(nodes, "--main_process_ip", "node0")
     assert ended.codes == {0: 0, 1: 0}, ended.texts
-    assert "2 of 2 are here: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2)" in ended.texts[0]
+    assert "2 of 2 are connected: 0 node0 (10.77.0.1), 1 node1 (10.77.0.2)" in ended.texts[0]
 
 
 def test_2g_an_interface_that_is_not_there(nodes):
@@ -275,7 +276,8 @@ def test_2g_an_interface_that_is_not_there(nodes):
 def test_2h_large_packets_are_swallowed(nodes):
     nodes.require("a firewall")
     nodes.nodes[1].firewall("meta length gt 1400 drop")
-    examine(nodes).named("E_PATH_MTU", "node0 (machine_rank 0) -> node1 (machine_rank 1)", "large packets", "mtu 1400", within=10)
+    path = "node0 (machine_rank 0) -> node1 (machine_rank 1)"
+    examine(nodes).named("E_PATH_MTU", path, "large packets are dropped", "mtu 1400", within=10)
 
 
 # ---- 3, 4: ranks and counts
@@ -285,21 +287,21 @@ def test_3a_two_nodes_are_machine_rank_0(nodes):
     nodes.require("host names")
     ended = examine(nodes, each={1: ["--machine_rank", 0]}, wait=300)
     ended.named("E_MAIN_ELSEWHERE", "[node1, machine_rank 0]", within=2)
-    ended.named("E_DUPLICATE", "machine_rank 0 is claimed by node0 (10.77.0.1, pid", "and node1 (10.77.0.2, pid", 
+    ended.named("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1, pid", "and node1 (10.77.0.2, pid", 
                 "--machine_rank 1", within=2)  # fmt: skip
 
 
 def test_3b_two_nodes_are_machine_rank_1(nodes):
     nodes.require("host names")
     ended = examine(nodes, each={0: ["--machine_rank", 1]}, wait=300)
-    ended.named("E_DUPLICATE", "machine_rank 1 is claimed by", "node0 (10.77.0.1, pid", "node1 (10.77.0.2, pid", within=2)
+    ended.named("E_DUPLICATE", "machine_rank 1 is used by", "node0 (10.77.0.1, pid", "node1 (10.77.0.2, pid", within=2)
     ended.named("E_MAIN_IS_HERE", "[node0, machine_rank 1]", "the main node must have machine_rank 0", within=2)
 
 
 def test_3c_two_ranks_0_that_srun_started(nodes):
     nodes.require("host names")
     ended = Examined(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: of_srun(0), 1: of_srun(0)})
-    ended.named("E_DUPLICATE", "machine_rank 0 is claimed by node0", within=2.5)
+    ended.named("E_DUPLICATE", "machine_rank 0 is used by node0", within=2.5)
     assert ended.codes == {0: 2, 1: 2}
 
 
@@ -313,7 +315,7 @@ def test_4_counts_that_differ(nodes):
     alone.named("E_COUNTS", "num_machines differs: 2 on node0", within=2.5)
     alone.named("E_MACHINE_RANK", "[node1, machine_rank 1]", within=2.5)
     odd = examine(nodes, "--num_processes", 3, wait=300)  # 4b
-    odd.named("E_PROCESSES", "cannot be divided by num_machines 2", "use num_processes 2 or 4", within=2)
+    odd.named("E_PROCESSES", "is not a multiple of num_machines 2", "use num_processes 2 or 4", within=2)
     cpu = examine(nodes, "--cpu", wait=300)  # 4e
     cpu.named("E_TRAINS_ALONE", "--cpu with num_machines 2", "MULTI_GPU", within=2)
 
@@ -395,7 +397,8 @@ def test_7_a_script_of_another_trainer_is_compared_by_its_words_its_text_and_its
         for n in (0, 1)
     }
     ended = Examined(nodes, commands, {})
-    ended.named("E_CODE", "code differs", within=2).named("E_OPTIONS", "words of the script differs: --x 0 on node0", within=2)
+    ended.named("E_CODE", "code differs", within=2)
+    ended.named("E_OPTIONS", "arguments of the script differs: --x 0 on node0", within=2)
 
 
 def test_a_mistyped_option_on_one_node_is_heard_by_the_other(nodes):
@@ -403,7 +406,7 @@ def test_a_mistyped_option_on_one_node_is_heard_by_the_other(nodes):
     envs = {n: of_srun(n) for n in (0, 1)}
     ended = Examined(nodes, {0: [sys.executable, RECIPE], 1: [sys.executable, RECIPE, "--stpes", 3]}, envs)
     assert ended.codes == {0: 2, 1: 2}
-    assert "E_OPTIONS  [node1, machine_rank 1] its command line makes no sense" in ended.texts[0]
+    assert "E_OPTIONS  [node1, machine_rank 1] its command line is invalid" in ended.texts[0]
     assert "--stpes" in ended.texts[1]
     assert "Traceback" not in ended.texts[0] + ended.texts[1]
     assert ended.seconds < 5
@@ -418,11 +421,11 @@ def test_a_missing_node_is_named_by_accelerate_launch_itself(nodes, tmp_path):
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     ended = Examined(nodes, {0: [*launch, "--machine_rank", 0, RECIPE, "--preflight_wait", 3]}, {})
     assert ended.codes == {0: 2}
-    assert "node0: waiting for machine_rank 1 (1 of 2 nodes are here: 0 node0), 2 of 3 s" in ended.texts[0]
-    assert "E_MISSING  machine_rank 1 did not come within 3 s" in ended.texts[0]
+    assert "node0: waiting for machine_rank 1 (1 of 2 nodes are connected: 0 node0), 2 of 3 s" in ended.texts[0]
+    assert "E_MISSING  machine_rank 1 did not connect within 3 s" in ended.texts[0]
     assert "Traceback" not in ended.texts[0]
     both_0 = Examined(nodes, {n: [*launch, "--machine_rank", 0, RECIPE] for n in (0, 1)}, {})
-    both_0.named("E_DUPLICATE", "machine_rank 0 is claimed by node0 (10.77.0.1", within=20)
+    both_0.named("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1", within=20)
     other = tmp_path / "other.py"  # a script that is not ours is left alone
     other.write_text("print('runs')\n")
     torchrun = [BIN / "torchrun", "--nnodes", "2", "--rdzv_conf", "timeout=2", "--master_addr", MAIN, "--node_rank", "0", other]
@@ -463,7 +466,7 @@ def test_a_secret_token_keeps_others_out(nodes):
     ended = examine(nodes, "--token", "ours", each={1: ["--token", "theirs"]}, wait=3)
     assert ended.codes == {0: 1, 1: 1}
     assert "is answered by something that is not the doctor of this run (it refused our token)" in ended.verdict(1)
-    assert "connections without the token were refused" in ended.verdict(0)
+    assert "connections without the token were rejected" in ended.verdict(0)
 
 
 def test_a_port_that_another_program_has(nodes):
@@ -489,19 +492,19 @@ def test_a_node_that_is_killed_may_come_again_and_a_main_node_that_is_killed_is_
     nodes.require("host names")
     main = start_one_of_three(nodes, 0)
     first = start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are here", timeout=10)
+    main.until("2 of 3 nodes are connected", timeout=10)
     first.kill()
-    main.until("node1 (machine_rank 1) has left.", timeout=5)
+    main.until("node1 (machine_rank 1) has closed its connection.", timeout=5)
     again = start_one_of_three(nodes, 1)
     third = start_one_of_three(nodes, 2)
     assert [r.ended(20).codes for r in (main, again, third)] == [[0], [0], [0]]
 
     main, member = start_one_of_three(nodes, 0), start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are here", timeout=10)
+    main.until("2 of 3 nodes are connected", timeout=10)
     main.kill()
     ended = member.ended(20)
     assert ended.codes == [1]
-    assert "E_MAIN_LOST  [node1, machine_rank 1] the main node 10.77.0.1:29500 was there, and was lost" in ended.text
+    assert "E_MAIN_LOST  [node1, machine_rank 1] the connection to the main node 10.77.0.1:29500 was lost" in ended.text
 
 
 @pytest.mark.slow
@@ -509,7 +512,7 @@ def test_a_node_that_stands_still_is_named(nodes):
     """15 s after it was asked."""
     nodes.require("host names")
     main, stopped = start_one_of_three(nodes, 0), start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are here", timeout=10)
+    main.until("2 of 3 nodes are connected", timeout=10)
     os.kill(stopped.processes[0].pid, signal.SIGSTOP)
     third = start_one_of_three(nodes, 2)
     ended = [main.ended(40), third.ended(40)]

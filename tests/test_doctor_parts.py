@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -13,8 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.doctor import at_launch, command, compare, facts, gpus, here, paths, place, report, wire
+from accel_ddp.doctor import at_launch, command, compare, facts, gpus, host, paths, platforms, report, sanitize
+from accel_ddp.doctor.codes import CODES
+from accel_ddp.environment.launcher import read_accelerate_config
+from accel_ddp.environment.topology import _VARIABLES, Topology, find_topology, topology_of_this_rank
 from accel_ddp.errors import UserError
+from accel_ddp.net import messages
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
@@ -24,7 +29,7 @@ CONFIG = str(ROOT / "accelerate_configs" / "2node.yaml")
 @pytest.fixture
 def environment(monkeypatch):
     """Of a machine without any launcher's variables."""
-    known = {name for names in place._VARIABLES.values() for name in names} | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID"}
+    known = {name for names in _VARIABLES.values() for name in names} | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID"}
     for name in [*known, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SKYPILOT_NODE_IPS", "KUBERNETES_SERVICE_HOST", "HF_HOME"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
@@ -53,10 +58,10 @@ def environment(monkeypatch):
 def test_a_node_knows_its_place(environment, variables, expected):
     """The config file is the same on every node; variables say which one this is."""
     environment(**variables)
-    found = place.find({}, CONFIG)
-    assert (found.node, found.nodes, found.ranks, found.address, found.port) == expected
-    typed = place.find({"machine_rank": 0, "main_process_ip": "10.9.9.9"}, CONFIG)
-    assert (typed.node, typed.address) == (0, "10.9.9.9")
+    found = find_topology({}, CONFIG)
+    assert (found.node_rank, found.num_nodes, found.num_ranks, found.main_address, found.main_port) == expected
+    typed = find_topology({"machine_rank": 0, "main_process_ip": "10.9.9.9"}, CONFIG)
+    assert (typed.node_rank, typed.main_address) == (0, "10.9.9.9")
 
 
 def test_a_process_that_is_alone_on_purpose_is_one_node(environment, monkeypatch, tmp_path):
@@ -64,24 +69,24 @@ def test_a_process_that_is_alone_on_purpose_is_one_node(environment, monkeypatch
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("num_machines: 2\n")
     environment(HF_HOME=str(tmp_path), SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_ID="7")
-    assert place.of_this_rank().nodes == 1
+    assert topology_of_this_rank().num_nodes == 1
     environment(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="1")
-    mine = place.of_this_rank()
-    assert (mine.node, mine.nodes, mine.ranks, mine.local_rank, mine.local_ranks) == (1, 2, 4, 1, 2)
+    mine = topology_of_this_rank()
+    assert (mine.node_rank, mine.num_nodes, mine.num_ranks, mine.local_rank, mine.num_local_processes) == (1, 2, 4, 1, 2)
     (tmp_path / "run.yaml").write_text("preflight: off\npreflight_wait: 7\n")
     words = ["recipe.py", "--config", str(tmp_path / "run.yaml")]
-    assert at_launch._option(words, "preflight", "on") == "False"
-    assert at_launch._option([*words, "--preflight=on"], "preflight", "on") == "on"
-    assert at_launch._option(words, "preflight_wait", "") == "7"
+    assert at_launch.read_recipe_option(words, "preflight", "on") == "False"
+    assert at_launch.read_recipe_option([*words, "--preflight=on"], "preflight", "on") == "on"
+    assert at_launch.read_recipe_option(words, "preflight_wait", "") == "7"
 
 
 def test_wrong_words_are_refused_in_words(environment, tmp_path):
     environment(NODE_RANK="one")
     with pytest.raises(UserError, match=r"machine_rank 'one' \(NODE_RANK\): must be a whole number"):
-        place.find({}, CONFIG)
+        find_topology({}, CONFIG)
     (tmp_path / "bad.yaml").write_text("- 1\n")
-    with pytest.raises(UserError, match="is no accelerate config"):
-        place.read_config(str(tmp_path / "bad.yaml"))
+    with pytest.raises(UserError, match="is not an accelerate config"):
+        read_accelerate_config(str(tmp_path / "bad.yaml"))
     commands = [[*DOCTOR, "--config_file", "none.yaml"], [*DOCTOR, "--machine_rnak", "1"], [*DOCTOR, "none.py"]]
     ended = run_all(commands, [clean_environment()] * 3)
     assert ended.codes == [2, 2, 2]
@@ -109,12 +114,12 @@ def test_where_it_runs_decides_the_words(tmp_path, environment):
         ("ACME", ""),
     ):
         (tmp_path / "sys_vendor").write_text(words)
-        assert report.surroundings(tmp_path) == name
-    assert "inbound rule `All traffic` whose source is that same group" in report.how_to_open("TCP 29500", "ec2")
+        assert platforms.detect_platform(tmp_path) == name
+    assert "inbound rule `All traffic` whose source is that same group" in platforms.firewall_advice("TCP 29500", "ec2")
     environment(SLURM_JOB_ID="1")
-    assert report.surroundings(tmp_path) == "slurm"
+    assert platforms.detect_platform(tmp_path) == "slurm"
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
-    assert report.surroundings(tmp_path) == "kubernetes"
+    assert platforms.detect_platform(tmp_path) == "kubernetes"
 
 
 def test_files_have_one_digest_as_long_as_they_are_the_same(tmp_path):
@@ -124,14 +129,14 @@ def test_files_have_one_digest_as_long_as_they_are_the_same(tmp_path):
         (folder / "x" / "1").write_bytes(bytes(1000))
         with (folder / "large").open("wb") as file:  # sparse: costs no disk
             file.truncate(300 << 20)
-    assert facts.digest_of_files(a) == facts.digest_of_files(b)
+    assert facts.hash_files(a) == facts.hash_files(b)
     with (b / "large").open("r+b") as file:
         file.seek(-10, 2)
         file.write(b"1")
-    assert facts.digest_of_files(a) != facts.digest_of_files(b)
-    assert facts.digest_of_files(a / "x" / "1") == facts.digest_of_files(b / "x" / "1")
+    assert facts.hash_files(a) != facts.hash_files(b)
+    assert facts.hash_files(a / "x" / "1") == facts.hash_files(b / "x" / "1")
     (b / "x" / "1").write_bytes(b"1" + bytes(999))
-    assert facts.digest_of_files(a / "x" / "1") != facts.digest_of_files(b / "x" / "1")
+    assert facts.hash_files(a / "x" / "1") != facts.hash_files(b / "x" / "1")
 
 
 def test_the_commit_and_changes_of_the_code_are_told_apart(tmp_path):
@@ -142,9 +147,9 @@ def test_the_commit_and_changes_of_the_code_are_told_apart(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     git("init"), git("add", "."), git("commit", "-m", "one")
-    clean = facts.code_of(str(script))
+    clean = facts.code_versions(str(script))
     script.write_text("print(2)\n")
-    changed = facts.code_of(str(script))
+    changed = facts.code_versions(str(script))
     assert clean["git changes"] == "none" != changed["git changes"]
     assert clean["git commit"] == changed["git commit"]
     assert clean["code"] != changed["code"]
@@ -173,13 +178,13 @@ SMI = """<?xml version="1.0" ?><nvidia_smi_log><driver_version>580.1</driver_ver
 def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, monkeypatch):
     monkeypatch.setenv("PATH", f"{driver(tmp_path, SMI)}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    mine = place.Place(node=1, nodes=2, ranks=6, address="a", port=1)
+    mine = Topology(node_rank=1, num_nodes=2, num_ranks=6, main_address="a", main_port=1)
 
     def codes(wanted: str | None = None) -> dict[str, str]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if wanted is None and "CUDA_VISIBLE_DEVICES" in os.environ else None
         if wanted is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
-        return {finding.code: finding.saw for finding in gpus.judged(mine, *gpus.found_by_the_driver())[1]}
+        return {finding.code: finding.saw for finding in gpus.check_gpus(mine, *gpus.query_driver())[1]}
 
     found = codes()
     assert "GPU 1 (NVIDIA H200) has 3 uncorrectable memory errors" in found["E_GPU_ECC"]
@@ -192,9 +197,9 @@ def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, m
     for none in ("", "-1", "NoDevFiles"):  # on purpose: it trains on the CPU
         assert codes(none) == {}
     driver(tmp_path, SMI, seconds=30)
-    assert "does not answer within 1 s" in gpus.found_by_the_driver(seconds=1)[2]
+    assert "does not answer within 1 s" in gpus.query_driver(seconds=1)[2]
     driver(tmp_path, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", exit_code=9)
-    assert "couldn't communicate with the NVIDIA driver" in gpus.found_by_the_driver()[2]
+    assert "couldn't communicate with the NVIDIA driver" in gpus.query_driver()[2]
 
 
 def test_a_disk_without_room_or_rights_and_a_clock_are_named(tmp_path):
@@ -203,26 +208,26 @@ def test_a_disk_without_room_or_rights_and_a_clock_are_named(tmp_path):
         return {**said, "nodes": 2, "ranks": 2, "local_ranks": 1}
 
     both = [member(0), member(1, 83.0)]
-    found, _ = compare.differences(both)
+    found, _ = compare.compare_facts(both)
     assert [finding.code for finding in found] == ["W_CLOCK"]
     assert "differs by +83 s" in found[0].saw
     seen = {0: {"folder": "/out", "error": "Permission denied", "free": 1 << 20, "sees": []}, 1: {"folder": "/out", "sees": []}}
-    found, words = compare.storage(both, seen, needed=1 << 30)
+    found, words = compare.check_storage(both, seen, needed=1 << 30)
     assert {finding.code for finding in found} == {"E_OUTPUT_DIR", "E_DISK"}
-    assert "is of each node alone" in words
+    assert "is not shared" in words
     readonly = tmp_path / "no"
     readonly.write_text("a file, not a folder")
-    assert here.existing(str(readonly / "below")) == tmp_path
+    assert host.nearest_existing_folder(str(readonly / "below")) == tmp_path
 
 
 def test_what_other_nodes_send_cannot_move_the_cursor():
     evil = {"code": "E_X", "saw": "\x1b[2J\x07 gone", "fix": "a\nb", "host": "h", "node": 1}
-    text = report.text_of([report.Finding.from_stranger(evil)])
+    text = report.format_findings([sanitize.clean_finding(evil)])
     assert "\x1b" not in text
     assert "\x07" not in text
     for bad in ({"code": "X"}, [], {"code": "E_X", "saw": 1}, {"code": "E_X", "node": "0"}, {"code": "E_X", "rank": -1}):
         with pytest.raises(ValueError, match="not a"):
-            report.Finding.from_stranger(bad)
+            sanitize.clean_finding(bad)
 
 
 # ---- strangers
@@ -236,10 +241,10 @@ def with_token(port: int, token: bytes) -> socket.socket:
     """A connection that has shown the token."""
     sock = socket.create_connection(("127.0.0.1", port), timeout=3)
     mine = os.urandom(16)
-    sock.sendall(wire.MAGIC + mine)
+    sock.sendall(messages.MAGIC + mine)
     theirs = sock.recv(16, socket.MSG_WAITALL)
-    sock.sendall(wire._proof(token, b"comes", mine, theirs))
-    assert sock.recv(32, socket.MSG_WAITALL) == wire._proof(token, b"hosts", theirs, mine)
+    sock.sendall(messages.make_proof(token, b"client", mine, theirs))
+    assert sock.recv(32, socket.MSG_WAITALL) == messages.make_proof(token, b"server", theirs, mine)
     return sock
 
 
@@ -258,7 +263,7 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
     assert len(ports) == 3
     assert port in ports
     before = psutil.Process(pid).memory_info().rss
-    token = wire.token_of(port, "", "")
+    token = messages.make_token(port, "", "")
     facts_of = {"time": 0, "gpus": [], "versions": {"python": "3"}}
     hello = {
         "node": 1,
@@ -292,9 +297,9 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         if kind == 0:
             data = chance.randbytes(chance.randrange(5000))
         elif kind == 1:
-            data = wire.MAGIC + chance.randbytes(chance.randrange(200))
+            data = messages.MAGIC + chance.randbytes(chance.randrange(200))
         elif kind == 2:
-            data = wire.MAGIC[: chance.randrange(len(wire.MAGIC))]
+            data = messages.MAGIC[: chance.randrange(len(messages.MAGIC))]
         elif kind == 3:
             data = chance.choice([b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x00" * 9000, b"\x16\x03\x01\x02"])
         elif kind == 4 and to == port:
@@ -338,7 +343,7 @@ def test_a_node_that_comes_when_all_have_met_does_not_hear_that_all_is_well():
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
-    token = wire.token_of(port, "", "")
+    token = messages.make_token(port, "", "")
     hello = {"node": 1, "nodes": 2, "ranks": 0, "local_rank": 0, "local_ranks": 1, "pid": 1, "ip": "127.0.0.1", "ports": [1, 2]}
     with with_token(port, token) as first, with_token(port, token) as second:
         first.sendall(frame(json.dumps({**hello, "host": "first"}).encode()) + frame(b'{"time": 0}'))
@@ -348,7 +353,7 @@ def test_a_node_that_comes_when_all_have_met_does_not_hear_that_all_is_well():
         told = json.loads(second.recv(size, socket.MSG_WAITALL))
     main.kill()
     assert [finding["code"] for finding in told["verdict"]] == ["E_LATE"]
-    assert "second (machine_rank 1) came when the nodes had met without it" in told["verdict"][0]["saw"]
+    assert "second (machine_rank 1) connected after the nodes had been checked without it" in told["verdict"][0]["saw"]
 
 
 def test_hundreds_of_nodes_are_told_in_few_words():
@@ -359,14 +364,14 @@ def test_hundreds_of_nodes_are_told_in_few_words():
          "interface": "eth0", "open": ""}
         for n in range(256)
     ]  # fmt: skip
-    found, lines = compare.differences(members)
+    found, lines = compare.compare_facts(members)
     assert found[0].saw.startswith("--lr differs: 0.001 on node100 (machine_rank 100); 0.0001 on node0")
     assert len(found[0].saw) < 300
     assert "100 node100" in lines[0]
     blocked = [{"from": a, "to": b, "how": "dropped", "port": 1} for a in range(256) for b in range(256) if a != b]
-    found = paths.judged(blocked, members)
+    found = paths.check_paths(blocked, members)
     assert len(found) == 256
-    assert len(json.dumps([one.as_dict() for one in found])) < wire.LARGEST
+    assert len(json.dumps([one.as_dict() for one in found])) < messages.LARGEST_MESSAGE
 
 
 def test_the_memory_of_the_doctor_is_bounded():
@@ -374,11 +379,11 @@ def test_the_memory_of_the_doctor_is_bounded():
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
-    process, token = psutil.Process(main.processes[0].pid), wire.token_of(port, "", "")
+    process, token = psutil.Process(main.processes[0].pid), messages.make_token(port, "", "")
     before = process.memory_info().rss
     held = [with_token(port, token) for _ in range(10)]
     for sock in held:
-        sock.sendall(struct.pack(">I", wire.LARGEST) + bytes(wire.LARGEST - 1))
+        sock.sendall(struct.pack(">I", messages.LARGEST_MESSAGE) + bytes(messages.LARGEST_MESSAGE - 1))
     held += [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(200)]
     for sock in held[10:]:
         sock.sendall(bytes(20))
@@ -401,5 +406,17 @@ def test_the_ports_are_open_on_one_address_only():
 
 def test_help_says_what_is_looked_at():
     ended = run_all([[sys.executable, "-m", "accel_ddp.cli", "doctor", "--help"]], [clean_environment()]).well()
-    assert "this machine alone, the way to the main node" in ended.text
+    assert "this machine alone, the connection to the main node" in ended.text
     assert command.ABOUT.splitlines()[0] in ended.text
+
+
+def test_the_table_of_codes_lists_exactly_the_codes_that_are_used():
+    package = ROOT / "accel_ddp"
+    table = package / "doctor" / "codes.py"
+    sources = [path for path in package.rglob("*.py") if path != table]
+    used = {code for path in sources for code in re.findall(r"\"([EWI]_[A-Z]\w*)\"", path.read_text())}
+    assert used == CODES.keys()
+    for code, (meaning, fix) in CODES.items():
+        assert meaning.endswith("."), f"{code}: the meaning is a sentence"
+        assert fix, code
+        assert not fix.endswith("."), f"{code}: the fix follows `fix:` in a line, without a full stop"

@@ -1,4 +1,4 @@
-"""`python -m accel_ddp.doctor`, also under `accelerate launch -m` and `torchrun -m`: the ranks of one node are one patient."""
+"""`python -m accel_ddp.doctor`, also under `accelerate launch -m` and `torchrun -m`, where one rank per node prints."""
 
 import sys
 

@@ -1,9 +1,11 @@
-"""The doctor inside the launchers of our recipes: `accelerate launch` and torchrun wait for the other nodes before they start
-a process of ours, up to 30 minutes without a word. What happens there can only be said from there.
+"""The preflight inside `accelerate launch` and torchrun, before they start a rank.
 
-torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), which is how packages add ways to
-rendezvous. Here the doctor goes before the usual ones, where the script that is launched uses this package on several
-nodes. Any other script is left alone.
+Launchers wait for the other nodes before they start any process, up to 30 minutes and without output. What goes wrong in this
+time can only be reported from inside the launcher.
+
+torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), by which packages add rendezvous
+backends. The preflight then runs before the usual backends if the launched script uses this package on several nodes. Any
+other script is not affected.
 """
 
 import sys
@@ -11,37 +13,40 @@ from typing import Any
 
 
 def add_to_torchrun():
-    """Called by torch when a launcher starts. It wants a way to rendezvous in return: the usual one, under our name."""
+    """Put the preflight before torch's rendezvous backends. torch calls this function when a launcher starts.
+
+    Returns a rendezvous backend, as torch requires: the usual static one, which is then registered under this package's name.
+    """
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-    ways = rendezvous_handler_registry._registry  # `register` refuses a second maker for a name
-    usual = {name: ways[name] for name in ("static", "c10d") if name in ways}
-    if words := script_of(sys.argv[1:]):
-        for name, make in usual.items():
-            ways[name] = lambda params, name=name, make=make: _first_the_doctor(params, name, make, words)
+    creators = rendezvous_handler_registry._registry  # `register` refuses a second creator for a name
+    usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
+    if words := find_script(sys.argv[1:]):
+        for name, create in usual.items():
+            creators[name] = lambda params, name=name, create=create: _create_after_preflight(params, name, create, words)
     return usual["static"]
 
 
-def script_of(words: list[str]) -> list[str]:
-    """The script that a launcher starts, with its words, if it uses this package; else nothing."""
+def find_script(words: list[str]) -> list[str]:
+    """Return the script that a launcher starts, with its arguments, or an empty list if it does not use this package."""
     for at, word in enumerate(words):
         if word in ("-m", "--module"):
-            return words[at + 1 :] if _uses_us(_file_of(words[at + 1 : at + 2])) else []
+            return words[at + 1 :] if _uses_package(_file_of_module(words[at + 1 : at + 2])) else []
         if word.endswith(".py"):
-            return words[at:] if _uses_us(word) else []
+            return words[at:] if _uses_package(word) else []
     return []
 
 
-def _file_of(module: list[str]) -> str:
+def _file_of_module(module: list[str]) -> str:
     from importlib.util import find_spec
 
     try:
         return find_spec(module[0]).origin or ""
     except (ImportError, AttributeError, ValueError, IndexError):
-        return ""  # the launcher will say so
+        return ""  # the launcher reports it
 
 
-def _uses_us(file: str) -> bool:
+def _uses_package(file: str) -> bool:
     try:
         with open(file, errors="replace") as text:
             return "accel_ddp" in text.read()
@@ -49,8 +54,8 @@ def _uses_us(file: str) -> bool:
         return False
 
 
-def _option(words: list[str], name: str, default: str) -> str:
-    """Of the recipe's own options: --name VALUE, --name=VALUE, or a line of its --config file."""
+def read_recipe_option(words: list[str], name: str, default: str) -> str:
+    """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
     value = default
     for at, word in enumerate(words):
         key, _, given = word.partition("=")
@@ -62,61 +67,69 @@ def _option(words: list[str], name: str, default: str) -> str:
                 with open(given) as file:
                     value = str((yaml.safe_load(file) or {}).get(name, value))
             except (OSError, yaml.YAMLError, AttributeError):
-                pass  # the recipe will say so
+                pass  # the recipe reports it
         elif key == f"--{name}":
             value = given
     return value
 
 
-def _first_the_doctor(params: Any, backend: str, make: Any, words: list[str]) -> Any:
-    from accel_ddp.errors import UserError
+def _create_after_preflight(params: Any, backend: str, create: Any, words: list[str]) -> Any:
+    """Run the preflight, then return the rendezvous handler that `create` makes. Exits with code 2 if there are errors."""
+    from accel_ddp.errors import USER_ERROR, UserError
 
-    is_on = _option(words, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+    is_on = read_recipe_option(words, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
     if params.max_nodes > 1 and params.min_nodes == params.max_nodes and is_on:
         try:
-            _preflight(params, backend, words)
+            _run_preflight(params, backend, words)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            sys.exit(USER_ERROR)
         except KeyboardInterrupt:
             sys.exit(130)
-    return make(params)
+    return create(params)
 
 
-def _preflight(params: Any, backend: str, words: list[str]) -> None:
+def _run_preflight(params: Any, backend: str, words: list[str]) -> None:
     import asyncio
 
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from accel_ddp import doctor
-    from accel_ddp.doctor import place as places
-    from accel_ddp.doctor import visit
+    from accel_ddp.doctor import preflight, timeouts
+    from accel_ddp.doctor.cluster import check_cluster
+    from accel_ddp.doctor.options import CheckOptions
+    from accel_ddp.environment.launcher import parse_accelerate_command
+    from accel_ddp.environment.topology import Topology
 
     address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
-    asked = places.of_accelerate_words(sys.orig_argv) or {}
-    place = places.Place(
-        node=int(params.config["rank"]) if "rank" in params.config else None, nodes=params.max_nodes,
-        ranks=_ranks(asked, params.max_nodes), address=address, port=port, config=asked, is_launched=True,
+    request = parse_accelerate_command(sys.orig_argv) or {}
+    topology = Topology(
+        node_rank=int(params.config["rank"]) if "rank" in params.config else None, num_nodes=params.max_nodes,
+        num_ranks=_count_ranks(request, params.max_nodes), main_address=address, main_port=port, accelerate_config=request,
+        is_launched=True,
     )  # fmt: skip
-    wanted = visit.Wanted(script=words[0], measure=False, sets_interface=True, silent=doctor.SILENT_SECONDS)
-    wait = _option(words, "wait" if words[0] == "accel_ddp.doctor" else "preflight_wait", "")
+    options = CheckOptions(
+        script=words[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
+    )
+    wait = read_recipe_option(words, "wait" if words[0] == "accel_ddp.doctor" else "preflight_wait", "")
     if wait.replace(".", "", 1).isdigit():
-        wanted.wait = float(wait)
-    outcome = asyncio.run(visit.examine(place, wanted, doctor.say))
-    if backend == "c10d" and {one.code for one in outcome.findings if one.severity == "error"} == {"E_PORT_BUSY"}:
-        doctor.say(f"the rendezvous at {address}:{port} is running already: this node joins it without a look at the others")
+        options.wait_seconds = float(wait)
+    outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
+    errors = {finding.code for finding in outcome.findings if finding.severity == "error"}
+    if backend == "c10d" and errors == {"E_PORT_BUSY"}:
+        preflight.print_progress(f"the rendezvous at {address}:{port} is already running: this node joins it without checks")
         return
-    doctor.refuse(outcome)
-    doctor.tell([one for one in outcome.findings if one.code == "I_HOST_NAME"])  # the rest is told by the recipe's own preflight
+    preflight.raise_on_errors(outcome)
+    # The preflight of the ranks prints the other findings.
+    preflight.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
 
 
-def _ranks(asked: dict[str, Any], nodes: int) -> int:
-    """num_processes, or torchrun's --nproc_per_node; 0 where it is not a number."""
-    if isinstance(asked.get("num_processes"), int):
-        return asked["num_processes"]
+def _count_ranks(request: dict[str, Any], num_nodes: int) -> int:
+    """Return num_processes, or the total from torchrun's --nproc_per_node; 0 if that is not a number."""
+    if isinstance(request.get("num_processes"), int):
+        return request["num_processes"]
     for at, word in enumerate(sys.argv):
         name, _, value = word.partition("=")
         if name.replace("_", "-") == "--nproc-per-node":
             value = value or sys.argv[at + 1]
-            return int(value) * nodes if value.isdigit() else 0
-    return 0 if asked else nodes
+            return int(value) * num_nodes if value.isdigit() else 0
+    return 0 if request else num_nodes

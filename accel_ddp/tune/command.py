@@ -13,13 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_ddp import doctor
 from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
-from accel_ddp.doctor import here, report, visit, wire
-from accel_ddp.doctor.command import options_of, parser_of_doctor, patient
-from accel_ddp.doctor.place import Place
-from accel_ddp.doctor.visit import Outcome
+from accel_ddp.doctor import host, report
+from accel_ddp.doctor.cluster import check_cluster
+from accel_ddp.doctor.command import add_options, read_options
+from accel_ddp.doctor.options import load_recipe_config
+from accel_ddp.doctor.preflight import print_progress
+from accel_ddp.doctor.report import Outcome
+from accel_ddp.environment.topology import Topology
 from accel_ddp.errors import UserError
+from accel_ddp.net import messages
 from accel_ddp.tune import results
 from accel_ddp.tune.course import Course, Wish
 from accel_ddp.tune.ranks import Ranks
@@ -42,7 +45,7 @@ def parser_of_tune() -> argparse.ArgumentParser:
         prog="accel-ddp tune", usage="accel-ddp tune [options] [RECIPE.py [its options]]", description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve", allow_abbrev=False,
     )  # fmt: skip
-    parser_of_doctor(parser)
+    add_options(parser)
     for action in [one for one in parser._actions if one.dest in _OF_DOCTOR_ALONE]:
         parser._remove_action(action)
         for group in parser._action_groups:
@@ -80,23 +83,23 @@ def main(words: list[str]) -> int:
 
 
 async def tune(given: argparse.Namespace, words: list[str], script: int) -> int:
-    cfg = options_of(words[script:]) if words[script:] else None
+    cfg = load_recipe_config(words[script:]) if words[script:] else None
     # As the doctor's own parser has it. A --model is read on the main node alone, so the others need not have it.
     as_for_doctor = {**vars(given), "no_deep": False, "data": [], "output_dir": "", "model": ""}
-    place, wanted = patient(argparse.Namespace(**as_for_doctor), words[script:])
+    place, wanted = read_options(argparse.Namespace(**as_for_doctor), words[script:])
     wish = wish_of(given, cfg, place, words, script)
-    if place.is_launched or place.local_ranks > 1:
+    if place.is_launched or place.num_local_processes > 1:
         raise UserError("accel-ddp tune starts the ranks of its node itself: start it once on each node, without a launcher.")
-    if place.nodes == 1 and place.ranks == 1:
+    if place.num_nodes == 1 and place.num_ranks == 1:
         raise UserError(_alone())
-    wanted.script, wanted.deep, wanted.measure, wanted.output_dir = wanted.script or "accel-ddp tune", True, False, ""
+    wanted.script, wanted.deep, wanted.measures_bandwidth, wanted.output_dir = wanted.script or "accel-ddp tune", True, False, ""
     mine = {"minutes": wish.minutes, "trial_seconds": wish.trial_seconds, "model_bytes": wish.model_bytes, "tokens": given.tokens}
     wanted.recipe |= {name: str(value) for name, value in {**mine, "try": given.tries, "tune_backend": wish.backend}.items()}
     if why := _cannot_write(wish.out):  # told to all: a node that ended here alone would leave the others waiting
         fix = "choose another --out on this node"
-        wanted.already.append(here.finding(place, "E_OUT", f"--out {wish.out}: {why}", fix))
-    outcome = await visit.examine(place, wanted, doctor.say)
-    return await with_the_others(place, wanted.token, outcome, wish)
+        wanted.findings.append(host.local_finding(place, "E_OUT", f"--out {wish.out}: {why}", fix))
+    outcome = await check_cluster(place, wanted, print_progress)
+    return await with_the_others(place, wanted.secret, outcome, wish)
 
 
 def _alone() -> str:
@@ -106,7 +109,7 @@ def _alone() -> str:
     )
 
 
-def wish_of(given: argparse.Namespace, cfg: TrainConfig | None, place: Place, words: list[str], script: int) -> Wish:
+def wish_of(given: argparse.Namespace, cfg: TrainConfig | None, place: Topology, words: list[str], script: int) -> Wish:
     for name, least in {"minutes": 0.05, "trial_seconds": 1.0, "model_bytes": 0, "tokens": 0}.items():
         if not getattr(given, name) >= least:
             raise UserError(f"--{name} {getattr(given, name)}: must be {least} or more.")
@@ -125,10 +128,10 @@ def wish_of(given: argparse.Namespace, cfg: TrainConfig | None, place: Place, wo
     if given.model_bytes:
         model = {}
     precision = getattr(cfg, "mixed_precision", "auto")
-    precision = str(place.config.get("mixed_precision", "no")) if precision == "auto" else precision
+    precision = str(place.accelerate_config.get("mixed_precision", "no")) if precision == "auto" else precision
     micro = 8 if cfg is None or cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # auto: found only in training
     tokens = given.tokens or (micro * min(128, getattr(cfg, "max_length", 128)) if cfg else 0)
-    which = " --machine_rank $NODE_RANK" if place.nodes > 1 else ""  # the line is the same on every node
+    which = " --machine_rank $NODE_RANK" if place.num_nodes > 1 else ""  # the line is the same on every node
     options = f"{shlex.join(_of_launch(words[:script]))}{which}".strip()
     launch = " ".join(filter(None, ["accelerate launch", options, shlex.join(words[script:]) or "recipes/classify.py"]))
     return Wish(
@@ -151,7 +154,7 @@ def _of_launch(words: list[str]) -> list[str]:
 
 
 def _cannot_write(folder: str) -> str:
-    above, path = here.existing(folder), Path(folder).expanduser().absolute()
+    above, path = host.nearest_existing_folder(folder), Path(folder).expanduser().absolute()
     if above is None:
         return "the disk does not answer"
     for one in (path, *path.parents):
@@ -160,20 +163,20 @@ def _cannot_write(folder: str) -> str:
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} cannot be written"
 
 
-async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wish) -> int:
+async def with_the_others(place: Topology, secret: str, outcome: Outcome, wish: Wish) -> int:
     """The preflight's verdict, and the tuning where it is good."""
     if outcome.findings:
-        print(report.text_of(outcome.findings, report.has_colour()), flush=True)
-    if outcome.is_bad or not outcome.deep_port:
+        print(report.format_findings(outcome.findings, report.supports_colour()), flush=True)
+    if outcome.has_errors or not outcome.deep_port:
         for line in outcome.table:
             print(line)
-        print(f"preflight: {report.summary(outcome.findings)}. Nothing was tuned.", flush=True)
+        print(f"preflight: {report.summarize(outcome.findings)}. Nothing was tuned.", flush=True)
         return 1
-    node, nodes = outcome.node or 0, len(outcome.roster)
-    if nodes * outcome.local == 1:
+    node, nodes = outcome.node_rank or 0, len(outcome.roster)
+    if nodes * outcome.ranks_per_node == 1:
         raise UserError(_alone())
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    token = wire.token_of(outcome.deep_port, "accel-ddp tune", secret)
+    token = messages.make_token(outcome.deep_port, "accel-ddp tune", secret)
     well = f"{nodes} nodes are alike and reach each other" if nodes > 1 else "this node is well"
     print(f"preflight: {well}", flush=True)
     loop = asyncio.get_running_loop()
@@ -184,13 +187,13 @@ async def with_the_others(place: Place, secret: str, outcome: Outcome, wish: Wis
     try:
         if node == 0:
             await conductor.open(main["ip"], outcome.deep_port)
-            conducting = asyncio.ensure_future(Course(conductor, wish, outcome.local, main["ip"]).run())
+            conducting = asyncio.ensure_future(Course(conductor, wish, outcome.ranks_per_node, main["ip"]).run())
         base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
         base = {name: value for name, value in base.items() if name not in TUNED}  # the default is without them
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for the recipes
-        base |= here.interface_to_set(outcome.interface, main["ip"])  # as a recipe's preflight would
+        base |= host.socket_interface_variables(outcome.interface, main["ip"])  # as a recipe's preflight would
         may_set = {*TUNED, *INTERFACES, *(name for settings in wish.tries for name in settings)}
-        make = lambda tell: Ranks(node, nodes, outcome.local, main["ip"], base, may_set, tell)
+        make = lambda tell: Ranks(node, nodes, outcome.ranks_per_node, main["ip"], base, may_set, tell)
         write = lambda files: results.write(wish.out, files)
         code = await attend(main["ip"], outcome.deep_port, token, hello_of(node, wish.out), make, write, leaving)
         if conducting:  # it tells the others how it ended
@@ -212,13 +215,13 @@ def hello_of(node: int, out: str) -> dict[str, Any]:
     """What the main node needs to know of this one."""
     import psutil
 
-    networks, real = {}, here.real_interfaces()
+    networks, real = {}, host.external_interfaces()
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if name in real and entry.family == socket.AF_INET and entry.netmask and name not in networks:
                 networks[name] = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False))
     return {
-        "node": node, "host": here.HOST, "interfaces": networks, "out": out,
+        "node": node, "host": host.HOST, "interfaces": networks, "out": out,
         "environment": {name: os.environ[name] for name in TUNED if os.environ.get(name)},
         "chosen": any(os.environ.get(name) for name in INTERFACES),
     }  # fmt: skip

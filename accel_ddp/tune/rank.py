@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.deep import read_nccl_log
-from accel_ddp.doctor.gpus import cpu_is_wanted
+from accel_ddp.doctor.nccl import read_nccl_log
+from accel_ddp.environment.launcher import cpu_is_wanted
 from accel_ddp.tune.search import CLEARLY_WORSE, DEFAULT, best_choice, best_exact
 from accel_ddp.tune.shapes import unpacked
 

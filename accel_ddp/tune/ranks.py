@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.report import printable
+from accel_ddp.net.sanitize import printable
 
 
 class Ranks:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from accel_ddp.doctor import wire
-from accel_ddp.doctor.report import printable
+from accel_ddp.net import messages
+from accel_ddp.net.sanitize import printable
 from accel_ddp.tune.ranks import Ranks
 
 BEAT, SILENT = 1.0, 10.0  # seconds
@@ -31,25 +31,25 @@ class Conductor:
         self.beating: asyncio.Future | None = None
 
     async def open(self, ip: str, port: int) -> None:
-        self.server = await asyncio.start_server(self._visit, sock=wire.listening_socket(ip, port))
+        self.server = await asyncio.start_server(self._visit, sock=messages.open_listening_socket(ip, port))
 
     async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         node = None
         try:
-            await wire.greet(reader, writer, self.token, comes=False)
-            hello = await wire.receive(reader, SILENT)
+            await messages.handshake(reader, writer, self.token, is_client=False)
+            hello = await messages.receive(reader, SILENT)
             node = int(hello["node"])
             if node in self.members or not 0 <= node < self.nodes:
                 raise ValueError("not expected")
             self.members[node] = (hello, writer)
             self.heard.put_nowait((node, {"here": True}))
             while True:
-                message = await wire.receive(reader, SILENT)
+                message = await messages.receive(reader, SILENT)
                 if not message.get("beat"):
                     self.heard.put_nowait((node, message))
         except asyncio.CancelledError:  # raised again it would be printed as a fault
             pass
-        except (wire.Stranger, ValueError, KeyError, TypeError, OSError, asyncio.TimeoutError) as error:
+        except (messages.HandshakeError, ValueError, KeyError, TypeError, OSError, asyncio.TimeoutError) as error:
             if node in self.members and self.members[node][1] is writer:
                 silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
                 why = f"has said nothing for {SILENT:.0f} s" if silent else "is gone: its process ended, or its network did"
@@ -90,7 +90,7 @@ class Conductor:
     async def tell(self, message: dict[str, Any], only: int | None = None) -> None:
         async def one(writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, asyncio.TimeoutError, RuntimeError):
-                await wire.send(writer, message, 5)
+                await messages.send(writer, message, 5)
 
         await asyncio.gather(*(one(writer) for node, (_, writer) in list(self.members.items()) if only in (None, node)))
 
@@ -119,20 +119,20 @@ async def attend(
                 message = {"beat": True}
                 with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                     message = await asyncio.wait_for(outbox.get(), BEAT)
-                await wire.send(writer, message)
+                await messages.send(writer, message)
 
-    await wire.send(writer, hello)
+    await messages.send(writer, hello)
     sending = asyncio.ensure_future(send())
     code = 1
     try:
         while True:
-            receiving = asyncio.ensure_future(wire.receive(reader, SILENT))
+            receiving = asyncio.ensure_future(messages.receive(reader, SILENT))
             await asyncio.wait([receiving, leaving], return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 receiving.cancel()
                 sending.cancel()
                 await asyncio.gather(receiving, sending, return_exceptions=True)
-                await wire.send(writer, {"gone": f"was ended by {leaving.result()}"}, 2)
+                await messages.send(writer, {"gone": f"was ended by {leaving.result()}"}, 2)
                 print(f"ended by {leaving.result()}; the other nodes are told.", flush=True)
                 return 130
             message = receiving.result()
@@ -162,7 +162,7 @@ async def attend(
     finally:
         sending.cancel()
         await ranks.close()
-        await wire.close(writer)
+        await messages.close(writer)
 
 
 async def _reach(ip: str, port: int, token: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -170,10 +170,10 @@ async def _reach(ip: str, port: int, token: bytes) -> tuple[asyncio.StreamReader
     deadline = time.monotonic() + _COME
     while True:
         try:
-            reader, writer = await wire.connect(ip, port, 5)
-            await wire.greet(reader, writer, token, comes=True)
+            reader, writer = await messages.connect(ip, port, 5)
+            await messages.handshake(reader, writer, token, is_client=True)
             return reader, writer
-        except (OSError, asyncio.TimeoutError, wire.Stranger) as error:
+        except (OSError, asyncio.TimeoutError, messages.HandshakeError) as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(f"the main node does not answer at {ip}:{port}: {error}") from error
             await asyncio.sleep(0.1)

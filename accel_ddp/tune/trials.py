@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from accel_ddp.doctor.meeting import free_port
+from accel_ddp.net.messages import find_free_port
 from accel_ddp.tune.results import Trial
 from accel_ddp.tune.together import Conductor, Ended
 
@@ -31,7 +31,7 @@ class Trials:
         Every process of the trial is over on every node.
         """
         self.number += 1
-        began, port, over = time.monotonic(), free_port(self.ip), set()
+        began, port, over = time.monotonic(), find_free_port(self.ip), set()
         connected = self.connected = {}
         for node in range(self.nodes):
             message = {"do": "trial", "trial": self.number, "port": port, "settings": trial.of_node(node), "spec": spec}

@@ -1,0 +1,144 @@
+"""How a node finds and reaches the coordinator, and why it cannot."""
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from accel_ddp.doctor import paths, timeouts
+from accel_ddp.doctor.host import local_finding, resolve
+from accel_ddp.doctor.options import CheckOptions
+from accel_ddp.doctor.platforms import detect_platform, firewall_advice
+from accel_ddp.doctor.report import Finding, has_errors
+from accel_ddp.environment.topology import Topology
+from accel_ddp.errors import UserError
+from accel_ddp.net import messages
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+OTHER_PROGRAM = "other program"  # a result of `_try_port`, besides those of `paths`
+
+
+async def resolve_main_address(
+    topology: Topology, wait_seconds: float, print_progress: Callable[[str], None], began: float
+) -> str:
+    """Return the IP address of the main node. Raises UserError if its name does not resolve.
+
+    In Kubernetes, the name of a pod resolves only after the pod has started, so this function waits for it there.
+    """
+    printed_at = 0.0
+    while True:
+        try:
+            return await asyncio.to_thread(resolve, topology.main_address)
+        except UserError as error:
+            waited = time.monotonic() - began
+            if detect_platform() != "kubernetes" or waited > wait_seconds:
+                raise
+            if waited - printed_at > (timeouts.NOTICE_INTERVAL if printed_at else timeouts.FIRST_NOTICE):
+                printed_at = waited
+                print_progress(
+                    f"waiting for the name {topology.main_address} to resolve ({error}), {waited:.0f} of {wait_seconds:.0f} s. "
+                    "Check that this pod has started."
+                )
+            await asyncio.sleep(1)
+
+
+async def connect_to_coordinator(
+    topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
+    findings: list[Finding], began: float, start_coordinator: Callable[[], Awaitable[Any]] | None = None,
+    start_after: float = 0.0,
+) -> Connection | Finding | Any:  # fmt: skip
+    """Return a connection to the coordinator, or a finding that says why there is none.
+
+    If nothing listens after `start_after` seconds and `start_coordinator` is given, it is called, and the coordinator that it
+    returns is returned. Errors among `findings` shorten the wait, because they end the run in any case.
+    """
+    printed_at = time.monotonic() - timeouts.NOTICE_INTERVAL + timeouts.FIRST_NOTICE
+    other_program = ""
+    while True:
+        answers = await asyncio.gather(*(_try_port(ip, port, token) for port in topology.coordinator_ports))
+        connections = [answer for answer in answers if not isinstance(answer[0], str)]
+        for _, writer in connections[1:]:
+            writer.close()
+        if connections:
+            return connections[0]
+        order = (OTHER_PROGRAM, paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)
+        result, reason = min(answers, key=lambda answer: order.index(answer[0]))
+        other_program = reason if result == OTHER_PROGRAM else other_program
+        waited = time.monotonic() - began
+        if start_coordinator and result == paths.REFUSED and waited >= start_after and (started := await start_coordinator()):
+            return started
+        limit = options.wait_seconds if result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
+        if result == OTHER_PROGRAM:  # it holds the port and will probably keep it
+            limit = min(limit, timeouts.NO_ANSWER)
+        if has_errors(findings):
+            limit = min(limit, 5.0)
+        if waited >= limit:
+            if other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
+                result, reason = OTHER_PROGRAM, other_program
+            return _explain_failure(topology, ip, result, reason, waited)
+        if time.monotonic() - printed_at >= timeouts.NOTICE_INTERVAL:
+            printed_at = time.monotonic()
+            finding = _explain_failure(topology, ip, result, reason, waited)
+            print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}. {finding.fix}")
+        await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
+
+
+async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str, str]:
+    """Return (reader, writer) of the coordinator on this port, or (how the attempt failed, the reason)."""
+    try:
+        reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
+    except (OSError, asyncio.TimeoutError) as error:
+        return paths.classify_error(error), getattr(error, "strerror", "") or ""
+    try:
+        await messages.handshake(reader, writer, token, is_client=True)
+        return reader, writer
+    except (messages.HandshakeError, OSError) as error:
+        writer.close()
+        return OTHER_PROGRAM, str(error)
+
+
+def explain_unknown_name(topology: Topology, reason: str) -> Finding:
+    """Return the finding for a main address that does not resolve."""
+    is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
+    fix = {
+        "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
+        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)"
+        if is_slurms
+        else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
+    }.get(detect_platform(), "use the private IP address of node 0, or add the name to /etc/hosts on every node")
+    saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
+    return local_finding(topology, "E_NAME", saw, fix)
+
+
+def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float) -> Finding:
+    """Return the finding for a main node that could not be reached, depending on what the network answered."""
+    candidates = topology.coordinator_ports
+    ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
+    at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
+    if ipaddress.ip_address(ip).is_loopback and topology.node_rank and result == paths.REFUSED:
+        saw = f"{topology.describe('main_process_ip')} is this machine itself, and nothing listens on port {ports}"
+        return local_finding(topology, "E_REFUSED", saw, "give the address of node 0: --main_process_ip")
+    code, saw, fix = {
+        paths.REFUSED: (
+            "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
+            f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's",
+        ),
+        paths.DROPPED: (
+            "E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
+            f"check that {ip} is node 0's private address and is up; then {firewall_advice(f'TCP {ports}')}",
+        ),
+        paths.UNREACHABLE: (
+            "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
+            f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
+        ),
+        paths.CUT: (
+            "E_UNREACHABLE", f"{at}: {reason or 'the connection failed'}", "look for a proxy or firewall between the nodes",
+        ),
+        OTHER_PROGRAM: (
+            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})",
+            "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of "
+            "accel_ddp must be the same on every node",
+        ),
+    }[result]  # fmt: skip
+    return local_finding(topology, code, saw, fix)

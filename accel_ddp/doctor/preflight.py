@@ -1,0 +1,67 @@
+"""The checks that every recipe on more than one node runs before torch is imported."""
+
+import asyncio
+import sys
+import time
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.doctor import report, timeouts
+from accel_ddp.doctor.cluster import check_cluster
+from accel_ddp.doctor.host import HOST, local_finding
+from accel_ddp.doctor.options import CheckOptions, options_of_config
+from accel_ddp.doctor.report import Finding, Outcome
+from accel_ddp.environment.launcher import check_requested_world, warn_about_independent_tasks
+from accel_ddp.environment.topology import topology_of_this_rank
+from accel_ddp.errors import UserError
+
+
+def run_preflight(cfg: TrainConfig) -> None:
+    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank."""
+    topology = topology_of_this_rank()
+    if cfg.preflight == "off" or topology.num_nodes <= 1:
+        check_requested_world()
+        warn_about_independent_tasks()
+        return
+    options = options_of_config(cfg, script=sys.argv[0])
+    options.wait_seconds, options.no_answer_seconds = cfg.preflight_wait, timeouts.PREFLIGHT_NO_ANSWER
+    options.measures_bandwidth, options.sets_interface = False, True
+    try:
+        check_requested_world()
+    except UserError as error:  # reported to all nodes: if only this node ended, the others would wait for it
+        options.findings.append(local_finding(topology, "E_PROCESSES", str(error), ""))
+    began = time.monotonic()
+    outcome = asyncio.run(check_cluster(topology, options, print_progress if topology.local_rank == 0 else lambda text: None))
+    raise_on_errors(outcome)
+    if topology.local_rank == 0:
+        print_findings(outcome.findings)
+    if topology.local_rank == 0 and outcome.node_rank == 0:
+        over = f" over {outcome.interface}" if outcome.interface else ""
+        print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
+
+
+def report_to_other_nodes(reason: str) -> None:
+    """Report to the other nodes that this node ends because of its options, so that they do not wait. Takes 5 s at most."""
+    topology = topology_of_this_rank()
+    if topology.num_nodes <= 1 or topology.local_rank:
+        return
+    finding = local_finding(topology, "E_OPTIONS", reason, "read the output of that node")
+    options = CheckOptions(script=sys.argv[0], measures_bandwidth=False, findings=[finding], wait_seconds=5)
+    asyncio.run(check_cluster(topology, options, lambda text: None))
+
+
+def print_progress(text: str) -> None:
+    """Print a line about what the doctor waits for, with the name of this host."""
+    print(f"{HOST}: {text}", file=sys.stderr, flush=True)
+
+
+def raise_on_errors(outcome: Outcome) -> None:
+    """Raise UserError with all findings if one of them is an error."""
+    if outcome.has_errors:
+        hint = "Training was not started. --preflight off starts it without these checks."
+        lines = [report.format_findings(outcome.findings), *outcome.table, hint]
+        raise UserError(f"preflight: {report.summarize(outcome.findings)}\n" + "\n".join(lines))
+
+
+def print_findings(findings: list[Finding]) -> None:
+    if findings:
+        print(report.format_findings(findings, report.supports_colour(sys.stderr)), file=sys.stderr, flush=True)

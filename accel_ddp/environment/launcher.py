@@ -1,0 +1,124 @@
+"""What `accelerate launch` was asked to start, and whether that world is the one that is running."""
+
+import argparse
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# Settings of an accelerate config that may differ between nodes. A difference in any other setting starts a different training.
+PER_NODE_SETTINGS = frozenset({
+    "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
+    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment",
+})  # fmt: skip
+
+
+def cpu_is_wanted() -> bool:
+    """Return whether ACCELERATE_USE_CPU asks for training on CPUs although there may be GPUs."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def read_accelerate_config(file: str) -> dict[str, Any]:
+    """Return the settings of an accelerate config file.
+
+    An empty `file` means the file that the `accelerate config` wizard wrote, if there is one, and an empty dictionary
+    otherwise.
+    """
+    import yaml
+
+    if file and not Path(file).is_file():
+        raise UserError(f"--config_file {file}: there is no such file. Give the path of an accelerate config.")
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    defaults = [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
+    for path in [Path(file)] if file else [path for path in defaults if path.is_file()]:
+        try:
+            values = yaml.safe_load(path.read_text()) or {}
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            raise UserError(f"--config_file {path}: the file cannot be read: {error}") from error
+        if not isinstance(values, dict):
+            raise UserError(f"--config_file {path}: the file is not an accelerate config. It must have lines of `name: value`.")
+        return values
+    return {}
+
+
+def find_accelerate_request() -> dict[str, Any]:
+    """Return the settings and options given to the `accelerate launch` that started this process, or {} if none did."""
+    import psutil
+
+    for parent in psutil.Process().parents()[:2]:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            continue
+        request = parse_accelerate_command(words)
+        if request is not None:
+            return request
+    return {}
+
+
+def parse_accelerate_command(words: list[str]) -> dict[str, Any] | None:
+    """Return the settings and options of an `accelerate launch` command line, or None if `words` is another command."""
+    names = ("launch", "accelerate-launch", "accelerate.commands.launch")
+    at = [i for i, word in enumerate(words) if Path(word).name in names]
+    at += [i for i, word in enumerate(words) if word.endswith("accelerate/commands/launch.py")]
+    if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
+        return None
+    words = words[at[0] + 1 :]
+    script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--cpu", action="store_const", const=True)
+    try:
+        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
+    except argparse.ArgumentError:
+        return {}
+    try:
+        base = read_accelerate_config(given.pop("config_file", ""))
+    except UserError:  # accelerate reads the same file and reports the problem itself
+        base = {}
+    return {**base, **given}
+
+
+def check_requested_world() -> None:
+    """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
+
+    `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
+    --cpu. It prints nothing about either.
+    """
+    request, started = find_accelerate_request(), int(os.environ.get("WORLD_SIZE", 1))
+    processes, machines = request.get("num_processes"), request.get("num_machines") or 1
+    if not isinstance(processes, int) or processes < 1:
+        return
+    below = processes // machines * machines
+    if processes != below:
+        raise UserError(
+            f"num_processes {processes} (the total over all nodes) is not a multiple of num_machines {machines}: accelerate "
+            f"has started {started} instead. Use num_processes {below or machines} or {below + machines}."
+        )
+    if processes != started:
+        raise UserError(
+            f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu and "
+            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
+            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
+        )
+
+
+def warn_about_independent_tasks() -> None:
+    """Log a warning if srun started several tasks that do not form one world.
+
+    srun does not set the variables that torch reads, so each task would train alone.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
+        logger.warning(
+            "warning: srun has started %s processes, and each of them trains alone, because RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together, run one `accelerate launch` per node.",
+            tasks,
+        )

@@ -1,0 +1,4 @@
+"""Messages between processes on different nodes: `messages` frames and authenticates them, `sanitize` validates their content.
+
+This package imports only the standard library, so that tools which must start within milliseconds can use it.
+"""
