@@ -231,13 +231,14 @@ def test_what_is_compared_and_what_is_chosen():
 def test_the_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     from transformers import AutoModelForSequenceClassification
 
+    from accel_ddp import gradient_shapes
     from accel_ddp.config import RecipeConfig
 
     weights = list(AutoModelForSequenceClassification.from_pretrained(tiny_model).parameters())
-    entries = shapes.of_model(RecipeConfig(model=tiny_model))
+    entries = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model))
     assert [shape for _, shape, _ in entries] == [list(weight.shape) for weight in weights]
     assert shapes.unpacked(shapes.packed(entries)) == entries
     assert shapes.count(entries) == sum(weight.numel() for weight in weights)
-    adapters = shapes.of_model(RecipeConfig(model=tiny_model, lora_r=2))
+    adapters = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model, lora_r=2))
     assert 0 < shapes.count(adapters) < shapes.count(entries) / 10, "only what is trained travels"
     assert shapes.count(shapes.of_bytes(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)

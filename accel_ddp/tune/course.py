@@ -17,6 +17,7 @@ from accel_ddp.tune.results import Trial
 from accel_ddp.tune.together import Conductor, Ended
 from accel_ddp.tune.trials import END_SECONDS, FIRST_SECONDS, Trials
 
+SHAPES_MODULE = "accel_ddp.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
 FOR_SETTINGS = 0.6  # of the time, where there is a model to be timed too
 
 
@@ -81,7 +82,7 @@ class Course:
         if self.wish.model_bytes:
             self.entries = shapes.of_bytes(self.wish.model_bytes)
         elif self.wish.model:
-            command = [sys.executable, "-m", "accel_ddp.tune.shapes", json.dumps(self.wish.model)]
+            command = [sys.executable, "-m", SHAPES_MODULE, json.dumps(self.wish.model)]
             await self.all.say(f"reading the shapes of --model {self.wish.model['model']} ...")
             pipe = asyncio.subprocess.PIPE
             child = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
