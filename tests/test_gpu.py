@@ -298,7 +298,7 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
     environments = [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
     ended = run_all(commands, environments, timeout=420).well()
     print(ended.texts[0])
-    tables = [text[text.index("tuning 2 ranks on 2 nodes") :].split("use it, on every node")[0] for text in ended.texts]
+    tables = [text[text.index("tuning 2 ranks on 2 nodes") :].split("To use the result")[0] for text in ended.texts]
     assert tables[0] == tables[1]
     assert "NET/Socket" in tables[0]
     (faster,) = re.findall(r"^best settings: NCCL_.*, ([\d.]+) times the default's speed$", tables[0], re.MULTILINE)

@@ -1,13 +1,7 @@
-"""accel-ddp tune: which NCCL settings, bucket size and communication hook are fastest on this cluster, for this model.
-
-command    options; first the doctor's preflight; how it ends
-together   the parents of all nodes: one on the main node conducts, all attend; who dies is named
-course     on the main node: which trial comes next, what is kept, what is told
-ddp        its second part: bucket sizes and hooks
-trials     one trial on all nodes, over in bounded time
-search     which settings to try: no processes, no clocks
-results    rows of the table, the files
-ranks      on every node: the rank processes of a trial, ended in bounded time
-rank       one rank of a trial: the only part, with `shapes`, that imports torch
-shapes     the gradients of a model without its weights
-"""
+"""`accel-ddp tune` measures which NCCL settings, DDP bucket size and communication hook are fastest on a cluster for a model.
+`command` and `options` are the command line. `tuner` runs the measurements from the main node: `settings` tunes environment
+variables and `ddp` tunes bucket sizes and hooks, and both choose candidates and winners with the pure functions in `search`.
+`trial_runner` runs one trial on all nodes. `coordinator` on the main node and an `agent` on every node exchange the messages that
+`protocol` describes. The agent starts the `worker` of each rank through `processes`. `results` has the types, tables and files,
+and `shapes` describes the gradients of a model. Only `worker` imports torch, and it is always a process of its own. The package
+may import `doctor` and the lowest layer (`errors`, `environment`, `config`, `net`); other modules are started by name."""

@@ -1,7 +1,8 @@
-"""Which settings to try next. Pure: a setting is a dictionary of environment variables, a score is milliseconds.
+"""Choose which settings to try next, and which of the measured ones to recommend.
 
-NCCL reads its variables once per process, so each trial costs the start of fresh ones: known-good sets come first, then
-one change at a time from the best of them, a dozen in all.
+All functions are pure. Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is
+better. NCCL reads its variables once per process, so every trial has to start new processes. The search therefore makes few
+trials: first sets of variables that were fast elsewhere, then changes of one coordinate at a time from the best of these sets.
 """
 
 import math
@@ -11,87 +12,99 @@ Settings = dict[str, str]
 
 THREADS, SOCKETS, BUFFER = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_BUFFSIZE"
 CHANNELS, ALGORITHM, PROTOCOL = "NCCL_MIN_NCHANNELS", "NCCL_ALGO", "NCCL_PROTO"
-TUNED = (THREADS, SOCKETS, BUFFER, CHANNELS, ALGORITHM, PROTOCOL)
+TUNED_VARIABLES = (THREADS, SOCKETS, BUFFER, CHANNELS, ALGORITHM, PROTOCOL)
 
 MIB = 1 << 20
-SIZES = (1 * MIB, 25 * MIB, 256 * MIB)  # a small model, a bucket of DDP, much at once
-BETTER = 0.97  # of the best so far: less is noise
-CLEARLY_WORSE = 1.5  # times the best so far: the rest of such a trial is not worth its time
+SIZES = (1 * MIB, 25 * MIB, 256 * MIB)  # a small model, one DDP bucket of the default size, a large message
+MAX_TRIALS = 12
+FASTER = 0.97  # a time counts as faster if it is below this share of the other time; a smaller difference is noise
+MUCH_SLOWER = 1.5  # a trial ends early if its time is above this multiple of the best time
 
-# Measured by us on one H200 as two nodes over TCP (25 / 256 MiB): default 18.1 / 144.5 ms, the first 5.9 / 59.4, the second
-# 6.5 / 47.2. Threads and sockets without larger buffers were no faster than the default there, so they are not among these.
+# Measured on one H200 as two nodes over TCP, all-reduce of 25 / 256 MiB: default 18.1 / 144.5 ms, first set 5.9 / 59.4 ms, second
+# set 6.5 / 47.2 ms. More threads and sockets without larger buffers were not faster than the default, so no set has only these.
 KNOWN_GOOD: tuple[Settings, ...] = (
     {THREADS: "4", SOCKETS: "4", BUFFER: "16777216"},
     {THREADS: "2", SOCKETS: "4", CHANNELS: "8", ALGORITHM: "Ring", PROTOCOL: "Simple"},
     {BUFFER: "16777216"},
     {THREADS: "4", SOCKETS: "4", BUFFER: "8388608", CHANNELS: "8"},
 )
-# Of each coordinate, what it may be; {} leaves it to NCCL. The product of threads and sockets may not be above 64. LL128 is
-# never asked for: where it is not safe it corrupts data. Ring knows every collective.
+# The values of each coordinate; {} leaves the choice to NCCL. NCCL limits threads x sockets to 64. LL128 is not among the values,
+# because it corrupts data on hardware where it is not safe. Ring supports every collective.
 COORDINATES: tuple[tuple[Settings, ...], ...] = (
     ({CHANNELS: "8"}, {CHANNELS: "16"}, {}),
     ({ALGORITHM: "Ring", PROTOCOL: "Simple"}, {}),
     ({BUFFER: "16777216"}, {BUFFER: "8388608"}, {}),
     ({THREADS: "4", SOCKETS: "4"}, {THREADS: "2", SOCKETS: "4"}, {}),
 )
-# Tree is for many nodes. Alone it would leave other collectives without an algorithm (NCCL issue 317), and so would
-# `allreduce:tree` from NCCL 2.31 on (vLLM pull request 58179); this form names one for each.
+# Tree can be faster on more than two nodes. `tree` alone leaves other collectives without an algorithm (NCCL issue 317), and so
+# does `allreduce:tree` since NCCL 2.31 (vLLM pull request 58179). This form gives an algorithm for every collective.
 TREE: Settings = {ALGORITHM: "ring,tree;allreduce:tree"}
 
 
-def words(settings: Settings) -> str:
+def format_settings(settings: Settings) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items()) or "default"
 
 
 def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
-    """What is compared: of a model whose gradients fit into one bucket, their own size; else the geometric mean of the sizes
-    from a bucket on, so that neither a bucket nor a large message counts alone."""
+    """Return the time by which settings are compared, from the all-reduce time of each message size.
+
+    If the gradients fit into one bucket, this is the time of a message of their size. Otherwise it is the geometric mean over the
+    sizes from one bucket up, so that no single size decides.
+    """
     if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
         return milliseconds[gradient_bytes]
-    judged = [ms for size, ms in milliseconds.items() if size >= SIZES[1]] or list(milliseconds.values())[-1:]
-    return math.exp(sum(map(math.log, judged)) / len(judged)) if judged else math.inf
+    compared = [ms for size, ms in milliseconds.items() if size >= SIZES[1]] or list(milliseconds.values())[-1:]
+    return math.exp(sum(map(math.log, compared)) / len(compared)) if compared else math.inf
 
 
-def walk(nodes: int, default: float, most: int = 12) -> Generator[Settings, float | None, None]:
-    """Yields settings to try, is sent the score of each, None where it failed. `default`: the score without any."""
-    best, best_score, tried = {}, default, [{}]
+def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
+    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
+
+    `default_score` is the score without any settings.
+    """
+    best, best_score, tried = {}, default_score, [{}]
     for settings in KNOWN_GOOD:
-        if settings in tried or len(tried) > most:
+        if settings in tried or len(tried) > MAX_TRIALS:
             continue
         tried.append(settings)
-        got = yield settings
-        if got is not None and got < best_score:
-            best, best_score = settings, got
+        measured = yield settings
+        if measured is not None and measured < best_score:
+            best, best_score = settings, measured
     for choices in COORDINATES:
         if nodes > 2 and ALGORITHM in choices[0]:
             choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}
         for choice in choices:
             settings = {name: value for name, value in best.items() if name not in names} | choice
-            settings = {name: settings[name] for name in TUNED if name in settings}  # in one order, for the eye
-            if settings in tried or len(tried) > most:
+            settings = {name: settings[name] for name in TUNED_VARIABLES if name in settings}  # the same order in every row
+            if settings in tried or len(tried) > MAX_TRIALS:
                 continue
             tried.append(settings)
-            got = yield settings
-            if got is not None and got < best_score * BETTER:
-                best, best_score = settings, got
+            measured = yield settings
+            if measured is not None and measured < best_score * FASTER:
+                best, best_score = settings, measured
 
 
 def interface_choices(interfaces: list[dict[str, str]]) -> list[list[str]]:
-    """For each choice, the interface of every node: those in one network, or else of one name, where there are two or more.
+    """Return the choices of network interfaces, each a list with the interface name of every node.
 
-    `interfaces`: of each node, name -> network ("10.0.0.0/24").
+    `interfaces` has one dictionary per node, from name to network ("10.0.0.0/24"). A choice consists of the interfaces in one
+    network that all nodes share, or, if the nodes share fewer than two networks, of the interfaces with the same name. The result
+    is empty if there are fewer than two choices.
     """
     first, *others = interfaces
-    networks = [network for network in dict.fromkeys(first.values()) if all(network in one.values() for one in others)]
+    networks = [network for network in dict.fromkeys(first.values()) if all(network in node.values() for node in others)]
     if len(networks) > 1:
-        return [[next(name for name, its in one.items() if its == network) for one in interfaces] for network in networks]
-    names = [name for name in first if all(name in one for one in others)]
+        return [[next(name for name, its in node.items() if its == network) for node in interfaces] for network in networks]
+    names = [name for name in first if all(name in node for node in others)]
     return [[name] * len(interfaces) for name in names] if len(names) > 1 else []
 
 
-def buckets_to_try(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
-    """In MiB, DDP's default first. Of those that would put all gradients into one bucket, only the smallest."""
+def bucket_sizes(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
+    """Return the bucket sizes to try in MiB, DDP's default first.
+
+    Of the sizes that put all gradients into one bucket, only the smallest is kept.
+    """
     kept = []
     for size in sorted(sizes):
         if size == 25 or not kept or kept[-1] * MIB < gradient_bytes:
@@ -100,25 +113,31 @@ def buckets_to_try(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 1
 
 
 Choice = tuple[int, str]  # bucket_cap_mb, comm_hook
-DEFAULT: Choice = (25, "none")  # DDP's own
-WORTH_ROUNDING = 0.9  # of the time without a hook: a hook rounds, so noise is no reason for it
+DEFAULT: Choice = (25, "none")  # DDP's defaults
+WORTH_ROUNDING = 0.9  # a hook rounds the gradients, so its time must be below this share of the time without a hook
 
 
 def _fastest(milliseconds: dict[Choice, float]) -> Choice | None:
-    """Of those that are as fast but for noise, the one of the smallest buckets, which hides most where a step computes longer."""
-    limit = min(milliseconds.values(), default=0.0) / BETTER
+    """Return the choice with the smallest buckets among those whose times differ from the shortest only by noise.
+
+    Smaller buckets overlap better with the backward pass of a model that computes longer.
+    """
+    limit = min(milliseconds.values(), default=0.0) / FASTER
     return min((choice for choice, ms in milliseconds.items() if ms < limit), default=None)
 
 
 def best_exact(milliseconds: dict[Choice, float]) -> Choice:
-    """Of those without a hook DDP's default, unless another is faster by more than noise."""
+    """Return the best choice without a hook: DDP's default, unless another is faster by more than noise."""
     exact = {choice: ms for choice, ms in milliseconds.items() if choice[1] == "none"}
     fastest = _fastest(exact) or DEFAULT
-    return fastest if exact.get(fastest, 0.0) < exact.get(DEFAULT, math.inf) * BETTER else DEFAULT
+    return fastest if exact.get(fastest, 0.0) < exact.get(DEFAULT, math.inf) * FASTER else DEFAULT
 
 
 def best_choice(milliseconds: dict[Choice, float]) -> Choice:
-    """The best without a hook, unless one that only rounds is clearly faster. Of two that are, bf16: it has float32's range."""
+    """Return the best choice without a hook, unless bf16 or fp16 is clearly faster.
+
+    If both are clearly faster and differ by less than 5 %, bf16 is preferred, because it has the range of float32.
+    """
     exact = best_exact(milliseconds)
     limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
     faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
@@ -128,10 +147,13 @@ def best_choice(milliseconds: dict[Choice, float]) -> Choice:
 
 
 def confirmed_choice(times: dict[Choice, list[float]]) -> tuple[Choice, float]:
-    """The best, and how many times as fast as the default it is. The best of many is partly the luckiest: of its times the
-    longest counts, and of the default's the shortest."""
-    least = {choice: min(each) for choice, each in times.items()}
-    candidates = {DEFAULT, best_exact(least), best_choice(least)}
-    judged = {choice: least[choice] if choice == DEFAULT else max(times[choice]) for choice in candidates}
-    chosen = best_choice(judged)
-    return chosen, least[DEFAULT] / judged[chosen]
+    """Return the best choice and its speed relative to the default, from one or more times of each choice.
+
+    The shortest of many noisy times is partly luck. So the candidates are found by their shortest times, and then compared by
+    their longest time against the default's shortest time.
+    """
+    shortest = {choice: min(each) for choice, each in times.items()}
+    candidates = {DEFAULT, best_exact(shortest), best_choice(shortest)}
+    compared = {choice: shortest[choice] if choice == DEFAULT else max(times[choice]) for choice in candidates}
+    chosen = best_choice(compared)
+    return chosen, shortest[DEFAULT] / compared[chosen]

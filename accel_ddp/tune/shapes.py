@@ -1,94 +1,66 @@
-"""The gradients of a model without its weights: `python -m accel_ddp.tune.shapes OPTIONS` prints their shapes as JSON.
+"""Describe the gradients of a model: the shapes of its parameters, their dtype and their size.
 
-A process of its own on the main node: it needs torch and transformers, which the parents do not import.
+Every parameter is an entry [kind, shape, is_trained], in the model's order. The kind is "embedding", "matrix" or "vector".
 """
 
-import dataclasses
 import json
 import math
-import sys
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
-from accel_ddp.config import RecipeConfig
-from accel_ddp.errors import UserError
+Entries = list[list[Any]]
 
-_SQUARE = 1024  # side of the matrices that stand for a model of which only the size is known
+_SIDE = 1024  # of the square matrices that stand for a model if only its size is given
 
 
-def of_bytes(size: int) -> list[list[Any]]:
-    """Square matrices of float32, and one for the rest."""
-    whole, rest = divmod(size // 4, _SQUARE * _SQUARE)
-    entries: list[list[Any]] = [["matrix", [_SQUARE, _SQUARE], True] for _ in range(whole)]
-    if rows := rest // _SQUARE:
-        entries.append(["matrix", [rows, _SQUARE], True])
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that DDP averages in a step."""
+
+    entries: Entries  # empty if there is no model
+    dtype: str = "float32"
+
+    @property
+    def bytes_per_element(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bytes(self) -> int:
+        """A multiple of 4, because all-reduce is timed on float32; 0 if there is no model."""
+        return max(4, count_elements(self.entries) * self.bytes_per_element // 4 * 4) if self.entries else 0
+
+
+def entries_of_size(size: int) -> Entries:
+    """Return float32 matrices of together about `size` bytes: square ones, and a smaller one for the rest."""
+    whole, rest = divmod(size // 4, _SIDE * _SIDE)
+    entries: Entries = [["matrix", [_SIDE, _SIDE], True] for _ in range(whole)]
+    if rows := rest // _SIDE:
+        entries.append(["matrix", [rows, _SIDE], True])
     return entries or [["vector", [max(1, rest)], True]]
 
 
-def count(entries: list[list[Any]]) -> int:
-    """Numbers in those that are trained."""
+def count_elements(entries: Entries) -> int:
+    """Return the number of trained elements."""
     return sum(math.prod(shape) for _, shape, is_trained in entries if is_trained)
 
 
-def first_of(entries: list[list[Any]], numbers: int) -> list[list[Any]]:
-    """The first of them, up to so many trained numbers."""
-    kept: list[list[Any]] = []
+def first_entries(entries: Entries, elements: int) -> Entries:
+    """Return the first entries with together at most `elements` trained elements, and at least one entry."""
+    kept: Entries = []
     for entry in entries:
-        numbers -= count([entry])
-        if kept and numbers < 0:
+        elements -= count_elements([entry])
+        if kept and elements < 0:
             break
         kept.append(entry)
     return kept
 
 
-def packed(entries: list[list[Any]]) -> dict[str, Any]:
-    """Each shape once and their order: a message between nodes must not be large."""
+def pack(entries: Entries) -> dict[str, Any]:
+    """Return the different entries and their order, because a message between nodes has a limited size."""
     different = {json.dumps(entry): entry for entry in entries}
-    place = {key: number for number, key in enumerate(different)}
-    return {"different": list(different.values()), "order": [place[json.dumps(entry)] for entry in entries]}
+    index = {key: number for number, key in enumerate(different)}
+    return {"different": list(different.values()), "order": [index[json.dumps(entry)] for entry in entries]}
 
 
-def unpacked(message: dict[str, Any]) -> list[list[Any]]:
+def unpack(message: dict[str, Any]) -> Entries:
     return [message["different"][number] for number in message["order"]]
-
-
-def of_model(cfg: RecipeConfig) -> list[list[Any]]:
-    """[kind, shape, whether it is trained] of every parameter, in order. UserError where the model cannot be found."""
-    import torch
-    import transformers
-
-    from accel_ddp.sources import models
-
-    with torch.device("meta"):  # shapes without memory
-        if cfg.model == "mini-resnet":  # of recipes/images.py
-            from accel_ddp.tasks import vision
-
-            model, task = vision.MiniResNetForImageClassification(vision.MiniResNetConfig()), ""
-        else:
-            place = models.locate(cfg.model, cfg.cache_dir)
-            config = models.from_pretrained(transformers.AutoConfig, cfg.model, place)
-            name = (getattr(config, "architectures", None) or [""])[0]
-            auto = getattr(transformers, name, None)
-            model = auto(config) if auto else transformers.AutoModel.from_config(config)
-            tasks = {"CausalLM": "CAUSAL_LM", "ConditionalGeneration": "SEQ_2_SEQ_LM", "SequenceClassification": "SEQ_CLS"}
-            task = next((task for end, task in tasks.items() if name.endswith(end)), "FEATURE_EXTRACTION")
-        model._made_anew = []
-        cfg = dataclasses.replace(cfg, quantize="no", gradient_checkpointing=False, sync_batchnorm=False)  # no other gradients
-        model = models.ready(model, cfg, SimpleNamespace(ddp_handler=None), task)
-    tables = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
-    kinds = lambda weight: "embedding" if id(weight) in tables else "matrix" if weight.dim() > 1 else "vector"
-    return [[kinds(weight), list(weight.shape), weight.requires_grad] for weight in model.parameters()]
-
-
-def main() -> None:
-    given = json.loads(sys.argv[1])
-    known = {field.name for field in dataclasses.fields(RecipeConfig)}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in known}
-    try:
-        print("\n" + json.dumps({"entries": of_model(RecipeConfig(**given))}))
-    except UserError as error:
-        print("\n" + json.dumps({"error": str(error)}))
-
-
-if __name__ == "__main__":
-    main()
