@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         data,
         embedded,
         export,
+        fast,
+        fitting,
+        heads,
         hooks,
         labels,
         losses,
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
         metrics,
         models,
         optim,
+        packed,
+        packing,
         runtime,
         seeds,
         stop,
@@ -72,12 +77,19 @@ _MODULES = [
     "vision",
     "world",
 ]
-__all__ = [*_HOME, *_MODULES]
+# Written out, because type checkers do not compute it: without it every name would be a private one for them.
+__all__ = [
+    "TrainBatches", "TrainConfig", "UserError", "fit", "parse_config", "run", "start", "together",
+    "chat", "contrast", "checkpoint", "data", "embedded", "export", "fast", "fitting", "heads", "hooks", "labels", "losses",
+    "masking", "metrics", "models", "optim", "packed", "packing", "runtime", "seeds", "stop", "tagging", "textscores", "update",
+    "vision", "world",
+]  # fmt: skip
 
+if not TYPE_CHECKING:  # hidden from type checkers, for which a module with __getattr__ has every name
 
-def __getattr__(name: str):
-    if name in _MODULES:
-        return import_module(f"accel_ddp.{name}")
-    if name in _HOME:
-        return getattr(import_module(f"accel_ddp.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name in _MODULES:
+            return import_module(f"accel_ddp.{name}")
+        if name in _HOME:
+            return getattr(import_module(f"accel_ddp.{_HOME[name]}"), name)
+        raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")

@@ -100,3 +100,16 @@ def test_importing_the_package_imports_nothing_else():
     found = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     heavy = {"torch", "accelerate", "transformers", "numpy", "tyro", "yaml", "importlib.metadata", "argparse"}
     assert not heavy & set(eval(found.stdout))
+
+
+def test_public_names_are_the_same_for_programs_and_for_type_checkers():
+    import ast
+
+    import accel_ddp
+
+    tree = ast.parse((ROOT / "accel_ddp" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    declared = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert declared == set(accel_ddp.__all__)
+    for name in accel_ddp.__all__:
+        assert getattr(accel_ddp, name) is not None
