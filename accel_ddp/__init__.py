@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name: the module that defines it. A name that ends with a dot is a module itself.
+# The module that defines each public name. After a dot the name itself is a module.
 _HOME = {
     "Checkpoints": "saving.checkpoints",
     "EvalBatches": "training.evaluation",
@@ -45,6 +45,7 @@ _HOME = {
     "builtin": "sources.",
     "chat": "tasks.",
     "contrastive": "tasks.",
+    "data": "sources.",
     "evaluate": "training.evaluation",
     "export": ".",
     "fit": "loop",
@@ -59,7 +60,6 @@ _HOME = {
     "optim": "training.",
     "option": "options",
     "parse_config": "parsing",
-    "data": "sources.",
     "run": "entry",
     "seeds": ".",
     "start": "accelerator",
@@ -70,19 +70,56 @@ _HOME = {
     "update": "training.update",
     "vision": "tasks.",
 }
-__all__ = [*_HOME]
+# Written out, because type checkers do not evaluate expressions here.
+__all__ = [
+    "Checkpoints",
+    "EvalBatches",
+    "Outcome",
+    "RecipeConfig",
+    "TrainBatches",
+    "TrainConfig",
+    "UserError",
+    "WholeBatch",
+    "attach",
+    "builtin",
+    "chat",
+    "contrastive",
+    "data",
+    "evaluate",
+    "export",
+    "fit",
+    "generation_metrics",
+    "hooks",
+    "labels",
+    "linear_cross_entropy",
+    "losses",
+    "masking",
+    "metrics",
+    "models",
+    "optim",
+    "option",
+    "parse_config",
+    "run",
+    "seeds",
+    "start",
+    "tagging",
+    "together",
+    "tokenisation",
+    "train",
+    "update",
+    "vision",
+]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")
-    home = _HOME[name]
-    if home.endswith("."):
-        value: object = import_module(f"accel_ddp.{home.strip('.')}.{name}".replace("..", "."))
-    else:
-        value = getattr(import_module(f"accel_ddp.{home}"), name)
-    return value
+if not TYPE_CHECKING:  # hidden from type checkers, for which a module with __getattr__ has every name
 
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'accel_ddp' has no attribute {name!r}")
+        home = _HOME[name]
+        if home.endswith("."):
+            return import_module(f"accel_ddp.{home}{name}".replace("..", "."))
+        return getattr(import_module(f"accel_ddp.{home}"), name)
 
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    def __dir__() -> list[str]:
+        return [*__all__, "__version__"]

@@ -1,63 +1,270 @@
-"""accel-ddp doctor | tune | export | verify: what is done beside a training."""
+"""The command `accel-ddp`. Each subcommand imports what it needs when it runs: torch is imported only where it is used."""
 
 import argparse
+import filecmp
+import os
+import shlex
+import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
-from accel_ddp.errors import UserError
+from accel_ddp import __version__, recipe_files
+from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+
+# The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
+# `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
+NODE_OPTIONS = (
+    "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
+    "rdzv_backend",
+)  # fmt: skip
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="accel-ddp", description="Tools beside a training. Each has a --help.")
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    commands.add_parser("doctor", help="name whatever is wrong with the cluster, on every node, within seconds", add_help=False)
-    commands.add_parser("tune", help="find the NCCL settings, bucket size and hook that are fastest here", add_help=False)
-
-    export = commands.add_parser("export", help="make an ordinary transformers folder of a checkpoint")
-    export.add_argument("checkpoint", help="runs/.../step_00000012, or a run's folder: its best one, or else its newest")
-    export.add_argument("out", help="the folder to make")
-    export.add_argument("--merge", action="store_true", help="of adapters: the whole model with the adapters merged into it")
-    export.add_argument("--push_to_hub", default="", metavar="NAME", help="upload it too, for example to me/my-model")
-
-    verify = commands.add_parser(
-        "verify",
-        help="show on this machine or cluster, with your model and data, that the promises hold",
-        usage="accel-ddp verify [--steps N] [options of accelerate launch] RECIPE [options of the recipe]",
-        description="Runs a few steps of a recipe straight, with other micro-batches, on other numbers of ranks, and killed and "
-        "resumed; compares samples and weights. Options of `accelerate launch` (--config_file, --num_machines, --machine_rank, "
-        "--main_process_ip ...) make it do so on several nodes: type the same on each, with its own --machine_rank.",
-    )
-    verify.add_argument("--steps", type=int, default=6, help="steps of each run (default 6)")
-    verify.add_argument("--folder", default="", help="keep the runs in this folder; default: a temporary one")
-
-    # What follows the recipe is the recipe's; what is before it and not ours is of `accelerate launch`.
+    """Run the command in `words` (default: the command line) and return its exit code."""
     words = sys.argv[1:] if words is None else words
-    if words[:1] == ["doctor"]:
-        from accel_ddp.doctor.command import main as doctor
-
-        return doctor(words[1:])
-    if words[:1] == ["tune"]:
-        from accel_ddp.tune.command import main as tune
-
-        return tune(words[1:])
-    recipe = next((i for i, word in enumerate(words) if word.endswith(".py") and words[0] == "verify"), len(words))
-    given, launch = parser.parse_known_args(words[:recipe])
-    if launch and given.command != "verify":
-        parser.error(f"unrecognized arguments: {' '.join(launch)}")
+    if not words:
+        # 2 and not 0: a script that calls accel-ddp with an empty variable has made a mistake and should stop.
+        print(_overview(), file=sys.stderr)
+        return USER_ERROR
+    if words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(f"accel-ddp {__version__}")
+        return 0
     try:
-        if given.command == "export":
-            from accel_ddp.export import from_checkpoint
-
-            print(f"model saved in {from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)}")
-            return 0
-        from accel_ddp.verify import verify as run
-
-        return run([*launch, *words[recipe:]], given.steps, given.folder)
+        if words[0] not in COMMANDS:
+            suggestion = recipe_files.nearest(words[0], list(COMMANDS))
+            raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
+        function, _ = COMMANDS[words[0]]
+        return function(words[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
+    )
+
+
+def _recipes(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="accel-ddp recipes", description="List the recipes that come with accel_ddp.")
+    parser.parse_args(words)
+    names = recipe_files.recipe_names()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name.ljust(width)}  {recipe_files.summary(recipe_files.recipe_path(name))}")
+    print("\nRun one: accel-ddp run NAME. Its options: accel-ddp run NAME --help. A copy to edit: accel-ddp copy NAME.")
+    return 0
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_RUN_HELP, file=sys.stdout if words else sys.stderr)
+        return 0 if words else USER_ERROR
+    launch, recipe, options = split_run(words)
+    script = recipe_files.recipe_path(recipe)
+    _warn_of_edited_copy(recipe, script)
+    if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
+        _replace_process([str(script), "--help"])
+    # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
+    _replace_process(["-m", "accelerate.commands.launch", "-q", *with_config(launch), str(script), *options])
+
+
+def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return (options of `accelerate launch`, recipe, options of the recipe).
+
+    Options before the recipe belong to `accelerate launch`. Options after the recipe belong to the recipe, except for
+    NODE_OPTIONS. If the word `--` follows the recipe, it is the border between both.
+    """
+    names = recipe_files.recipe_names()
+    at = next((i for i, word in enumerate(words) if word in names or word.endswith(".py")), None)
+    if at is None:
+        near = [word for word in words if not word.startswith("-") and recipe_files.nearest(word, names)]
+        for word in [*near, *words[:1]]:
+            if not word.startswith("-"):
+                recipe_files.recipe_path(word)  # raises UserError with the nearest name
+        raise UserError(
+            f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. The recipes are: {', '.join(names)}."
+        )
+    launch, recipe, rest = words[:at], words[at], words[at + 1 :]
+    if "--" in rest:
+        border = rest.index("--")
+        return launch + rest[:border], recipe, rest[border + 1 :]
+    options = []
+    while rest:
+        word = rest.pop(0)
+        if _name(word) not in NODE_OPTIONS:
+            options.append(word)
+        elif "=" in word:
+            launch.append(word)
+        elif rest:
+            launch += [word, rest.pop(0)]
+        else:
+            raise UserError(f"{word} needs a value.")
+    return launch, recipe, options
+
+
+def with_config(launch: list[str]) -> list[str]:
+    """Return the options of `accelerate launch` with the path of a config file.
+
+    The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
+    several nodes is given. local.yaml would start one process, whatever --num_processes is.
+    """
+    words, given = list(launch), {_name(word) for word in launch}
+    for at, word in enumerate(words):
+        if _name(word) == "config_file":
+            if "=" in word:
+                words[at] = f"--config_file={recipe_files.config_path(word.partition('=')[2])}"
+            elif at + 1 < len(words):
+                words[at + 1] = str(recipe_files.config_path(words[at + 1]))
+            else:
+                raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
+            return words
+    several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
+    name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
+    return ["--config_file", str(recipe_files.config_path(name)), *words]
+
+
+def _name(word: str) -> str:
+    """Return the name of an option without its value: `num_processes` for `--num-processes=2`. Other words have none."""
+    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+
+
+def _warn_of_edited_copy(recipe: str, script: Path) -> None:
+    """Print a warning if the current folder has another version of the recipe, which this run does not use."""
+    if recipe.endswith(".py"):
+        return
+    for copy in (Path("recipes") / script.name, Path(script.name)):
+        if copy.is_file() and not filecmp.cmp(copy, script, shallow=False):
+            print(
+                f"warning: this runs {script}, and not {copy}, which differs. To run the latter, type: accel-ddp run {copy}",
+                file=sys.stderr,
+            )
+
+
+def _replace_process(words: list[str]) -> NoReturn:
+    """Replace this process by Python with `words`.
+
+    The launcher then has this process's pid, terminal and parent. Signals and exit codes are those of a plain
+    `accelerate launch`.
+    """
+    sys.stdout.flush(), sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _copy(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp copy",
+        description="Copy a recipe and the accelerate configs into a folder, to edit them. The commands in the documentation "
+        "then work in this folder. Files that exist are never overwritten.",
+    )
+    parser.add_argument("recipe", help="its name, for example classify; `accel-ddp recipes` lists them")
+    parser.add_argument("--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/")
+    given = parser.parse_args(words)
+    recipe = recipe_files.recipe_path(given.recipe)
+    configs = [path for path in sorted(recipe_files.configs_folder().iterdir()) if path.is_file()]
+    target = Path(given.to)
+    copies = {path: target / "recipes" / path.name for path in (recipe, *recipe_files.imported_recipes(recipe))}
+    copies |= {path: target / "accelerate_configs" / path.name for path in configs if not path.name.startswith("tuned.")}
+    # Every file is checked before the first one is copied: a refused copy changes nothing.
+    for source, copy in copies.items():
+        if copy.exists() and not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):
+            raise UserError(f"{copy} exists and differs. Move it away, or choose another folder with --to FOLDER.")
+    for source, copy in copies.items():
+        if copy.exists():
+            print(f"unchanged: {copy}")
+        else:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            print(f"copied: {copy}")
+    place = "" if target == Path() else f"cd {shlex.quote(str(target))} && "
+    print(f"\nRun it: {place}accelerate launch --config_file accelerate_configs/local.yaml recipes/{recipe.name}")
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from accel_ddp.doctor.command import main as doctor
+
+    return doctor(words)
+
+
+def _tune(words: list[str]) -> int:
+    from accel_ddp.tune.command import main as tune
+
+    return tune(words)
+
+
+def _verify(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp verify",
+        usage="accel-ddp verify [--steps N] [options of accelerate launch] RECIPE [options of the recipe]",
+        description="Run a few steps of a recipe: without interruption, with other micro-batches, on other numbers of ranks, and "
+        "killed and resumed. Then compare the samples and the weights. Options of `accelerate launch` (--config_file, "
+        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: type the same command on each node, "
+        "with its own --machine_rank.",
+    )
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
+    parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
+    # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
+    names = recipe_files.recipe_names()
+    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    given, launch = parser.parse_known_args(words[:at])
+    recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
+    from accel_ddp.verify import verify
+
+    return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder)
+
+
+def _export(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp export", description="Write a folder that transformers can load from a checkpoint of a run."
+    )
+    parser.add_argument(
+        "checkpoint", help="a checkpoint (runs/.../step_00000012), or the folder of a run: its best checkpoint, else its newest"
+    )
+    parser.add_argument("out", help="the folder to write; it must be empty or not exist")
+    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into the weights and export the whole model")
+    parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
+    given = parser.parse_args(words)
+    from accel_ddp.export import from_checkpoint
+
+    print(f"model saved in {from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)}")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "recipes": (_recipes, "list the recipes"),
+    "run": (_run, "run a recipe with `accelerate launch`"),
+    "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
+    "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
+    "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
+    "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
+    "export": (_export, "write a folder that transformers can load from a checkpoint"),
+}
+
+_RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [options of the recipe]
+
+Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lists them) or the path of your own script.
+
+  accel-ddp run classify                              one process, on the GPU if there is one
+  accel-ddp run classify --num_processes 2 --lr 3e-5  two processes on this machine
+  accel-ddp run classify --config_file 2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
+  accel-ddp run classify --help                       the options of the recipe
+
+--config_file is a path or the name of a config that comes with accel_ddp: local.yaml (the default), 1node.yaml (the
+default with --num_processes), 2node.yaml (the default with options for several nodes). Options that describe nodes and
+processes (--config_file, --num_processes, --num_machines, --machine_rank, --main_process_ip, --main_process_port,
+--gpu_ids, --rdzv_backend) may follow the recipe. Other options of `accelerate launch` stand before the recipe, or
+between the recipe and `--`."""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""The command `accel-ddp`: how it is divided into commands, and how it starts a recipe."""
+
+import dataclasses
+import importlib
+import re
+import signal
+import sys
+
+import psutil
+import pytest
+
+from accel_ddp import __version__, cli, recipe_files
+from accel_ddp.errors import UserError
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, run_all
+
+ACCEL_DDP = BIN / "accel-ddp"
+CONFIGS = ROOT / "accelerate_configs"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Commands are typed in a folder without recipes and configs."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert cli.main([]) == 2
+    listed = capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == listed
+    for name in ("recipes", "run", "copy", "doctor", "tune", "verify", "export"):
+        assert f"\n  {name} " in listed
+
+
+def test_the_version_is_printed(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel-ddp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (["doctr"], "Did you mean 'doctor'?"),
+        (["unknown"], "The commands are: recipes, run,"),
+        (["run", "clasify", "--steps", "2"], "Did you mean 'classify'?"),
+        (["run", "--num_processes", "2", "clasify"], "Did you mean 'classify'?"),
+        (["run", "--num_processes", "2"], "needs a recipe"),
+        (["run", "unknown"], "'unknown' is not a recipe. The recipes are: classify,"),
+        (["run", "--steps"], "needs a recipe"),
+        (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, type `classify`."),
+        (["run", "classify", "--num_processes"], "--num_processes needs a value"),
+        (["run", "classify", "--config_file", "3node"], "These come with accel_ddp: 1node.yaml, 2node.yaml, local.yaml"),
+        (["copy", "clasify"], "Did you mean 'classify'?"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest_one(words, suggestion, capsys, monkeypatch):
+    monkeypatch.setattr("os.execv", lambda *given: pytest.fail(f"started {given}"))
+    assert cli.main(words) == 2
+    assert suggestion in capsys.readouterr().err
+
+
+def test_recipes_are_listed_with_the_first_line_of_their_docstrings(capsys):
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sys.path.insert(0, str(ROOT / "recipes"))
+    for name in recipe_files.recipe_names():
+        first_line = importlib.import_module(name).__doc__.splitlines()[0]
+        assert any(line.startswith(f"{name} ") and line.endswith(f"  {first_line}") for line in lines)
+    assert len(recipe_files.recipe_names()) >= 8
+
+
+LOCAL, ONE_NODE, TWO_NODES = (["--config_file", str(CONFIGS / f"{name}.yaml")] for name in ("local", "1node", "2node"))
+
+
+@pytest.mark.parametrize(
+    ("words", "launch", "options"),
+    [
+        ("classify", LOCAL, ""),
+        ("classify --lr 1e-5 --mixed_precision bf16", LOCAL, "--lr 1e-5 --mixed_precision bf16"),
+        ("classify --num_processes 2 --lr 1e-5", [*ONE_NODE, "--num_processes", "2"], "--lr 1e-5"),
+        ("--num-processes=2 classify --lr 1e-5", [*ONE_NODE, "--num-processes=2"], "--lr 1e-5"),
+        ("--debug classify --machine_rank 1 --steps 2", [*TWO_NODES, "--debug", "--machine_rank", "1"], "--steps 2"),
+        ("classify --config_file 2node --steps 2", TWO_NODES, "--steps 2"),
+        ("classify --config_file=2node.yaml", [f"--config_file={CONFIGS / '2node.yaml'}"], ""),
+        ("classify --debug -- --steps 2 --gpu_ids 0", [*LOCAL, "--debug"], "--steps 2 --gpu_ids 0"),
+    ],
+)
+def test_options_reach_the_launcher_or_the_recipe(words, launch, options):
+    found, recipe, rest = cli.split_run(words.split())
+    assert (cli.with_config(found), recipe, rest) == (launch, "classify", options.split())
+
+
+def test_a_config_in_the_current_folder_comes_before_ours(tmp_path):
+    (tmp_path / "local.yaml").write_text("num_processes: 1\n")
+    assert cli.with_config(["--config_file", "local.yaml"]) == ["--config_file", "local.yaml"]
+
+
+def test_recipes_have_no_option_that_describes_nodes():
+    """`accel-ddp run` passes these to the launcher, also when they follow the recipe."""
+    from accelerate.commands.launch import launch_command_parser
+
+    sys.path.insert(0, str(ROOT / "recipes"))
+    of_launcher = {word for action in launch_command_parser()._actions for word in action.option_strings if action.nargs is None}
+    assert {f"--{name}" for name in cli.NODE_OPTIONS} <= of_launcher
+    for name in recipe_files.recipe_names():
+        of_recipe = {field.name for field in dataclasses.fields(importlib.import_module(name).Config)}
+        assert not of_recipe & set(cli.NODE_OPTIONS), name
+
+
+def test_a_copy_has_the_recipe_what_it_imports_and_the_configs(tmp_path, capsys):
+    assert cli.main(["copy", "own_loop", "--to", "mine"]) == 0
+    for name in ("recipes/own_loop.py", "recipes/classify.py", "accelerate_configs/2node.yaml", "accelerate_configs/node.env"):
+        assert (tmp_path / "mine" / name).read_bytes() == (ROOT / name).read_bytes()
+    assert not (tmp_path / "mine" / "recipes" / "tag.py").exists()
+    assert (
+        "cd mine && accelerate launch --config_file accelerate_configs/local.yaml recipes/own_loop.py" in capsys.readouterr().out
+    )
+
+
+def test_a_copy_never_overwrites(tmp_path, capsys):
+    edited = tmp_path / "recipes" / "classify.py"
+    edited.parent.mkdir()
+    edited.write_text("# mine\n")
+    assert cli.main(["copy", "classify"]) == 2
+    assert "recipes/classify.py exists and differs" in capsys.readouterr().err
+    assert edited.read_text() == "# mine\n"
+    assert not (tmp_path / "accelerate_configs").exists(), "a refused copy changes nothing"
+    assert cli.main(["copy", "tag"]) == 0
+    assert cli.main(["copy", "tag"]) == 0
+    assert "unchanged: recipes/tag.py" in capsys.readouterr().out
+
+
+def test_a_run_of_a_recipe_warns_of_an_edited_copy(tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    cli.main(["copy", "classify"])
+    cli.main(["run", "classify"])
+    assert "warning" not in capsys.readouterr().err
+    (tmp_path / "recipes" / "classify.py").write_text("# mine\n")
+    cli.main(["run", "classify"])
+    assert "accel-ddp run recipes/classify.py" in capsys.readouterr().err
+    cli.main(["run", "recipes/classify.py"])
+    assert "warning" not in capsys.readouterr().err
+    assert [str(ROOT / "recipes" / "classify.py") in words for words in started] == [True, True, False]
+
+
+def test_the_help_of_a_recipe_does_not_wait_for_torch():
+    environment = clean_environment(PYTHONPROFILEIMPORTTIME="1")
+    ended = run_all([[ACCEL_DDP, "run", "classify", "--help"]], [environment]).well()
+    assert "--global_batch_size" in ended.text
+    assert re.search(r"\| +tyro\n", ended.text)
+    assert not re.search(r"\| +(torch|accelerate|transformers)\n", ended.text)
+
+
+def test_the_launcher_is_this_process(tmp_path):
+    """So a signal reaches the launcher, with the same effect as with a plain `accelerate launch`."""
+    trains = [PROGRAMS / "trains.py", "--step_seconds", "0.1", "--save_every", "100", "--output_dir", tmp_path / "run"]
+    running = Running([[ACCEL_DDP, "run", *trains]], [clean_environment()], cwd=tmp_path)
+    running.until("step  2/12")
+    launcher = psutil.Process(running.processes[0].pid)
+    assert launcher.cmdline()[1:4] == ["-m", "accelerate.commands.launch", "-q"]
+    (rank,) = launcher.children()
+    launcher.send_signal(signal.SIGTERM)
+    assert psutil.wait_procs([rank], timeout=20)[1] == []
+    assert running.ended().codes == [-signal.SIGTERM]
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
+
+
+def test_ranks_find_the_options_of_the_launcher(tmp_path):
+    """They refuse another number of processes than the launcher was asked for, which they read from its command line."""
+    says_who = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
+    commands = [
+        [ACCEL_DDP, "run", "--config_file", "local.yaml", "--num_processes", "2", *says_who],
+        [ACCEL_DDP, "run", *says_who, "--num_processes", "2"],
+    ]
+    ended = run_all(commands, [clean_environment()] * 2, cwd=tmp_path)
+    assert ended.codes == [1, 0], ended.text
+    assert "asked for 2 processes but started 1" in ended.texts[0]
+    assert "Traceback" not in ended.texts[0]
+    assert "1 node x 2 ranks" in ended.texts[1]
+
+
+def test_verify_takes_the_name_of_a_recipe(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr("accel_ddp.verify.verify", lambda *words: given.append(words) or 0)
+    assert cli.main(["verify", "--steps", "8", "--num_machines", "2", "classify", "--lr", "1"]) == 0
+    recipe = str(ROOT / "recipes" / "classify.py")
+    assert given == [(["--num_machines", "2", recipe, "--lr", "1"], 8, "")]
+
+
+def test_an_incomplete_installation_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_files, "_PACKAGE", tmp_path / "accel_ddp")
+    with pytest.raises(UserError, match="incomplete"):
+        recipe_files.recipe_names()

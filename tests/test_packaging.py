@@ -1,0 +1,115 @@
+"""What is built and installed: the source distribution, the wheel made from it, and an editable install."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from accel_ddp import __version__
+from tests.conftest import ROOT, Ended, clean_environment, run_all
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+def files(folder: Path, *patterns: str) -> set[str]:
+    return {str(path.relative_to(folder)) for pattern in patterns for path in folder.rglob(pattern)}
+
+
+def new_environment(folder: Path, *packages: object) -> Path:
+    """Create a virtual environment with these packages and, as if installed there too, all of this one's. Return its bin/."""
+    venv.create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "ours.pth").write_text("\n".join(ours) + "\n")  # .pth files in these folders are not read: no editable install
+    install = [*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, *packages], check=True, timeout=60)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel that a user gets: built from the source distribution, not from this clone."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True, timeout=60)
+    (sdist,) = folder.glob("*.tar.gz")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder]
+    subprocess.run([*PIP, "wheel", *options, sdist], check=True, timeout=60)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    return new_environment(tmp_path_factory.mktemp("wheel") / "venv", wheel)
+
+
+def run_installed(bin_folder: Path, folder: Path, *words: str, program: str = "accel-ddp", **more: str) -> Ended:
+    """Run a command outside of the repository, without the variables that lead to it."""
+    environment = clean_environment(**more)
+    environment.pop("PYTHONPATH", None)
+    environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
+    return run_all([[bin_folder / program, *words]], [environment], cwd=folder)
+
+
+def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"accel_ddp/{name}" for name in files(ROOT / "accel_ddp", "*.py", "py.typed")}
+    expected |= {f"accel_ddp/recipes/{name}" for name in files(ROOT / "recipes", "*.py", "*.md")}
+    configs = {path.name for path in (ROOT / "accelerate_configs").iterdir() if not path.name.startswith("tuned.")}
+    expected |= {f"accel_ddp/accelerate_configs/{name}" for name in configs}
+    assert {"accel_ddp/recipes/classify.py", "accel_ddp/accelerate_configs/local.yaml", "accel_ddp/doctor/__init__.py"} <= names
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    entry_points = zipfile.ZipFile(wheel).read(f"accel_ddp-{__version__}.dist-info/entry_points.txt").decode()
+    assert "accel-ddp = accel_ddp.cli:main" in entry_points
+    assert "[torchrun.handlers]" in entry_points, "the preflight inside of the launchers"
+
+
+def test_the_version_is_written_in_one_place(wheel, installed, tmp_path):
+    assert wheel.name.startswith(f"accel_ddp-{__version__}-")
+    assert f"\nVersion: {__version__}\n" in zipfile.ZipFile(wheel).read(f"accel_ddp-{__version__}.dist-info/METADATA").decode()
+    assert run_installed(installed, tmp_path, "--version").well().text == f"accel-ddp {__version__}\n"
+
+
+def test_an_installed_recipe_runs_in_any_folder(installed, tmp_path, cache):
+    """With the default config, which is in the wheel too. tests/test_cli.py starts two ranks."""
+    listed = run_installed(installed, tmp_path, "recipes").well()
+    assert "classify  " in listed.text
+    small = ["--steps", "2", "--max_train_items", "32", "--max_eval_items", "8", "--no_eval_first"]
+    ended = run_installed(installed, tmp_path, "run", "classify", *small, ACCEL_DDP_CACHE=cache).well()
+    assert "1 node x 1 rank " in ended.text
+    (model,) = (tmp_path / "runs" / "classify").glob("*/model")
+    assert "classify.py" in (model / "README.md").read_text()
+    where = run_installed(installed, tmp_path, "-c", "import accel_ddp; print(accel_ddp.__file__)", program="python").well()
+    assert Path(where.text.strip()).is_relative_to(installed.parent)
+
+
+def test_an_editable_install_uses_the_repository(tmp_path):
+    bin_folder = new_environment(tmp_path / "venv", "-e", ROOT)
+    assert "classify  " in run_installed(bin_folder, tmp_path, "recipes").well().text
+    code = "import accel_ddp.recipe_files as files; print(files.recipes_folder(), files.configs_folder())"
+    found = run_installed(bin_folder, tmp_path, "-c", code, program="python").well()
+    assert found.text.split() == [str(ROOT / "recipes"), str(ROOT / "accelerate_configs")]
+
+
+def test_importing_the_package_imports_nothing_else():
+    """`--help`, a mistyped option and the doctor must not wait for torch; also importlib.metadata would cost 20 ms."""
+    code = "import sys; before = set(sys.modules); import accel_ddp; print(sorted(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {"torch", "accelerate", "transformers", "numpy", "tyro", "yaml", "importlib.metadata", "argparse"}
+    assert not heavy & set(eval(found.stdout))
+
+
+def test_public_names_are_the_same_for_programs_and_for_type_checkers():
+    import ast
+
+    import accel_ddp
+
+    tree = ast.parse((ROOT / "accel_ddp" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    declared = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert declared == set(accel_ddp.__all__)
+    for name in accel_ddp.__all__:
+        assert getattr(accel_ddp, name) is not None
