@@ -33,10 +33,10 @@ from seqeval.metrics import f1_score
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 
-from accel_ddp.config import parse_config
+from accel_ddp.parsing import parse_config
+from accel_ddp.sources.models import load_tokenizer, locate
 from accel_ddp.tasks.masking import Masked
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
-from accel_ddp.sources.models import load_tokenizer, locate
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 transformers.utils.logging.disable_progress_bar()

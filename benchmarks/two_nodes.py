@@ -92,7 +92,7 @@ class Bench:
     def words(self, row: Row, batch: int, micro: int, steps: int) -> list[str]:
         extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
         extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
-        extra += f" --compile {row.compile} --packing {row.packing}"
+        extra += f" --compile {row.compile} --padding_free {row.packing}"
         # A later option wins over an earlier one.
         return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, steps, 0, extra)
 

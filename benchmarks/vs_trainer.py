@@ -1,7 +1,7 @@
 """HF Trainer beside our recipes on one GPU: samples and tokens a second, warm-up, a whole job's seconds, memory, loss curves.
 
     python benchmarks/vs_trainer.py --work DIR --out speed.json                         # each variant's steady state
-    python benchmarks/vs_trainer.py --work DIR --only bert32 --ours "eager=--compile off" --ours "rows=--packing off"
+    python benchmarks/vs_trainer.py --work DIR --only bert32 --ours "eager=--compile off" --ours "rows=--padding_free off"
     python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, start-up included
     python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both
     python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to see that it works
@@ -78,7 +78,7 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
     sys.path.append(str(ROOT / "recipes"))
     from importlib import import_module
 
-    from accel_ddp.config import parse_config
+    from accel_ddp.parsing import parse_config
     from accel_ddp.sources.models import load_tokenizer
 
     recipe = import_module(job.recipe)

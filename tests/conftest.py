@@ -190,8 +190,8 @@ def tiny_model(tmp_path_factory) -> str:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from accel_ddp.sources import models
     from accel_ddp.config import RecipeConfig
+    from accel_ddp.sources import models
 
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = models.load_tokenizer(RecipeConfig(model="builtin:all-MiniLM-L6-v2"))

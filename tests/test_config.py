@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_ddp.config import RecipeConfig, TrainConfig, parse_config
+from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.parsing import parse_config
 
 
 @dataclass(kw_only=True)

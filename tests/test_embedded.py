@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.sources import builtin, rows
 from accel_ddp.errors import UserError
+from accel_ddp.sources import builtin, rows
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows

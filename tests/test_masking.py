@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_ddp.tasks import masking
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
+from accel_ddp.tasks import masking
 from accel_ddp.training.stream import _SeededItems
 
 TEXT = "the unbelievable tokenizer splits extraordinarily long words, and [MASK] is text like any other: naïve 東京 ok"

@@ -14,11 +14,12 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.speed import attach, autobatch, flops, linear_cross_entropy, padding_free
-from accel_ddp.training import losses
-from accel_ddp.speed import padding_free_model as packs
-from accel_ddp.config import TrainConfig, parse_config
+from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.parsing import parse_config
+from accel_ddp.speed import attach, autobatch, flops, linear_cross_entropy, padding_free
+from accel_ddp.speed import padding_free_model as packs
+from accel_ddp.training import losses
 from accel_ddp.training.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 
@@ -249,7 +250,7 @@ def test_gradient_checkpointing_computes_the_same_packed():
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(straight, computed(model, batch)) < 1e-6
     assert rows_of(packed, model, batch) == [sum(LENGTHS)] * 6, "each layer once more in the backward pass"
-    with pytest.raises(RuntimeError, match="--packing off"):
+    with pytest.raises(RuntimeError, match="--padding_free off"):
         computed(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
 
 
@@ -428,7 +429,7 @@ def test_a_run_says_how_fast_it_is_and_finds_its_micro_batch(tmp_path):
     sft = ROOT / "recipes" / "sft.py"
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
     assert "--micro_batch_size auto: 6 x 1 micro-batch per rank" in auto.text
-    one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--packing", "off", "--output_dir", tmp_path / "one").well()
+    one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--padding_free", "off", "--output_dir", tmp_path / "one").well()
     assert "texts are packed" in auto.text
     assert "texts are packed" not in one.text
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("auto", "one")]
@@ -469,9 +470,9 @@ def test_the_largest_size_is_found_by_doubling_and_halving():
 
 def test_what_was_asked_for_and_is_not_possible_is_said(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
-    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--packing", "on", "--compile", "on"]
+    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--padding_free", "on", "--compile", "on"]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
-    assert "--packing on: not possible: the model has 2 stacks of layers. Texts are padded." in text
+    assert "--padding_free on: not possible: the model has 2 stacks of layers. Texts are padded." in text
     assert "--compile on: not possible: there is no GPU." in text
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from accel_ddp.errors import UserError
-from accel_ddp.tasks.tagging import Tags, aligned, entity_scores, for_words, load_words, problem
 from accel_ddp.tasks.generation_metrics import are_cut, decoded, generation_config, of_texts
+from accel_ddp.tasks.tagging import Tags, aligned, entity_scores, for_words, load_words, problem
 
 NAMES = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from accel_ddp.config import TrainConfig, parse_config
+from accel_ddp.config import TrainConfig
+from accel_ddp.parsing import parse_config
 from accel_ddp.tune import processes, results, search, settings, shapes, tuner
 from tests.conftest import Running, clean_environment, free_port, run_all
 
@@ -236,8 +237,8 @@ def test_scores_bucket_sizes_hooks_and_interfaces_are_chosen_as_documented():
 def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     from transformers import AutoModelForSequenceClassification
 
-    from accel_ddp.tasks import gradient_shapes
     from accel_ddp.config import RecipeConfig
+    from accel_ddp.tasks import gradient_shapes
 
     weights = list(AutoModelForSequenceClassification.from_pretrained(tiny_model).parameters())
     assert gradient_shapes.__name__ == tuner.SHAPES_MODULE

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_ddp.tasks import vision
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.tasks.labels import Labels
 from accel_ddp.seeds import seed_host
+from accel_ddp.tasks import vision
+from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.stream import _SeededItems
 
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_ddp
-from accel_ddp.ranks import world
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 from accel_ddp.training import evaluation, optim
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.stream import TrainBatches
 
@@ -97,7 +98,7 @@ def stream(accelerator, cfg, dataset, num_steps, first=0, **changes) -> torch.Te
     cfg = dataclasses.replace(cfg, **changes)
     updates = TrainBatches(dataset, torch.stack).starting_at(first, accelerator, cfg)
     mine = [torch.stack(next(updates)) for _ in range(num_steps)]
-    shares = world.gathered(torch.stack(mine))  # rank -> step, micro-batch, item
+    shares = gather_objects(torch.stack(mine))  # rank -> step, micro-batch, item
     if shares is None:
         return torch.empty(0)
     return torch.stack(shares, dim=2).flatten(1, 3).flatten(0, 1)  # step, micro-batch, rank, item
@@ -149,13 +150,13 @@ def resumed(accelerator, cfg):
     """Stopped after 5 of 9 steps, then gone on with; dropout on."""
     common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": cfg.output_dir + "_resumed", "lr_schedule": "constant"}
     trained(accelerator, cfg, steps=5, **common)
-    world.agreed(None)  # the main rank has written before the others read
+    broadcast_object(None)  # the main rank has written before the others read
     return trained(accelerator, cfg, steps=9, resume="auto", **common)
 
 
 def _same_everywhere(results) -> bool:
     mine = [v["weights"] for v in results.values() if isinstance(v, dict) and "weights" in v]
-    shares = world.gathered(mine)
+    shares = gather_objects(mine)
     return shares is None or all(torch.equal(a[k], b[k]) for share in shares for a, b in zip(shares[0], share) for k in a)
 
 

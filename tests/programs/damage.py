@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
 
@@ -68,7 +69,7 @@ def main(cfg: Config) -> None:
                     train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
                     loss_sum=lambda model, batch: model(batch).square().sum(), files={"note.txt": b"of the user"},
                 )  # fmt: skip
-            except (UserError, accel_ddp.world.Stopped) as problem:
+            except (UserError, accel_ddp.ranks.failures.Stopped) as problem:
                 error = str(problem)
         left = sorted(p.name for p in folder.iterdir())
         end = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)

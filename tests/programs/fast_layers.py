@@ -7,10 +7,10 @@ import torch
 from accelerate import Accelerator
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from accel_ddp.speed import attach, linear_cross_entropy, padding_free
-from accel_ddp.training import losses
 from accel_ddp.config import TrainConfig
 from accel_ddp.seeds import seed_torch
+from accel_ddp.speed import attach, linear_cross_entropy, padding_free
+from accel_ddp.training import losses
 from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 from accel_ddp.ranks import world
 from accel_ddp.saving import format
-from accel_ddp.config import TrainConfig, run
 
 
 @dataclass(kw_only=True)
@@ -53,7 +54,7 @@ def main(cfg: Config) -> None:
                 train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
                 loss_sum=lambda model, batch: model(batch).square().sum(),
             )  # fmt: skip
-        whole = {path.name: format.problem(path) for path in format.all_of(folder)}
+        whole = {path.name: format.find_problem(path) for path in format.list_checkpoints(folder)}
         left = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
         return {"said": said.getvalue(), "whole": whole, "left": left, "unsaved": world.unsaved}
 

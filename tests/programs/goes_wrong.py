@@ -5,7 +5,8 @@ import time
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
@@ -62,7 +63,7 @@ def main(cfg: Config) -> None:
         if child == 0:
             os.dup2(writer, 1)
             last = 0 if number < cfg.kills else cfg.stop_after or before + 3
-            with contextlib.suppress(accel_ddp.world.Stopped):
+            with contextlib.suppress(accel_ddp.ranks.failures.Stopped):
                 life(dataclasses.replace(cfg, resume="auto" if number else "", stop_after=last))
             os._exit(0)
         os.close(writer)

@@ -1,7 +1,8 @@
 """A loss so steep that float16 gradients overflow until the scaler has come down."""
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 def main(cfg: TrainConfig) -> None:

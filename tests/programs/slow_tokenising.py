@@ -3,7 +3,8 @@
 import time
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 def main(cfg: TrainConfig) -> None:
@@ -18,7 +19,7 @@ def main(cfg: TrainConfig) -> None:
 
     with accel_ddp.together("tokenise"):
         rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
-        done = accel_ddp.data.map_once(rows, slow, depends_on=None, cfg=cfg)
+        done = accel_ddp.tokenisation.map_once(rows, slow, depends_on=None, cfg=cfg)
     accelerator.wait_for_everyone()
     print(f"rank {accelerator.process_index} sees {list(done['n'])}")
 

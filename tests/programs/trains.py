@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig, run
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
@@ -60,8 +61,8 @@ def main(cfg: Config) -> None:
 
     def evaluate(model):
         measure.began = False
-        batches = accel_ddp.metrics.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
-        return accel_ddp.metrics.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
+        batches = accel_ddp.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
+        return accel_ddp.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
 
     accel_ddp.fit(
         accelerator,
