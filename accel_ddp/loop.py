@@ -28,11 +28,11 @@ from accel_ddp.training.whole_batch import LossSum, WholeBatch
 
 
 class Outcome(NamedTuple):
-    """How a run ended. Return it from `main`, so that a run without its last checkpoint ends with exit code 74."""
+    """How a run ended."""
 
     metrics: dict[str, float]  # of the last evaluation
     step: int
-    unsaved: str = ""  # why the last state is not on the disk
+    unsaved: str = ""  # why the last state is not on the disk; the process then ends with exit code 74
 
 
 def fit(
@@ -204,6 +204,7 @@ class _Run:
                 f"best {cfg.keep_best}: {value:.4f} at step {best}, in {cfg.output_dir}/step_{best:08d}. Export it with: "
                 f"accel-ddp export {cfg.output_dir} FOLDER"
             )
+        process.unsaved = unsaved
         return Outcome(self.metrics, self.step, unsaved)
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:

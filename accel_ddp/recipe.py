@@ -5,9 +5,7 @@ from typing import Any
 from accel_ddp import export
 from accel_ddp.accelerator import start
 from accel_ddp.config import TrainConfig
-from accel_ddp.errors import UserError
 from accel_ddp.loop import Outcome, fit
-from accel_ddp.ranks.failures import Failure, RunFailure
 from accel_ddp.training import hooks, optim
 
 
@@ -33,12 +31,7 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
         hooks=hooks.standard(accelerator, cfg),
         files=files,
     )
-    try:
-        if accelerator.is_main_process and hasattr(task, "report") and (text := task.report()):
-            print(text)
-        export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""))
-    except UserError as error:
-        if outcome.unsaved:
-            raise RunFailure(Failure("unsaved", f"{outcome.unsaved} And: {error}")) from error
-        raise
+    if accelerator.is_main_process and hasattr(task, "report") and (text := task.report()):
+        print(text)
+    export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""))
     return outcome

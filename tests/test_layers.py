@@ -32,7 +32,7 @@ ALLOWED = {
     "accelerator": [*LOWEST, "ranks", "saving"],
     "export": [*LOWEST, "ranks", "saving", "sources", "tasks"],
     "loop": [*LOWEST, "ranks", "saving", "training", "speed"],
-    "recipe": [*LOWEST, "ranks", "training", "accelerator", "export", "loop"],
+    "recipe": [*LOWEST, "training", "accelerator", "export", "loop"],
     "entry": [*LOWEST, "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
     "recipe_files": [],

@@ -52,6 +52,7 @@ class Process:
 
         self.failure: Failure | None = None  # the first failure of any rank, once received
         self.is_leaving = threading.Event()  # from now on it does not matter that other ranks end
+        self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.is_writing = False  # a checkpoint is being written; the process must not end before it is complete
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process
         self.stop = StopRequest()

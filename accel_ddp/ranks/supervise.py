@@ -21,21 +21,16 @@ from accel_ddp.ranks.process import process
 
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
-    """Run `main(cfg)`, print what went wrong if anything did, and return the exit code.
-
-    A result of `main` with a non-empty attribute `unsaved` (see `loop.Outcome`) means that the run ended without its last
-    checkpoint.
-    """
+    """Run `main(cfg)`, print what went wrong if anything did, and return the exit code."""
     signals.listen(cfg)
     try:
         try:
-            result = main(cfg)
+            main(cfg)
         except SystemExit as exit:
             if exit.code:
                 raise
-            result = None
-        if unsaved := getattr(result, "unsaved", ""):
-            return _leave(Failure("unsaved", unsaved))
+        if process.unsaved:
+            return _leave(Failure("unsaved", process.unsaved))
         if process.store:
             _wait_for_last_collectives()
             if not process.close_watch():
@@ -52,7 +47,7 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         return exit.code if isinstance(exit.code, int) else 1
     except UserError as error:
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
-        failure = Failure("error", text)
+        failure = Failure("unsaved", f"{process.unsaved} And: {text}") if process.unsaved else Failure("error", text)
         store_failure(failure)
         return _leave(failure)
     except Exception as error:

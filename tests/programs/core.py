@@ -10,8 +10,8 @@ from torch import nn
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.training import evaluation, optim
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
+from accel_ddp.training import evaluation, optim
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.stream import TrainBatches
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.ranks import world
 from accel_ddp.saving import format
 
 
@@ -47,16 +46,15 @@ def main(cfg: Config) -> None:
         hook.on_update = lambda numbers, rate: (at_step(numbers.step), time.sleep(0.05))
         hooks = [hook, *(accel_ddp.hooks.standard(accelerator, config) if standard else [])]
         said = io.StringIO()
-        world.unsaved = ""
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            accel_ddp.fit(
+            outcome = accel_ddp.fit(
                 accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
                 train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
                 loss_sum=lambda model, batch: model(batch).square().sum(),
             )  # fmt: skip
         whole = {path.name: format.find_problem(path) for path in format.list_checkpoints(folder)}
         left = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
-        return {"said": said.getvalue(), "whole": whole, "left": left, "unsaved": world.unsaved}
+        return {"said": said.getvalue(), "whole": whole, "left": left, "unsaved": outcome.unsaved}
 
     results = {}
     results["too small"] = fit(disk("too_small", "size=2m"))

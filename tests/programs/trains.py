@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
+from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -18,13 +19,11 @@ class Config(TrainConfig):
     lr: float = 0.01
     keep_last: int = 9
     log_every: int = 1
-    step_seconds: float = 0.0  # how long a step takes at least
-    eval_seconds: float = 0.0  # how long an evaluation takes at least
-    busy_seconds: float = 0.0  # of the last rank, before its first step
+    step_seconds: float = option(0.0, "how long a step takes at least", affects_result=False)
+    eval_seconds: float = option(0.0, "how long an evaluation takes at least", affects_result=False)
+    busy_seconds: float = option(0.0, "how long the last rank is busy before its first step")
     width: int = 16
-    wrong: str = ""  # a mistake: mean
-
-    harmless = (*TrainConfig.harmless, "step_seconds", "eval_seconds")
+    wrong: str = option("", "a mistake: mean")
 
 
 def main(cfg: Config) -> None:
