@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from accel_ddp.config import TrainConfig, parse_config
+from accel_ddp.config import TrainConfig
+from accel_ddp.parsing import parse_config
 from accel_ddp.tune import processes, results, search, settings, shapes, tuner
 from tests.conftest import Running, clean_environment, free_port, run_all
 
@@ -62,7 +63,8 @@ def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_pat
     outs[0].mkdir()
     (outs[0] / "tuned.env").write_text("NCCL_BUFFSIZE=1\n")
     tries = ["--try", "GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608", "--try", "GLOO_SOCKET_IFNAME=nowhere0"]
-    ended = run_all(*commands(*tries, "--model", tiny_model, out=outs), timeout=150).well()
+    words = ["--minutes", "3", *tries, "--model", tiny_model]  # enough time for every --try, also on a busy machine
+    ended = run_all(*commands(*words, out=outs), timeout=240).well()
     tables = [text[text.index("tuning 2 ranks on 2 nodes") :] for text in ended.texts]
     assert tables[0].split(USAGE)[0] == tables[1].split(USAGE)[0]
     for folder, text in zip(outs, tables):
@@ -236,8 +238,8 @@ def test_scores_bucket_sizes_hooks_and_interfaces_are_chosen_as_documented():
 def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     from transformers import AutoModelForSequenceClassification
 
-    from accel_ddp.tasks import gradient_shapes
     from accel_ddp.config import RecipeConfig
+    from accel_ddp.tasks import gradient_shapes
 
     weights = list(AutoModelForSequenceClassification.from_pretrained(tiny_model).parameters())
     assert gradient_shapes.__name__ == tuner.SHAPES_MODULE
