@@ -63,7 +63,8 @@ def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_pat
     outs[0].mkdir()
     (outs[0] / "tuned.env").write_text("NCCL_BUFFSIZE=1\n")
     tries = ["--try", "GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608", "--try", "GLOO_SOCKET_IFNAME=nowhere0"]
-    ended = run_all(*commands(*tries, "--model", tiny_model, out=outs), timeout=150).well()
+    words = ["--minutes", "3", *tries, "--model", tiny_model]  # enough time for every --try, also on a busy machine
+    ended = run_all(*commands(*words, out=outs), timeout=240).well()
     tables = [text[text.index("tuning 2 ranks on 2 nodes") :] for text in ended.texts]
     assert tables[0].split(USAGE)[0] == tables[1].split(USAGE)[0]
     for folder, text in zip(outs, tables):
