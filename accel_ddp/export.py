@@ -121,7 +121,7 @@ def _model_of(path: Path) -> Any:
     import transformers
     from safetensors.torch import load_file
 
-    from accel_ddp import vision  # makes its own models known to transformers
+    from accel_ddp.tasks import vision  # registers its models with transformers
 
     prepare_hub()
     with_adapters = (path / "files" / "adapter_config.json").is_file()

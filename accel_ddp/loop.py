@@ -209,14 +209,14 @@ class _Run:
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
         if not self.step:
-            return Failure("stopped", f"by {reason}, before the first step. There is nothing to save.")
+            return Failure("stopped", f"requested by {reason} before the first step. There is nothing to save.")
         if unsaved:
             return Failure(
-                "unsaved", f"the run was stopped by {reason}, but {unsaved}. --resume continues from an older checkpoint."
+                "unsaved", f"a stop was requested by {reason}, but {unsaved}. --resume continues from an older checkpoint."
             )
         return Failure(
             "stopped",
-            f"by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, type the same command with "
+            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, type the same command with "
             f"--resume --output_dir {self.cfg.output_dir}",
         )
 

@@ -1,4 +1,4 @@
-"""Promise 3: a checkpoint is whole or absent, damage is found and named, and no full disk or kill loses what was saved."""
+"""Promise 3: a checkpoint is complete or absent, damage is detected and reported, and no full disk or kill loses saved work."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def test_what_is_half_written_is_not_there(damage):
 
 def test_where_all_are_damaged_nothing_is_trained(damage):
     """A fresh start would look like a resumed run and be another."""
-    assert "no whole checkpoint is left" in damage["all damaged"]["error"]
+    assert "no complete checkpoint is left" in damage["all damaged"]["error"]
     assert damage["all damaged"]["from"] is None
 
 
@@ -58,7 +58,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(damage):
 
 
 def test_a_newer_format_and_another_model_are_refused(damage):
-    assert "newer version of accel_ddp (format 2; this one reads 1)" in damage["newer"]["error"]
+    assert "newer version of accel_ddp (format 2; this version reads 1)" in damage["newer"]["error"]
     assert (
         "0.weight is ([5, 3], torch.float32) in the model and ([4, 3], torch.float32) in the checkpoint"
         in (damage["another model"]["error"])
@@ -68,9 +68,10 @@ def test_a_newer_format_and_another_model_are_refused(damage):
 @pytest.mark.parametrize(
     ("case", "words"),
     {
-        "lr": "--lr: 0.01 then, 0.02 now", "seed": "--seed: 0 then, 1 now", "batch": "--global_batch_size: 4 then, 8 now",
-        "steps": "--steps: 6 then, 8 now", "data": "the training data: 40 items then, 40 now, or of other content",
-        "fewer data": "the training data: 40 items then, 39 now",
+        "lr": "--lr was 0.01 and is now 0.02", "seed": "--seed was 0 and is now 1",
+        "batch": "--global_batch_size was 4 and is now 8", "steps": "--steps was 6 and is now 8",
+        "data": "the training data had 40 items and have 40 now, or other content",
+        "fewer data": "the training data had 40 items and have 39 now",
     }.items(),
 )  # fmt: skip
 def test_options_that_change_the_result_are_refused_by_name(damage, case, words):
@@ -83,7 +84,7 @@ def test_harmless_options_and_allowed_changes_go_on(damage):
     for case in ("changed log_every", "changed micro"):
         assert damage[case]["from"] == 4
     assert damage["changed log_every"]["end"] == damage["straight"]["end"]
-    assert "going on with --lr: 0.01 then, 0.02 now" in damage["allowed lr"]["said"]
+    assert "continuing although --lr was 0.01 and is now 0.02" in damage["allowed lr"]["said"]
     assert damage["allowed lr"]["end"] != damage["straight"]["end"], "the new rate is used, not the saved one"
 
 
@@ -93,7 +94,7 @@ def test_a_path_says_where_to_go_on_from(damage):
     assert {"later_step_00000004", "later_step_00000006", "step_00000006"} <= set(damage["back to 2"]["left"])
     assert "resumed at step 6" in damage["path of a run"]["said"]
     assert "no node has a checkpoint there" in damage["no path"]["error"]
-    assert "no whole checkpoint is left" in damage["damaged path"]["error"]
+    assert "no complete checkpoint is left" in damage["damaged path"]["error"]
 
 
 def test_the_best_is_kept_and_marked_and_early_stopping_remembers(damage):
@@ -116,7 +117,7 @@ def test_the_same_command_again_goes_on_and_does_not_go_back(damage):
 
 def test_another_optimizer_starts_anew_where_that_is_allowed(damage):
     assert damage["allowed optimizer"]["from"] == 4
-    assert "the optimizer starts anew: it was AdamW, and is SGD" in damage["allowed optimizer"]["said"]
+    assert "the optimizer was AdamW and is now SGD: its state starts from zero" in damage["allowed optimizer"]["said"]
 
 
 def test_a_run_that_fails_does_not_end_before_its_save_is_whole(damage):
@@ -151,7 +152,7 @@ def full(tmp_path_factory) -> dict:
 
 def test_a_disk_that_is_too_small_is_found_before_writing(full):
     assert full["too small"]["said"].count("3.13 MB are needed and 2.10 MB are free in") == 5, "at each interval, and at the end"
-    assert full["too small"]["unsaved"].startswith("unsaved: the run is at its end")
+    assert full["too small"]["unsaved"].startswith("the run is complete, but the checkpoint of step 8")
     assert full["room for two"]["whole"] == {"step_00000002": "", "step_00000004": ""}, "old ones are kept"
     assert full["exit"]["exit code"][0] == 74
     assert "Traceback" not in full["exit"]["exit code"][1]
@@ -177,7 +178,7 @@ def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(full):
 
 def test_a_log_on_a_full_disk_does_not_end_the_run(full):
     assert full["log on a full disk"]["unsaved"] == ""
-    assert full["log on a full disk"]["said"].count("training goes on: No space left on device") == 1
+    assert full["log on a full disk"]["said"].count("cannot be written: No space left on device. Training continues.") == 1
 
 
 def test_a_read_only_folder_is_refused_before_training(full):

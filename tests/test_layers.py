@@ -35,7 +35,7 @@ ALLOWED = {
     "recipe": [*LOWEST, "training", "accelerator", "export", "loop"],
     "entry": [*LOWEST, "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
-    "recipe_files": [],
+    "recipe_files": ["errors"],
     "cli": ["errors", "recipe_files", "doctor", "tune", "export", "verify"],
 }
 

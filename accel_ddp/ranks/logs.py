@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+from typing import TextIO
 
 
 class _RankFilter(logging.Filter):
@@ -20,12 +21,23 @@ class _RankFilter(logging.Filter):
         return self.rank == 0 or record.levelno >= logging.WARNING
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Writes to the current `sys.stderr`, which may be replaced after the handler was made."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def configure() -> None:
     """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
     logger = logging.getLogger("accel_ddp")
     if logger.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.addFilter(_RankFilter())
     handler.setFormatter(logging.Formatter("%(prefix)s%(severity)s%(message)s"))
     logger.addHandler(handler)
