@@ -1,4 +1,4 @@
-"""A trained model as an ordinary transformers folder: weights, config, tokenizer, label names and a model card."""
+"""Exports a trained model as a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
 
 import copy
 import json
@@ -19,19 +19,20 @@ from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
 from accel_ddp.sources.hub import prepare_hub
 
-BASE = "base"  # the folder with the config of the model below adapters
+BASE = "base"  # subfolder for the config of the model below adapters
 
 TASKS = {
     "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
     "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
     "pretrain_mlm.py": "fill-mask",
-}  # the hub's words  # fmt: skip
+}  # the Hub's names of tasks  # fmt: skip
 
 
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
-    """What such a folder has beside the weights, and `more`. In every checkpoint, so that each one can be exported alone.
+    """Return the files of the exported folder except the weights, and `more`.
 
-    `processor` is what belongs to the model: a tokenizer, or what prepares images.
+    They are stored in every checkpoint, so that each one can be exported alone. `processor` is a tokenizer or an image
+    processor.
     """
     base = model.get_base_model() if has_adapters(model) else model
     config = copy.deepcopy(base.config)
@@ -39,11 +40,11 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     with tempfile.TemporaryDirectory() as folder:
         if has_adapters(model):
             model.peft_config["default"].save_pretrained(folder)
-        # Beside adapters the config of the whole model would be taken for the model itself.
+        # Next to adapters, transformers would take the config of the whole model for the model itself.
         config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
         if base.can_generate():
             base.generation_config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
-        if getattr(processor, "is_fast", False):  # else the file tells whether the rows came from the cache
+        if getattr(processor, "is_fast", False):  # otherwise the file would depend on whether the rows came from the cache
             processor.backend_tokenizer.no_truncation()
             processor.backend_tokenizer.no_padding()
         processor.save_pretrained(folder)
@@ -52,11 +53,11 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
 
 
 def at_the_end(
-    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, try_it: str = ""
+    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, example: str = ""
 ) -> None:
-    """OUTPUT_DIR/model, whole or not there, and on the hub if `--push_to_hub` asks for it. Call on every rank.
+    """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
-    `try_it` is Python that uses the folder, named by {folder} in it.
+    `example` is Python code that uses the exported {folder}.
     """
     with together("export the model"):
         if not accelerator.is_main_process:
@@ -69,24 +70,24 @@ def at_the_end(
             push(folder, cfg.push_to_hub)
         print(f"model saved in {folder}")
         if has_adapters(model) and not merge:
-            print("as one model: the same command with --merge_adapters, or accel-ddp export --merge of a checkpoint")
-        elif try_it:
-            print(f'try:  python -c "{try_it.format(folder=folder)}"')
-        print("next: your own data with --train_file or --dataset; all options with --help")
+            print("To get one model, add --merge_adapters to the command, or run accel-ddp export --merge on a checkpoint.")
+        elif example:
+            print(f'try:  python -c "{example.format(folder=folder)}"')
+        print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
 def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = False) -> Path:
-    """Export a checkpoint, or of a run's folder the best one, or the newest whole one where none is marked."""
+    """Export a checkpoint. If `place` is the folder of a run, export its best checkpoint, or else its newest complete one."""
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{out}: is there already. Give a folder that is not.")
+        raise UserError(f"{out}: exists already. Name a folder that does not exist.")
     problem = format.find_problem(path)
     if problem:
-        raise UserError(f"{path}: {problem}. It is not exported.")
+        raise UserError(f"{path}: {problem}. It cannot be exported.")
     if not any((path / "files" / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
-            f"{path}: holds no config of a transformers model, so that it cannot become such a folder. Its weights are in "
-            f"{path / format.MODEL}: load them with safetensors."
+            f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
+            f"{path / format.MODEL}. Load them with safetensors."
         )
     run = format.read_run(path)
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
@@ -106,15 +107,15 @@ def _chosen(place: Path) -> Path:
         return place
     best = format.read_json(place / "best.json")
     if isinstance(best, dict) and (place / best["checkpoint"]).is_dir():
-        print(f"{place}: the best is {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
+        print(f"{place}: exporting the best checkpoint, {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
         return place / best["checkpoint"]
     for path in reversed(there):
         problem = format.find_problem(path)
         if not problem:
-            print(f"{place}: the newest is {path.name}")
+            print(f"{place}: exporting the newest checkpoint, {path.name}")
             return path
         print(f"{path}: {problem}", file=sys.stderr)
-    raise UserError(f"{place}: no checkpoint in it is whole.")
+    raise UserError(f"{place}: contains no complete checkpoint.")
 
 
 def _model_of(path: Path) -> Any:
@@ -129,7 +130,7 @@ def _model_of(path: Path) -> Any:
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None) or getattr(vision, name, None)
     if kind is None:
-        raise UserError(f"{path}: this transformers has no {name}. Install the version of the run: see run.json.")
+        raise UserError(f"{path}: the installed transformers has no {name}. Install the version that run.json names.")
     if with_adapters:
         import peft
 
@@ -139,22 +140,22 @@ def _model_of(path: Path) -> Any:
         try:
             base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
         except Exception as error:
-            raise UserError(f"{path}: holds adapters; the model below them, {place}, cannot be loaded: {error}") from error
+            raise UserError(f"{path}: the model below its adapters, {place}, cannot be loaded: {error}") from error
         model = peft.get_peft_model(base, adapters)
     else:
         model = kind(config)
     weights, names = load_file(path / format.MODEL), to_save(model)
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
-        raise UserError(f"{path}: the weights are not those of a {type(model).__name__}: {', '.join(first)} ...")
+        raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
     if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
-    model.load_state_dict(weights, strict=False)  # tied weights are there once
+    model.load_state_dict(weights, strict=False)  # tied weights are stored once
     return model
 
 
 def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: bool = False) -> None:
-    if merge and has_adapters(model):  # a copy: the model that was trained stays as it is
+    if merge and has_adapters(model):  # a copy, so that the trained model keeps its adapters
         model = copy.deepcopy(model).merge_and_unload()
         files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != "adapter_config.json"}
     partial = folder.with_name(f".{folder.name}.partial")
@@ -162,30 +163,30 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
     try:
         partial.mkdir(parents=True)
         model.save_pretrained(partial)
-        for name, content in files.items():  # over what was written by a model that was made anew from a checkpoint
+        for name, content in files.items():  # they replace those that `save_pretrained` has written
             if name != "adapter_config.json":
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes(content)
         (partial / "README.md").write_text(card(facts))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
-        if folder.exists():  # out of sight first: a kill meanwhile must not leave half of it
+        if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
             shutil.rmtree(old, ignore_errors=True)
         partial.rename(folder)
-    except Exception as error:  # also safetensors' own for a full disk
+    except Exception as error:  # safetensors has its own error for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):
             raise UserError(
-                f"{folder}: the model could not be written on {process.host}: {error}. When there is room, export a checkpoint: "
-                f"accel-ddp export {folder.parent} OUT."
+                f"{folder}: the model could not be written on {process.host}: {error}. Free some space, and export a checkpoint with: "
+                f"accel-ddp export {folder.parent} FOLDER"
             ) from error
         raise
 
 
 def card(facts: dict[str, Any]) -> str:
-    """The README.md of a model: what it was made of and how good it is, for people and for the hub."""
+    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config, metrics = facts["config"], facts["metrics"]
@@ -206,7 +207,7 @@ def card(facts: dict[str, Any]) -> str:
         or None,
     )
     lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
-    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'data of its own'}`.", ""]
+    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
     if metrics:
         lines += ["## Evaluation", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
@@ -218,16 +219,16 @@ def card(facts: dict[str, Any]) -> str:
 
 
 def push(folder: Path, name: str) -> None:
-    """To the hub; the folder stays where it is, whatever happens."""
+    """Upload the folder to the Hub. The folder stays in its place, also if the upload fails."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi()
         repository = api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
-    except Exception as error:  # of many kinds: no network, no right, no token
+    except Exception as error:  # of many kinds: no network, no permission, no token
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--push_to_hub {name}: {first} The model is in {folder}; upload it later: hf upload {name} {folder}."
+            f"--push_to_hub {name}: {first} The model is in {folder}. Upload it later with: hf upload {name} {folder}"
         ) from error
     print(f"model uploaded to {repository}")

@@ -1,7 +1,7 @@
-"""`accel-ddp verify`: the promises, shown on the user's own machine or cluster, with the user's model and data.
+"""`accel-ddp verify`: tests the promises on the user's own machine or cluster, with the user's model and data.
 
-Every run is a launch of the recipe as it is, stopped after a few steps; what is compared are the samples
-that its data loaders fetched and the files of its last checkpoint.
+Every run launches the recipe unchanged and stops it after a few steps. The samples that its data loaders fetched and the files of
+its last checkpoint are compared.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ import psutil
 from accel_ddp.errors import UserError
 from accel_ddp.saving import format
 
-# SGD and no dropout: where a gradient is zero but for rounding, AdamW makes full steps of the rounding, and dropout draws
-# others for other micro-batches. Clipped to 1, a step moves the weights by at most this learning rate.
+# SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
+# micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
 EXACT = ["--no_dropout", "--no_tf32", "--optimizer", "sgd", "--lr", "0.01", "--lr_schedule", "constant", "--warmup_steps", "1"]
-ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by what the model computes in
+ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by the precision of computation
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Line:
     samples: str
     difference: str
     allowed: str
-    problem: str  # why it is a FAIL, or nothing
+    problem: str  # why the comparison failed; empty: it passed
 
 
 def verify(words: list[str], steps: int, folder: str) -> int:
-    """Print a table of comparisons; 0 if all hold, 1 if one does not."""
+    """Print a table of comparisons. Return 0 if all passed, and 1 if one failed."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
-        raise UserError("accel-ddp verify needs a recipe: accel-ddp verify recipes/classify.py [its options].")
+        raise UserError("accel-ddp verify needs a recipe: accel-ddp verify recipes/classify.py [options of the recipe]")
     launch, recipe, options = words[:at], words[at], words[at + 1 :]
     if not Path(recipe).is_file():
         raise UserError(f"accel-ddp verify {recipe}: there is no such file.")
@@ -52,8 +52,7 @@ def verify(words: list[str], steps: int, folder: str) -> int:
     place.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     try:
-        work = _Work(place, launch, recipe, options, steps)
-        code = work.done()
+        code = _Verification(place, launch, recipe, options, steps).compare_all()
         print(f"{time.monotonic() - began:.0f} seconds" + (f"; the runs are in {place}" if folder else ""))
         return code
     finally:
@@ -61,7 +60,9 @@ def verify(words: list[str], steps: int, folder: str) -> int:
             shutil.rmtree(place, ignore_errors=True)
 
 
-class _Work:
+class _Verification:
+    """The runs of one verification, in the folder `place`, and their comparison."""
+
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int):
         self.place, self.launch, self.recipe, self.steps = place, launch, recipe, steps
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
@@ -70,19 +71,21 @@ class _Work:
         self.port = int(_option(launch, "--main_process_port") or 29500)
         self.runs = 0
 
-    def done(self) -> int:
+    def compare_all(self) -> int:
         import torch
 
         gpus = torch.cuda.device_count() if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true") else 0
         lines: list[Line] = []
-        several = 0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)  # 4 of 6: it divides most batches
+        several = (
+            0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)
+        )  # a power of 2, which divides most batches
 
-        # On several nodes all runs of all nodes come first: those of the other nodes then never wait for node 0 alone.
+        # The runs on all nodes come first, so that the other nodes do not have to wait for the runs on node 0 alone.
         killed, end = self.killed("killed", several or 1)
         straight = self.run("straight", several or 1, end)
         ranks = self.run("ranks", several, self.steps, *EXACT) if several > 1 or self.launch else None
         if self.node > 0:
-            print(f"node {self.node} has done its part; the table is on node 0.")
+            print(f"node {self.node} has finished its runs. The table is printed on node 0.")
             return 0
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
         micro = one.run["config"]["micro_batch_size"]
@@ -99,7 +102,7 @@ class _Work:
         last_two = format.list_checkpoints(one.path.parent)[-2:]
         self.show(lines, precision, device, moved=_largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
-            print("Not compared: another number of ranks. There is one GPU; with two or more, or on CPUs, it is.")
+            print("Another number of ranks was not compared, because there is only one GPU.")
         return 1 if any(line.problem for line in lines) else 0
 
     # ---- runs
@@ -113,7 +116,7 @@ class _Work:
         self.runs += 1
         if self.launch and not alone:
             launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
-            port = ["--main_process_port", str(self.port + self.runs)]  # the last run's may still be closing
+            port = ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
             return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *port, *words]], [env]
         if ranks == 1:
             return [[sys.executable, *words]], [
@@ -140,10 +143,10 @@ class _Work:
         ]
 
     def killed(self, name: str, ranks: int) -> tuple["_Run", int]:
-        """Killed with SIGKILL as soon as its first checkpoint exists, on node 0; the other nodes' ranks lose it. Then resumed.
+        """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
 
-        Returns also the step after which it ended, which depends on when it was killed; not on several nodes, which cannot
-        tell each other: there the step is fixed, and later.
+        The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
+        the step, and it is later.
         """
         print(f"running: {name} ...", flush=True)
         fixed = self.steps + 20 if self.launch else 0
@@ -156,7 +159,7 @@ class _Work:
         before = format.list_checkpoints(self.place / name)
         at = format.step_of(before[-1]) if before else 0
         end = fixed or at + 4
-        if not before and self.node == 0:  # it failed by itself
+        if not before and self.node == 0:  # the run failed by itself
             return self.result(name, started, end), end
         print(f"running: {name}{f' at step {at}' if at else ''}, resumed ...", flush=True)
         started = self.start(name, *self.command(name, ranks, ["--resume", "--stop_after", str(end)], alone=False))
@@ -170,14 +173,14 @@ class _Work:
         found = format.list_checkpoints(self.place / name)
         if self.node > 0:
             return _Run(Path(), {}, {})
-        problem = format.find_problem(found[-1]) if found else "it left no checkpoint"
+        problem = format.find_problem(found[-1]) if found else "there is no checkpoint"
         run = format.read_run(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
-            problem = f"it came to step {run['step']}, not to {end}"
+            problem = f"it ended at step {run['step']} instead of {end}"
         if problem:
             tail = "\n".join((self.place / f"{name}.txt").read_text().splitlines()[-25:])
             codes = ", ".join(str(process.returncode) for process in started)
-            raise UserError(f"the run '{name}' ended with {codes}: {problem}. It said:\n{tail}")
+            raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
         return _Run(found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"]))
 
     # ---- comparisons
@@ -199,7 +202,7 @@ class _Work:
         same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{' and '.join(files)} differ" if files else ""
         if not 0 < b.killed_at < a.run["step"]:
-            problem = problem or "it was over before it could be killed: give it more data or steps"
+            problem = problem or "the run ended before it could be killed. Use more data or more --steps"
         what = f"killed at step {b.killed_at}, resumed"
         return Line(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
 
@@ -210,15 +213,14 @@ class _Work:
             for x in lines
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        print(f"\n{self.steps} steps of {self.recipe} on {device}, computed in {'float32' if precision == 'no' else precision}\n")
+        print(f"\n{self.steps} steps of {self.recipe} on {device}, in {'float32' if precision == 'no' else precision}\n")
         for row in [head, *rows]:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
         print(
-            "\nThe comparisons of micro-batches and ranks run without dropout and with SGD: dropout draws others for other "
-            "micro-batches,\nand AdamW makes full steps of rounding where a gradient is zero. The largest difference of any "
-            f"weight may be {ALLOWED[precision]:.0e},\nbecause sums in another order are rounded otherwise; in the last two "
-            f"steps alone weights moved by up to {moved:.0e}. A run that\nwas killed and resumed keeps your options, and its "
-            "weights and optimizer must be the same byte for byte."
+            "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
+            "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
+            f"{ALLOWED[precision]:.0e},\nbecause sums in another order are rounded differently. In the last two steps weights moved by up "
+            f"to {moved:.0e}.\nA run that was killed and resumed uses your options. Its weights and optimizer must be bit-identical."
         )
         for line in lines:
             if line.problem:
@@ -229,7 +231,7 @@ class _Work:
 class _Run:
     path: Path
     run: dict[str, Any]
-    samples: dict[int, set[int]]  # position in the stream: what was fetched for it
+    samples: dict[int, set[int]]  # position in the stream: the samples that were fetched for it
     killed_at: int = 0
 
 
@@ -244,7 +246,7 @@ def _samples(folder: Path, end: int) -> dict[int, set[int]]:
 
 
 def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) -> tuple[bool, str]:
-    """Whether each position of the stream got one and the same sample. `is_share`: `b` is what this node fetched of them."""
+    """Return whether each position of the stream got the same sample. `is_share`: `b` contains only those of this node."""
     if is_share and 0 < len(b) < len(a):
         same = sum(len(found) == 1 and a.get(position) == found for position, found in b.items())
         return same == len(b), f"{same} of {len(a)}, on this node"
