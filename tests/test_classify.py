@@ -138,7 +138,7 @@ def test_two_nodes_with_our_config_learn_the_same(one, arguments, tmp_path):
     ]  # fmt: skip
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
-    assert "No rank of 2 has a GPU: training on CPUs, over gloo." in ended.texts[0]
+    assert "No rank of 2 has a GPU. Training on CPUs over gloo." in ended.texts[0]
     assert_same_run(one, tmp_path / "run")
 
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_exports_what_the_run_did(one, tmp_path):
         [BIN / "accel-ddp", "export", one, tmp_path / "newest"],
     ]
     ended = run_all(commands, environments).well()
-    assert "the newest is step_00000012" in ended.texts[2]
+    assert "exporting the newest checkpoint, step_00000012" in ended.texts[2]
     there = {path.name for path in (one / "model").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= there
     for name in there - {"README.md", "accel_ddp.json"}:
@@ -248,8 +248,8 @@ def test_what_cannot_be_exported_or_uploaded_is_said_before_it_costs_anything(on
     commands = {
         "no such folder": [BIN / "accel-ddp", "export", tmp_path / "nowhere", tmp_path / "out"],
         "model.safetensors is damaged": [BIN / "accel-ddp", "export", damaged, tmp_path / "out"],
-        "is there already": [BIN / "accel-ddp", "export", one, one],
-        "no token of the hub": [sys.executable, CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir", tmp_path / "a"],
+        "exists already": [BIN / "accel-ddp", "export", one, one],
+        "has no Hub token": [sys.executable, CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir", tmp_path / "a"],
         "The model is in": [sys.executable, CLASSIFY, *arguments, "--steps", "1", "--push_to_hub", "me/it", "--output_dir",
                             tmp_path / "b"],
     }  # fmt: skip

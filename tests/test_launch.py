@@ -44,7 +44,7 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     ]
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
     assert "4 items per step = 2 nodes x 1 rank x 2 per micro-batch" in ended.texts[0]
-    assert ended.texts[0].count("`accel-ddp tune` finds what is faster here") == 1
+    assert ended.texts[0].count("`accel-ddp tune` finds faster ones for this cluster") == 1
 
 
 def test_the_variables_of_a_node_start_it(tmp_path):

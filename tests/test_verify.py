@@ -24,7 +24,7 @@ def test_it_fails_what_is_wrong_and_says_why():
     assert wrong.text.count("FAIL: ") == 1, "with the same micro-batches it does not matter who has them"
     broken = run_all([verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify()], [environment] * 3)
     assert broken.codes == [2, 2, 2]
-    assert "the run 'killed' ended with 2, 2: it left no checkpoint" in broken.texts[0]
+    assert "the run 'killed' ended with exit code 2, 2: there is no checkpoint" in broken.texts[0]
     assert "no such file" in broken.texts[1]
     assert "needs a recipe" in broken.texts[2]
     assert "Traceback" not in broken.text
@@ -45,4 +45,4 @@ def test_on_two_nodes():
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")] * 2)
     assert ended.codes == [0, 0], ended.text
     assert ended.texts[0].count("PASS") == 3, ended.texts[0]
-    assert "the table is on node 0" in ended.texts[1]
+    assert "The table is printed on node 0" in ended.texts[1]
