@@ -1,7 +1,7 @@
 """The coordinator on the main node: it waits for all nodes, compares them, and sends one verdict to every node.
 
 Each node opens one connection (see `client`) and sends `hello`, then its facts. The coordinator then requests probes of the
-data paths and a look at the output folder, and finally sends the verdict. Every message has a time limit.
+data paths and a check of the output folder, and finally sends the verdict. Every message has a time limit.
 """
 
 import asyncio
@@ -177,13 +177,13 @@ class Coordinator:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
 
-    def _report_missing(self, who: str, connected: str) -> Finding:
+    def _report_missing(self, missing: str, connected: str) -> Finding:
         rejected = f"; {self.num_rejected} connections without the token were rejected" if self.num_rejected else ""
         advice = next((m.hello["open"] for m in self.members if m.hello["open"]), "")
         is_loopback = self.address.startswith("127.")
         own = " (only this machine can reach this address: use one that the others can reach)" if is_loopback else ""
         return Finding(
-            "E_MISSING", f"{who} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
+            "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
             "start the same command there; if it is running, its output shows why it does not connect: TCP to "
             f"{self.address}{own} must be open ({advice}). --wait waits longer",
         )  # fmt: skip
