@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_ddp.doctor import compare, paths, sanitize, timeouts
+from accel_ddp.doctor.host import HOST
 from accel_ddp.doctor.members import Member, find_missing, findings_of_members, local_mains
 from accel_ddp.doctor.report import ERROR, Finding, has_errors, sort_findings
 from accel_ddp.net import messages
@@ -91,7 +92,8 @@ class Coordinator:
             self.unverified.pop(writer, None)
         if member.hello["node"] is None:  # c10d: node ranks are assigned here; the coordinator's node is 0
             taken = {one.hello["node"] for one in self.members} | {0}
-            is_mine = member.hello["pid"] == os.getpid()
+            # In containers, processes of different nodes may have the same pid.
+            is_mine = (member.hello["host"], member.hello["pid"]) == (HOST, os.getpid())
             member.hello["node"] = 0 if is_mine else next(n for n in range(len(taken) + 1) if n not in taken)
         if self.verdict or self.is_complete:
             await self._reject_late(member)
