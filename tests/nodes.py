@@ -1,12 +1,12 @@
-"""Real nodes on one machine: each with its own address, host name, hosts file, firewall and loopback.
+"""Nodes on one machine for tests, each with its own address, host name, hosts file, firewall and loopback.
 
-They are Linux namespaces that are joined by a bridge in one more namespace; the machine's own network is not touched. Files,
-processes and clocks are the machine's: nodes have one shared file system, and a pid is the same seen from all of them.
+A node is a set of Linux namespaces. A bridge in one more namespace connects the nodes, so the machine's own network does not
+change. Files, processes and clocks are those of the machine: nodes share one file system, and a pid is the same in all of them.
 
-Three kinds, from best to worst:
+There are three kinds, from best to worst:
 "root"      namespaces of `ip netns`.
-"user"      namespaces of one unprivileged user namespace, for those who are not root. Commands in them believe to be root.
-"loopback"  127.0.0.2 and so on: no firewall, no host names, no link. Tests that need these are skipped there, with the reason.
+"user"      namespaces inside one unprivileged user namespace, for users who are not root. Commands see themselves as root.
+"loopback"  the addresses 127.0.0.2 and following, without firewalls, host names and links. Tests that need these are skipped.
 """
 
 import atexit
@@ -25,16 +25,16 @@ from typing import NoReturn
 
 import pytest
 
-PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # where users who are not root do not look
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # not in the PATH of users who are not root
 NETNS = Path("/etc/netns")  # `ip netns exec` mounts the files of /etc/netns/NAME over those of /etc
 PREFIX = "accel-ddp-tests-"
-MARK = "TESTS_NODE"  # in the environment of processes on loopback nodes, which nothing else tells apart
+MARK = "TESTS_NODE"  # a variable that identifies the processes of a loopback node
 
 counter = itertools.count()
 
 
 class NotPossible(Exception):
-    """Nodes of this kind cannot be made here; says why."""
+    """Nodes of this kind cannot be created on this machine. The message is the reason."""
 
 
 def run(words: list[str], text: str = "") -> None:
@@ -47,28 +47,28 @@ def run(words: list[str], text: str = "") -> None:
 
 
 def tool(name: str) -> str:
-    """With its folder: the environment of a command may have another PATH."""
+    """Return the path of a program. A name is not enough, because a command may run with another PATH."""
     return shutil.which(name, path=PATH) or name
 
 
 class RootSpace:
-    """Namespaces by `ip netns`. One mount namespace and one host name are made for each command."""
+    """A network namespace of `ip netns`. Each command gets its own mount namespace and host name."""
 
     def __init__(self, name: str, texts: dict[str, str], first: "RootSpace | None"):
         self.name, self.texts = name, texts
         self.handle = f"{PREFIX}{os.getpid()}-{next(counter)}-{name}"
         self.files = NETNS / self.handle
-        self.identity = 0  # of no network, until there is one
+        self.identity = 0  # inode of the network namespace; 0: there is none yet
 
     def make(self) -> None:
         if os.geteuid():
-            raise NotPossible("this is not root")
-        # Sessions that were killed could not clean up. Others may do the same at this moment.
+            raise NotPossible("the user is not root")
+        # Remove what killed sessions have left. Another session may do the same at this moment.
         for folder in NETNS.glob(f"{PREFIX}*"):
             if not Path("/proc", folder.name.removeprefix(PREFIX).split("-")[0]).exists():
                 with contextlib.suppress(NotPossible):
                     remove_namespace(folder.name)
-        write_all(self.files, self.texts)  # before there is a namespace: one without a folder would never be found again
+        write_all(self.files, self.texts)  # first, because a namespace without a folder is never removed by a later session
         run([tool("ip"), "netns", "add", self.handle])
         self.identity = os.stat(f"/run/netns/{self.handle}").st_ino
 
@@ -85,12 +85,12 @@ class RootSpace:
 
 
 class UserSpace:
-    """Namespaces that a process holds, all in the user namespace of the first one. They end with this process, even if killed."""
+    """Namespaces that a process holds, inside the user namespace of the first one. They end when that process ends."""
 
     def __init__(self, name: str, texts: dict[str, str], first: "UserSpace | None"):
         self.name, self.texts, self.first = name, texts, first
         self.holder: subprocess.Popen | None = None
-        self.identity = 0  # of no network, until there is one
+        self.identity = 0  # inode of the network namespace; 0: there is none yet
 
     def make(self) -> None:
         folder = tempfile.mkdtemp(prefix=PREFIX)
@@ -100,28 +100,30 @@ class UserSpace:
             unshare = [tool("nsenter"), "--target", self.first.handle, "--user", "--preserve-credentials", *unshare]
         else:
             unshare += ["--user", "--map-root-user"]
-        # /sys/class/net has the interfaces of who mounted it: the machine's, where mounting is forbidden (in most containers).
+        # /sys/class/net shows the interfaces of the namespace in which it was mounted. In most containers, mounting is
+        # forbidden, and it shows those of the machine.
         script = (
             'set -e; hostname "$0"; for file in "$1"/*; do mount --bind "$file" "/etc/${file##*/}"; done; rm -r "$1"; '
             "mount -t sysfs sysfs /sys 2>/dev/null || true; echo ready; exec cat"
         )
-        # In a session of its own, for Ctrl-C is for the tests. It ends with its stdin, whatever ends us.
+        # It has its own session, so that Ctrl-C reaches only the tests. It ends when its stdin is closed, also if this process
+        # is killed.
         self.holder = subprocess.Popen(
             [*unshare, "sh", "-c", script, self.name, folder], env={**os.environ, "PATH": PATH}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        said = self.holder.stdout.readline()
-        if said != "ready\n":
+        line = self.holder.stdout.readline()
+        if line != "ready\n":
             shutil.rmtree(folder, ignore_errors=True)
-            raise NotPossible((said + self.holder.stdout.read()).strip() or "unshare was killed")
+            raise NotPossible((line + self.holder.stdout.read()).strip() or "unshare was killed")
         self.handle = str(self.holder.pid)
-        self.files = Path(
-            "/proc", str(self.handle), "root", "etc"
-        )  # those in the folder have no name any more, so that none is left
+        # The files in `folder` are already deleted, so that none is left behind. They exist only as mounts.
+        self.files = Path("/proc", self.handle, "root", "etc")
         self.identity = os.stat(f"/proc/{self.handle}/ns/net").st_ino
 
     def command(self, words: list) -> list[str]:
-        # Who enters a mount namespace is in its root folder. Popen's cwd does not change $PWD, but the shell corrects it.
+        # A process that enters a mount namespace starts in its root folder. Popen's cwd does not change $PWD, but the shell
+        # corrects it.
         spaces = "--user --net --mount --uts --preserve-credentials"
         script = f'exec {tool("nsenter")} --target "$0" {spaces} env --chdir="$PWD" "$@"'
         return ["sh", "-c", script, self.handle, *map(str, words)]
@@ -138,7 +140,7 @@ class UserSpace:
 
 
 class NoSpace:
-    """For nodes on loopback addresses: nothing but a mark by which its processes are found."""
+    """No namespace, for nodes on loopback addresses. A variable in their environment identifies their processes."""
 
     def __init__(self, name: str, texts: dict[str, str], first: "NoSpace | None"):
         self.mark = f"{MARK}={os.getpid()}-{next(counter)}-{name}"
@@ -169,10 +171,10 @@ def all_pids() -> list[int]:
 
 
 def pids_in_network(identity: int) -> list[int]:
-    """Without the dead that nobody has waited for: they are in no namespace."""
+    """Return the processes in a network namespace. Zombies are in none."""
     found = []
     for pid in all_pids():
-        with contextlib.suppress(OSError):  # ended meanwhile, or of another user
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if os.stat(f"/proc/{pid}/ns/net").st_ino == identity:
                 found.append(pid)
     return found
@@ -182,18 +184,20 @@ def write_all(folder: Path, texts: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text)
-        (folder / name).chmod(0o644)  # whatever the umask: /etc/hosts is for all
+        (folder / name).chmod(0o644)  # every user must be able to read /etc/hosts, whatever the umask is
 
 
 def remove_namespace(handle: str) -> None:
     if Path("/run/netns", handle).exists():
         run([tool("ip"), "netns", "del", handle])
     shutil.rmtree(NETNS / handle, ignore_errors=True)
-    with contextlib.suppress(OSError):  # others have theirs in it
+    with contextlib.suppress(OSError):  # not empty: other sessions use it
         NETNS.rmdir()
 
 
 class Node:
+    """One node. `command` translates a command into one that runs inside the node."""
+
     def __init__(self, cluster: "Nodes", number: int, name: str, address: str):
         self.cluster, self.number, self.name, self.address = cluster, number, name, address
         self.space: RootSpace | UserSpace | NoSpace
@@ -202,13 +206,13 @@ class Node:
         return f"<{self.name} {self.address}>"
 
     def command(self, words: list) -> list[str]:
-        """The same command, inside this node. Its pid, exit code, signals, folder and environment are as without the node."""
+        """Return the command that runs `words` inside this node, with the same pid, exit code, signals, folder and variables."""
         return self.space.command(words)
 
     def firewall(self, *rules: str) -> None:
-        """These nft rules decide what comes in, instead of those before; what they leave open is accepted.
+        """Replace the rules for incoming packets by these nft rules. What they do not decide is accepted.
 
-        As with the firewall of a cloud, what a node says to itself is not asked about.
+        Packets of a node to itself are always accepted, as with the firewall of a cloud.
         """
         self.cluster.require("a firewall")
         lines = "\n".join(['iifname "lo" accept', *rules])
@@ -216,27 +220,28 @@ class Node:
         run(self.command([tool("nft"), "-f", "-"]), f"flush ruleset\ntable inet node {{\n{chain}\n}}\n")
 
     def hosts(self, lines: dict[str, str]) -> None:
-        """The hosts file of this node as at the start, but for these names (name to address). Running processes see it too."""
+        """Write the hosts file of this node: all nodes, with these changes (name to address). Running processes see it too."""
         self.cluster.require("a hosts file")
         names = {**self.cluster.names, **lines}
         text = "".join(f"{address} {name}\n" for name, address in names.items())
-        (self.space.files / "hosts").write_text(text)  # never a new file: the old one is what is mounted
+        (self.space.files / "hosts").write_text(text)  # in place, because this file is the one that is mounted
 
     def link(self, up: bool) -> None:
-        """Whether the switch knows this node. If not, packets are lost in silence; the node keeps its address and its routes.
+        """Connect this node to the bridge, or disconnect it: packets are then dropped, and its address and routes remain.
 
-        Both take effect at once. Taking the switch's port down would not: the kernel notices its return up to a second later.
+        Both take effect immediately. Setting the bridge's port down and up would not: the kernel notices it up to a second
+        later.
         """
         self.cluster.require("a link")
         run(self.cluster.switch.command([tool("ip"), "link", "set", self.name, *(["master", "bridge"] if up else ["nomaster"])]))
 
     def pids(self) -> list[int]:
-        """Processes inside. One that was started some milliseconds ago may not have arrived."""
+        """Return the processes inside. One that was started some milliseconds ago may not have entered yet."""
         return self.space.pids()
 
 
 class Nodes:
-    """Some nodes, numbered from 0. What a test changes by commands of its own, such as tc, is not undone by `reset`."""
+    """Several nodes, numbered from 0. `reset` does not undo what a test changes by its own commands, such as tc."""
 
     def __init__(self, count: int, kind: str | None = None):
         self.kind = kind or best_kind()[0]
@@ -253,13 +258,13 @@ class Nodes:
             self.make()
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):  # /etc is read-only, or the like
+            if isinstance(error, OSError):  # for example, /etc is read-only
                 raise NotPossible(str(error)) from error
             raise
 
     def make(self) -> None:
         texts = {"hosts": "", "resolv.conf": "", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n"}
-        texts = {name: text for name, text in texts.items() if Path("/etc", name).exists()}  # else nothing to mount it over
+        texts = {name: text for name, text in texts.items() if Path("/etc", name).exists()}  # mounting needs an existing file
         for name in ["switch", *(node.name for node in self.nodes)]:
             self.spaces.append(SPACES[self.kind](name, texts, self.spaces[0] if self.spaces else None))
             self.spaces[-1].make()
@@ -268,18 +273,18 @@ class Nodes:
             node.space = space
         if self.kind == "loopback":
             return
-        wires = ["link add bridge type bridge", "link set bridge up"]
+        links = ["link add bridge type bridge", "link set bridge up"]
         for node in self.nodes:
-            wires.append(f"link add {node.name} type veth peer name eth0 netns {node.space.handle}")
-            wires.append(f"link set {node.name} master bridge up")
-        run(self.switch.command([tool("ip"), "-batch", "-"]), "\n".join(wires))
+            links.append(f"link add {node.name} type veth peer name eth0 netns {node.space.handle}")
+            links.append(f"link set {node.name} master bridge up")
+        run(self.switch.command([tool("ip"), "-batch", "-"]), "\n".join(links))
         for node in self.nodes:
             own = ["link set lo up", f"address add {node.address}/24 dev eth0", "link set eth0 up"]
             run(node.command([tool("ip"), "-batch", "-"]), "\n".join(own))
             node.hosts({})
 
     def reset(self) -> None:
-        """As at the start: firewalls open, hosts files and links as they were, and no process left."""
+        """Restore the initial state: open firewalls, original hosts files, all nodes connected, and no process running."""
         self.kill()
         if self.kind == "loopback":
             return
@@ -290,19 +295,19 @@ class Nodes:
             node.hosts({})
 
     def kill(self) -> None:
-        """Whatever runs inside, until nothing does."""
+        """Kill all processes inside the nodes, until there are none."""
         deadline = time.monotonic() + 10
         while left := [pid for space in self.spaces for pid in space.pids()]:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{left} do not end, though killed")
+                raise RuntimeError(f"processes {left} do not end although they were killed")
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Nothing is left of them. Safe to call twice."""
-        if os.getpid() != self.owner:  # a fork that ends runs what its parent has registered
+        """Remove the nodes. It may be called more than once."""
+        if os.getpid() != self.owner:  # a forked process runs the exit handlers of its parent
             return
         self.kill()
         while self.spaces:
@@ -316,14 +321,17 @@ class Nodes:
         self.close()
 
     def require(self, *what: str) -> None:
-        """For the first line of a test that needs more than addresses, such as "a firewall": without it, the test ends here."""
+        """Skip the test if the nodes do not have this, for example "a firewall". For the first line of a test."""
         if self.kind == "loopback":
             skip(" and ".join(what))
 
 
 @functools.cache
 def best_kind() -> tuple[str, str]:
-    """The best kind that works here, and why not a better one. Found by trying, for permissions have too many causes."""
+    """Return (the best kind that works here, why better ones do not).
+
+    It is found by trying, because there are too many reasons why a permission may be missing.
+    """
     reasons = []
     for kind in ("root", "user"):
         try:
@@ -336,9 +344,9 @@ def best_kind() -> tuple[str, str]:
 
 
 def skip(what: str) -> NoReturn:
-    """Ends the test: skipped, but failed on a root's CI, where it is a mistake of the machine that nobody would notice."""
-    why = best_kind()[1] or "which are here, but loopback was asked for"
-    reason = f"not tested: what needs nodes with {what}. That needs root, or unprivileged user namespaces: {why}"
+    """Skip the test. If CI runs as root, let it fail instead, because nobody would notice that the machine is misconfigured."""
+    why = best_kind()[1] or "these are available, but loopback was requested"
+    reason = f"not tested: this needs nodes with {what}. That needs root, or unprivileged user namespaces: {why}"
     if os.environ.get("CI") and os.geteuid() == 0:
         pytest.fail(reason)
     pytest.skip(reason)
@@ -346,14 +354,14 @@ def skip(what: str) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Three nodes for the whole session. Tests take them from `nodes`; those that need two use the first two."""
+    """Three nodes for the whole session. Tests use the fixture `nodes`; those that need two nodes use the first two."""
     with Nodes(3) as made:
         yield made
 
 
 @pytest.fixture
 def nodes(cluster: Nodes):
-    """Three nodes as if new. What a failed test leaves running in them does not slow down the next one."""
+    """Three nodes in their initial state. Processes that a failed test has left are killed, so they do not slow the next one."""
     cluster.reset()
     yield cluster
     cluster.kill()

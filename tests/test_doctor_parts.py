@@ -1,4 +1,4 @@
-"""What the doctor reads and refuses: variables of launchers, files, GPUs as a driver tells them, and bytes from strangers."""
+"""The doctor's parts: variables of launchers, files, GPUs as a driver reports them, and data from untrusted peers."""
 
 import json
 import os
@@ -28,7 +28,7 @@ CONFIG = str(ROOT / "accelerate_configs" / "2node.yaml")
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Of a machine without any launcher's variables."""
+    """Remove all variables of launchers. The value is a function that sets variables."""
     known = {name for names in _VARIABLES.values() for name in names} | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID"}
     for name in [*known, "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SKYPILOT_NODE_IPS", "KUBERNETES_SERVICE_HOST", "HF_HOME"]:
         monkeypatch.delenv(name, raising=False)
@@ -55,8 +55,8 @@ def environment(monkeypatch):
     ],
     ids=["node.env", "slurm", "slurm without GPUs", "kubeflow", "skypilot", "srun", "PyTorchJob", "the file alone"],
 )  # fmt: skip
-def test_a_node_knows_its_place(environment, variables, expected):
-    """The config file is the same on every node; variables say which one this is."""
+def test_the_topology_is_found_from_the_variables_of_each_launcher(environment, variables, expected):
+    """The config file is the same on every node, and variables determine which node this is. Options override both."""
     environment(**variables)
     found = find_topology({}, CONFIG)
     assert (found.node_rank, found.num_nodes, found.num_ranks, found.main_address, found.main_port) == expected
@@ -64,8 +64,8 @@ def test_a_node_knows_its_place(environment, variables, expected):
     assert (typed.node_rank, typed.main_address) == (0, "10.9.9.9")
 
 
-def test_a_process_that_is_alone_on_purpose_is_one_node(environment, monkeypatch, tmp_path):
-    """Whatever the wizard's config and Slurm say around it; and the launcher sees what the recipe's file says."""
+def test_a_process_without_rank_variables_is_one_node(environment, monkeypatch, tmp_path):
+    """The wizard's config and Slurm's variables do not matter. Options of the recipe are read from its --config file too."""
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "default_config.yaml").write_text("num_machines: 2\n")
     environment(HF_HOME=str(tmp_path), SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_ID="7")
@@ -80,7 +80,7 @@ def test_a_process_that_is_alone_on_purpose_is_one_node(environment, monkeypatch
     assert at_launch.read_recipe_option(words, "preflight_wait", "") == "7"
 
 
-def test_wrong_words_are_refused_in_words(environment, tmp_path):
+def test_invalid_values_files_and_options_are_reported_without_a_traceback(environment, tmp_path):
     environment(NODE_RANK="one")
     with pytest.raises(UserError, match=r"machine_rank 'one' \(NODE_RANK\): must be a whole number"):
         find_topology({}, CONFIG)
@@ -96,7 +96,7 @@ def test_wrong_words_are_refused_in_words(environment, tmp_path):
     assert "Traceback" not in ended.text
 
 
-def test_ctrl_c_ends_the_doctor_at_once_without_a_traceback():
+def test_ctrl_c_ends_the_doctor_immediately_without_a_traceback():
     command = [*DOCTOR, "--num_machines", "2", "--main_process_port", str(free_port())]
     running = Running([command], [clean_environment()])
     running.until("waiting for machine_rank 1")
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_the_doctor_at_once_without_a_traceback():
     assert "Traceback" not in ended.text
 
 
-def test_where_it_runs_decides_the_words(tmp_path, environment):
+def test_advice_about_firewalls_depends_on_the_platform(tmp_path, environment):
     for words, name in (
         ("Amazon EC2\n", "ec2"),
         ("Google Compute Engine", "gcp"),
@@ -122,12 +122,12 @@ def test_where_it_runs_decides_the_words(tmp_path, environment):
     assert platforms.detect_platform(tmp_path) == "kubernetes"
 
 
-def test_files_have_one_digest_as_long_as_they_are_the_same(tmp_path):
+def test_files_have_the_same_hash_if_and_only_if_they_are_the_same(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         (folder / "x").mkdir(parents=True)
         (folder / "x" / "1").write_bytes(bytes(1000))
-        with (folder / "large").open("wb") as file:  # sparse: costs no disk
+        with (folder / "large").open("wb") as file:  # a sparse file, which needs no disk space
             file.truncate(300 << 20)
     assert facts.hash_files(a) == facts.hash_files(b)
     with (b / "large").open("r+b") as file:
@@ -139,7 +139,7 @@ def test_files_have_one_digest_as_long_as_they_are_the_same(tmp_path):
     assert facts.hash_files(a / "x" / "1") != facts.hash_files(b / "x" / "1")
 
 
-def test_the_commit_and_changes_of_the_code_are_told_apart(tmp_path):
+def test_commit_and_uncommitted_changes_of_the_code_are_separate_facts(tmp_path):
     def git(*words: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
@@ -156,7 +156,10 @@ def test_the_commit_and_changes_of_the_code_are_told_apart(tmp_path):
 
 
 def driver(tmp_path: Path, text: str, exit_code: int = 0, seconds: float = 0) -> str:
-    """A program in the place of nvidia-smi: faults of a GPU cannot be made on purpose. The form is a real driver's (580)."""
+    """Return a folder with a program that replaces nvidia-smi and prints `text`.
+
+    Faults of a GPU cannot be produced on purpose. The format is that of a real driver (580).
+    """
     (tmp_path / "bin").mkdir(exist_ok=True)
     (tmp_path / "smi.xml").write_text(text)
     program = tmp_path / "bin" / "nvidia-smi"
@@ -175,26 +178,26 @@ SMI = """<?xml version="1.0" ?><nvidia_smi_log><driver_version>580.1</driver_ver
 <process_name>python</process_name><used_memory>39000 MiB</used_memory></process_info></processes></gpu></nvidia_smi_log>"""
 
 
-def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, monkeypatch):
+def test_gpus_that_are_faulty_busy_or_missing_are_reported(tmp_path, environment, monkeypatch):
     monkeypatch.setenv("PATH", f"{driver(tmp_path, SMI)}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    mine = Topology(node_rank=1, num_nodes=2, num_ranks=6, main_address="a", main_port=1)
+    topology = Topology(node_rank=1, num_nodes=2, num_ranks=6, main_address="a", main_port=1)
 
     def codes(wanted: str | None = None) -> dict[str, str]:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if wanted is None and "CUDA_VISIBLE_DEVICES" in os.environ else None
         if wanted is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
-        return {finding.code: finding.saw for finding in gpus.check_gpus(mine, *gpus.query_driver())[1]}
+        return {finding.code: finding.saw for finding in gpus.check_gpus(topology, *gpus.query_driver())[1]}
 
     found = codes()
     assert "GPU 1 (NVIDIA H200) has 3 uncorrectable memory errors" in found["E_GPU_ECC"]
     assert "python (pid 77, 39000 MiB)" in found["W_GPU_BUSY"]
     assert "3 ranks on this node (num_processes 6 is the total over 2 nodes), but 2 GPUs" in found["E_GPU_COUNT"]
-    assert "but its torch is a CPU build" in found["E_GPU_DRIVER"]  # as the tests' torch is
+    assert "but its torch is a CPU build" in found["E_GPU_DRIVER"]  # the tests run with a CPU build
     assert codes("0").keys() == {"E_GPU_COUNT", "E_GPU_DRIVER"}
     assert "there is no GPU 5; this host has 0 to 1" in codes("0,5")["E_CUDA_VISIBLE_DEVICES"]
     assert codes("GPU-bb").keys() >= {"E_GPU_ECC"}
-    for none in ("", "-1", "NoDevFiles"):  # on purpose: it trains on the CPU
+    for none in ("", "-1", "NoDevFiles"):  # the user asks for training on the CPU
         assert codes(none) == {}
     driver(tmp_path, SMI, seconds=30)
     assert "does not answer within 1 s" in gpus.query_driver(seconds=1)[2]
@@ -202,10 +205,10 @@ def test_gpus_that_are_sick_busy_or_not_there_are_named(tmp_path, environment, m
     assert "couldn't communicate with the NVIDIA driver" in gpus.query_driver()[2]
 
 
-def test_a_disk_without_room_or_rights_and_a_clock_are_named(tmp_path):
+def test_a_full_or_read_only_disk_and_a_wrong_clock_are_reported(tmp_path):
     def member(node: int, clock: float = 0.0) -> dict:
-        said = {"node": node, "host": f"node{node}", "ip": "10.0.0.1", "pid": 1, "local_rank": 0, "clock": clock, "facts": {}}
-        return {**said, "nodes": 2, "ranks": 2, "local_ranks": 1}
+        hello = {"node": node, "host": f"node{node}", "ip": "10.0.0.1", "pid": 1, "local_rank": 0, "clock": clock, "facts": {}}
+        return {**hello, "nodes": 2, "ranks": 2, "local_ranks": 1}
 
     both = [member(0), member(1, 83.0)]
     found, _ = compare.compare_facts(both)
@@ -220,9 +223,9 @@ def test_a_disk_without_room_or_rights_and_a_clock_are_named(tmp_path):
     assert host.nearest_existing_folder(str(readonly / "below")) == tmp_path
 
 
-def test_what_other_nodes_send_cannot_move_the_cursor():
-    evil = {"code": "E_X", "saw": "\x1b[2J\x07 gone", "fix": "a\nb", "host": "h", "node": 1}
-    text = report.format_findings([sanitize.clean_finding(evil)])
+def test_text_from_other_nodes_cannot_move_the_cursor():
+    malicious = {"code": "E_X", "saw": "\x1b[2J\x07 gone", "fix": "a\nb", "host": "h", "node": 1}
+    text = report.format_findings([sanitize.clean_finding(malicious)])
     assert "\x1b" not in text
     assert "\x07" not in text
     for bad in ({"code": "X"}, [], {"code": "E_X", "saw": 1}, {"code": "E_X", "node": "0"}, {"code": "E_X", "rank": -1}):
@@ -230,15 +233,15 @@ def test_what_other_nodes_send_cannot_move_the_cursor():
             sanitize.clean_finding(bad)
 
 
-# ---- strangers
+# ---- untrusted peers
 
 
 def listening_ports(pid: int) -> list[int]:
     return sorted(c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
 
 
-def with_token(port: int, token: bytes) -> socket.socket:
-    """A connection that has shown the token."""
+def authenticated(port: int, token: bytes) -> socket.socket:
+    """Return a connection after a successful handshake."""
     sock = socket.create_connection(("127.0.0.1", port), timeout=3)
     mine = os.urandom(16)
     sock.sendall(messages.MAGIC + mine)
@@ -252,8 +255,8 @@ def frame(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
-    """Random and malformed bytes at every open port, and malformed messages from one who has the token."""
+def test_a_thousand_malformed_connections_break_nothing_and_learn_nothing():
+    """Random and malformed bytes are sent to every open port, and malformed messages by a peer that has the token."""
     chance, port = random.Random(0), free_port()
     usual = [*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "120"]
     main = Running([[*usual, "--machine_rank", "0"]], [clean_environment()])
@@ -264,7 +267,7 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
     assert port in ports
     before = psutil.Process(pid).memory_info().rss
     token = messages.make_token(port, "", "")
-    facts_of = {"time": 0, "gpus": [], "versions": {"python": "3"}}
+    facts_message = {"time": 0, "gpus": [], "versions": {"python": "3"}}
     hello = {
         "node": 1,
         "nodes": 2,
@@ -285,7 +288,7 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         ]),
     ]  # fmt: skip
     bad_facts = [
-        b"[]", b"{", *(json.dumps({**facts_of, **value}).encode() for value in [
+        b"[]", b"{", *(json.dumps({**facts_message, **value}).encode() for value in [
             {"time": "now"}, {"time": 10**400}, {"versions": []}, {"versions": {"a": 1}}, {"gpus": 7}, {"findings": [7]},
             {"recipe": {str(i): "0" for i in range(501)}},
         ]), b'{"time": 1e999}', b'{"time": NaN}',
@@ -303,7 +306,7 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         elif kind == 3:
             data = chance.choice([b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x00" * 9000, b"\x16\x03\x01\x02"])
         elif kind == 4 and to == port:
-            with with_token(port, token) as sock:
+            with authenticated(port, token) as sock:
                 good = frame(chance.choice(bad_hellos))
                 if chance.random() < 0.3:
                     good = frame(json.dumps({**hello, "node": None}).encode()) + frame(chance.choice(bad_facts))
@@ -312,7 +315,7 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
                 )
             continue
         elif kind == 4:
-            with with_token(to, token) as sock:  # a payload larger than is taken, or another number
+            with authenticated(to, token) as sock:  # an invalid size of the payload
                 sock.sendall(
                     frame(chance.choice([b'{"bytes": 9999999999}', b'{"bytes": "x"}', b'{"bytes": -5}', b"{}"]) + b" " * 3)
                 )
@@ -327,10 +330,10 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
                     learned = max(learned, len(sock.recv(4096)))
         except OSError:
             pass
-    assert learned <= 16, "nothing but a random number"
+    assert learned <= 16, "a peer without the token receives nothing but a random number"
     grown = psutil.Process(pid).memory_info().rss - before
     assert grown < 32 << 20, f"{grown >> 20} MiB"
-    held = [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(300)]  # more than are let in at once
+    held = [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(300)]  # more than are accepted at once
     second = Running([[*usual, "--machine_rank", "1"]], [clean_environment()])
     ended = [main.ended(60), second.ended(60)]
     assert [one.codes for one in ended] == [[0], [0]], ended
@@ -339,25 +342,25 @@ def test_a_thousand_streams_of_strangers_break_nothing_and_learn_nothing():
         sock.close()
 
 
-def test_a_node_that_comes_when_all_have_met_does_not_hear_that_all_is_well():
+def test_a_node_that_connects_after_the_checks_receives_an_error():
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
     token = messages.make_token(port, "", "")
     hello = {"node": 1, "nodes": 2, "ranks": 0, "local_rank": 0, "local_ranks": 1, "pid": 1, "ip": "127.0.0.1", "ports": [1, 2]}
-    with with_token(port, token) as first, with_token(port, token) as second:
+    with authenticated(port, token) as first, authenticated(port, token) as second:
         first.sendall(frame(json.dumps({**hello, "host": "first"}).encode()) + frame(b'{"time": 0}'))
-        time.sleep(1)  # the first is asked for its paths now
+        time.sleep(1)  # the coordinator now waits for the probes of the first
         second.sendall(frame(json.dumps({**hello, "host": "second"}).encode()))
         (size,) = struct.unpack(">I", second.recv(4, socket.MSG_WAITALL))
-        told = json.loads(second.recv(size, socket.MSG_WAITALL))
+        answer = json.loads(second.recv(size, socket.MSG_WAITALL))
     main.kill()
-    assert [finding["code"] for finding in told["verdict"]] == ["E_LATE"]
-    assert "second (machine_rank 1) connected after the nodes had been checked without it" in told["verdict"][0]["saw"]
+    assert [finding["code"] for finding in answer["verdict"]] == ["E_LATE"]
+    assert "second (machine_rank 1) connected after the nodes had been checked without it" in answer["verdict"][0]["saw"]
 
 
-def test_hundreds_of_nodes_are_told_in_few_words():
-    """What deviates is named, and the verdict fits into a message."""
+def test_findings_about_hundreds_of_nodes_are_short():
+    """The node that differs is named, and the verdict fits into a message."""
     members = [
         {"node": n, "host": f"node{n}", "ip": "10.0.0.1", "pid": n, "local_rank": 0, "local_ranks": 1, "nodes": 256, "ranks": 256,
          "clock": 0.0, "facts": {"recipe": {"lr": "0.001" if n == 100 else "0.0001"}}, "ports": [1, 2],
@@ -374,14 +377,14 @@ def test_hundreds_of_nodes_are_told_in_few_words():
     assert len(json.dumps([one.as_dict() for one in found])) < messages.LARGEST_MESSAGE
 
 
-def test_the_memory_of_the_doctor_is_bounded():
-    """Ten connections with the token that each announce the largest message and send all but its end, and 200 strangers."""
+def test_untrusted_peers_cannot_exhaust_the_memory_of_the_doctor():
+    """Ten authenticated peers each send all but the last byte of the largest message; 200 others do not authenticate."""
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
     process, token = psutil.Process(main.processes[0].pid), messages.make_token(port, "", "")
     before = process.memory_info().rss
-    held = [with_token(port, token) for _ in range(10)]
+    held = [authenticated(port, token) for _ in range(10)]
     for sock in held:
         sock.sendall(struct.pack(">I", messages.LARGEST_MESSAGE) + bytes(messages.LARGEST_MESSAGE - 1))
     held += [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(200)]
@@ -393,7 +396,7 @@ def test_the_memory_of_the_doctor_is_bounded():
     assert grown < 64 << 20, f"{grown >> 20} MiB"
 
 
-def test_the_ports_are_open_on_one_address_only():
+def test_the_doctor_listens_on_one_address_only():
     port = free_port()
     main = Running([[*DOCTOR, "--num_machines", "2", "--main_process_port", str(port), "--wait", "60"]], [clean_environment()])
     main.until("waiting for machine_rank 1")
@@ -404,7 +407,7 @@ def test_the_ports_are_open_on_one_address_only():
     assert addresses == {"127.0.0.1"}
 
 
-def test_help_says_what_is_looked_at():
+def test_help_lists_the_checks():
     ended = run_all([[sys.executable, "-m", "accel_ddp.cli", "doctor", "--help"]], [clean_environment()]).well()
     assert "this machine alone, the connection to the main node" in ended.text
     assert command.ABOUT.splitlines()[0] in ended.text

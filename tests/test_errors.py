@@ -398,7 +398,7 @@ def test_nodes_with_different_options_are_refused(tmp_path):
         (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1"),
         (
             ["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"],
-            "cannot be divided by num_machines 2",
+            "is not a multiple of num_machines 2",
         ),
     ],
 )

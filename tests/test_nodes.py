@@ -1,4 +1,4 @@
-"""What other tests rely on: the nodes of tests/nodes.py are as separate as they say, and nothing is left of them."""
+"""The nodes of tests/nodes.py, on which other tests rely, are separate, and nothing remains of them."""
 
 import json
 import os
@@ -13,21 +13,21 @@ import pytest
 from tests.conftest import Running, clean_environment, run_all
 from tests.nodes import Node, Nodes, NotPossible, pids_in_network
 
-LISTENS = """
+LISTENING = """
 import signal, socket, sys
 servers = [socket.create_server(("", int(port))) for port in sys.argv[1:]]
-print("listens", flush=True)
+print("listening", flush=True)
 signal.pause()
 """
-SAYS_ALL = "import json, os; print(json.dumps([os.getpid(), os.getcwd(), dict(os.environ)])); raise SystemExit(7)"
-HEARS = """
+PRINTS_ITSELF = "import json, os; print(json.dumps([os.getpid(), os.getcwd(), dict(os.environ)])); raise SystemExit(7)"
+HANDLES_SIGNALS = """
 import signal, sys, time
 for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda number, frame: sys.exit(100 + number))
-print("hears", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
-STAYS = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+LEAVES_A_PROCESS = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
 
 
 @pytest.fixture(scope="module", params=["root", "user"])
@@ -47,68 +47,68 @@ def pair(shared):
     return shared
 
 
-def said(node: Node, *words: object) -> str:
+def output_of(node: Node, *words: object) -> str:
     return subprocess.run(node.command(list(words)), capture_output=True, text=True, check=True).stdout.strip()
 
 
-def answer(node: Node, place: str, port: int, patience: float = 10) -> str:
-    """Of who is there. All answers but "silence" come at once, unless the machine is busy."""
-    command = node.command(["timeout", patience, "bash", "-c", f"</dev/tcp/{place}/{port}"])
+def connection_result(node: Node, host: str, port: int, patience: float = 10) -> str:
+    """Return how a connection attempt ends. Every result except "silence" comes immediately, unless the machine is busy."""
+    command = node.command(["timeout", patience, "bash", "-c", f"</dev/tcp/{host}/{port}"])
     done = subprocess.run(command, capture_output=True, text=True)
     known = {0: "open", 124: "silence"}
     return known.get(done.returncode) or ("refused" if "Connection refused" in done.stderr else done.stderr)
 
 
 def address_of(name: str, node: Node) -> str:
-    return said(node, "getent", "ahostsv4", name).split()[0]
+    return output_of(node, "getent", "ahostsv4", name).split()[0]
 
 
 def listening(node: Node, *ports: int) -> Running:
-    running = Running([node.command([sys.executable, "-c", LISTENS, *ports])], [clean_environment()])
-    running.until("listens")
+    running = Running([node.command([sys.executable, "-c", LISTENING, *ports])], [clean_environment()])
+    running.until("listening")
     return running
 
 
-def test_nodes_see_each_other_by_name_and_address(pair):
+def test_nodes_reach_each_other_by_name_and_address(pair):
     first, second = pair.nodes
     assert (second.number, second.name, second.address) == (1, "node1", "10.77.0.2")
-    assert [said(node, "hostname") for node in pair.nodes] == ["node0", "node1"]
+    assert [output_of(node, "hostname") for node in pair.nodes] == ["node0", "node1"]
     server = listening(second, 29500)
-    assert [answer(first, place, 29500) for place in ("node1", "10.77.0.2", "localhost")] == ["open", "open", "refused"]
-    assert answer(second, "localhost", 29500) == "open"
-    assert set(said(first, "ls", "/sys/class/net").split()) == {"eth0", "lo"}
+    assert [connection_result(first, host, 29500) for host in ("node1", "10.77.0.2", "localhost")] == ["open", "open", "refused"]
+    assert connection_result(second, "localhost", 29500) == "open"
+    assert set(output_of(first, "ls", "/sys/class/net").split()) == {"eth0", "lo"}
     server.kill()
 
 
-def test_a_firewall_closes_what_comes_in_until_the_reset(pair):
+def test_a_firewall_blocks_incoming_packets_until_the_reset(pair):
     first, second = pair.nodes
     listening(second, 29500)
     second.firewall("ct state established,related accept", "meta length gt 1400 drop", "tcp dport 29500 drop")
-    assert answer(first, "node1", 29500, patience=0.3) == "silence"
-    assert answer(first, "node1", 29501) == "refused"
-    assert answer(second, "node1", 29500) == "open"  # the node itself
+    assert connection_result(first, "node1", 29500, patience=0.3) == "silence"
+    assert connection_result(first, "node1", 29501) == "refused"
+    assert connection_result(second, "node1", 29500) == "open"  # the node itself
     second.firewall("tcp dport 29501 drop")
-    assert answer(first, "node1", 29500) == "open"
+    assert connection_result(first, "node1", 29500) == "open"
     second.firewall("tcp dport 29500 drop")
     pair.reset()
     listening(second, 29500)
-    assert answer(first, "node1", 29500) == "open"
+    assert connection_result(first, "node1", 29500) == "open"
     with pytest.raises(NotPossible, match="syntax error"):
         second.firewall("no such rule")
 
 
-def test_a_link_that_is_down_loses_packets_in_silence(pair):
+def test_a_disconnected_node_loses_packets_without_an_error(pair):
     first, second = pair.nodes
     second.link(False)
-    assert answer(second, "node0", 1, patience=0.3) == "silence"
+    assert connection_result(second, "node0", 1, patience=0.3) == "silence"
     second.link(True)
-    assert answer(first, "node1", 1) == "refused"
+    assert connection_result(first, "node1", 1) == "refused"
     second.link(False)
     pair.reset()
-    assert answer(first, "node1", 1) == "refused"
+    assert connection_result(first, "node1", 1) == "refused"
 
 
-def test_a_hosts_file_is_of_one_node(pair):
+def test_each_node_has_its_own_hosts_file(pair):
     second = pair.nodes[1]
     second.hosts({"node1": "127.0.1.1", "other": "10.77.0.9"})
     assert [address_of("node1", node) for node in pair.nodes] == ["10.77.0.2", "127.0.1.1"]
@@ -119,9 +119,9 @@ def test_a_hosts_file_is_of_one_node(pair):
     assert subprocess.run(second.command(["getent", "ahostsv4", "other"])).returncode == 2
 
 
-def test_a_command_starts_and_ends_as_without_a_node(pair, tmp_path):
-    environment = clean_environment(WORDS='a "word"\nof two lines')
-    running = Running([pair.nodes[1].command([sys.executable, "-c", SAYS_ALL])], [environment], tmp_path)
+def test_a_command_starts_and_ends_as_it_does_outside_of_a_node(pair, tmp_path):
+    environment = clean_environment(TEXT='a "word"\nand a second line')
+    running = Running([pair.nodes[1].command([sys.executable, "-c", PRINTS_ITSELF])], [environment], tmp_path)
     ended = running.ended()
     assert ended.codes == [7]
     pid, folder, seen = json.loads(ended.text)
@@ -129,19 +129,19 @@ def test_a_command_starts_and_ends_as_without_a_node(pair, tmp_path):
     assert {name: seen.get(name) for name in environment.keys() - {"PWD", "_", "SHLVL"}}.items() <= environment.items()
 
 
-def test_a_signal_is_for_the_command(pair):
+def test_a_signal_reaches_the_command(pair):
     codes = {signal.SIGTERM: 115, signal.SIGINT: 102, signal.SIGKILL: -9}
-    running = Running([pair.nodes[1].command([sys.executable, "-c", HEARS])] * 3, [clean_environment()] * 3)
-    for place, number in enumerate(codes):
-        running.until("hears", place)
-        os.kill(running.processes[place].pid, number)
+    running = Running([pair.nodes[1].command([sys.executable, "-c", HANDLES_SIGNALS])] * 3, [clean_environment()] * 3)
+    for index, number in enumerate(codes):
+        running.until("ready", index)
+        os.kill(running.processes[index].pid, number)
     assert running.ended(10).codes == list(codes.values())
     assert pair.nodes[1].pids() == []
 
 
-def test_processes_that_are_left_are_seen_and_ended(pair):
+def test_remaining_processes_are_listed_and_killed(pair):
     first, second = pair.nodes
-    subprocess.run(second.command([sys.executable, "-c", STAYS]), check=True)
+    subprocess.run(second.command([sys.executable, "-c", LEAVES_A_PROCESS]), check=True)
     assert first.pids() == []
     assert [Path(f"/proc/{pid}/comm").read_text() for pid in second.pids()] == ["sleep\n"]
     pair.reset()
@@ -149,7 +149,7 @@ def test_processes_that_are_left_are_seen_and_ended(pair):
 
 
 def traces(spaces: list) -> list[str]:
-    """What is there of them."""
+    """Return the folders, names and processes that exist for these namespaces."""
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     return [
         *(str(space.files) for space in spaces if space.files.exists()),
@@ -158,17 +158,17 @@ def traces(spaces: list) -> list[str]:
     ]
 
 
-def test_nothing_is_left_at_the_end(pair):
+def test_nothing_remains_after_close(pair):
     with Nodes(2, pair.kind) as made:
         spaces = list(made.spaces)
-        subprocess.run(made.nodes[1].command([sys.executable, "-c", STAYS]), check=True)
-        assert len(traces(spaces)) == 3 + 3 + 1  # folders; names or holders; the process that stays
+        subprocess.run(made.nodes[1].command([sys.executable, "-c", LEAVES_A_PROCESS]), check=True)
+        assert len(traces(spaces)) == 3 + 3 + 1  # folders; names or holders; the process that remains
     assert traces(spaces) == []
     made.close()
     assert pair.nodes[0].pids() == []
 
 
-# The interpreter is started as root, for it may lie where only root can read.
+# The interpreter is started as root, because only root may be able to read its folder.
 IN_ANOTHER_SESSION = """
 import os, subprocess, sys, time
 from tests.nodes import Nodes, best_kind
@@ -178,35 +178,35 @@ if sys.argv[2:] == ["as nobody"]:
     os.setresuid(65534, 65534, 65534)
 made = Nodes(2, sys.argv[1] if sys.argv[1:] else None)
 """
-IS_KILLED = """
+WAITS = """
 print(*(word for space in made.spaces for word in (space.handle, space.identity)), flush=True)
 time.sleep(60)
 """
-IS_NOBODY = """
-def said(node, *words):
+CHECKS_NODES = """
+def output_of(node, *words):
     done = subprocess.run(node.command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout
 
 first, second = made.nodes
-assert made.kind == "user" and best_kind() == ("user", "root: this is not root"), best_kind()
-assert said(second, "hostname") == (0, "node1\\n")
+assert made.kind == "user" and best_kind() == ("user", "root: the user is not root"), best_kind()
+assert output_of(second, "hostname") == (0, "node1\\n")
 connect = ["bash", "-c", "</dev/tcp/node1/29500"]
-assert "refused" in said(first, *connect)[1], said(first, *connect)
+assert "refused" in output_of(first, *connect)[1], output_of(first, *connect)
 second.firewall("tcp dport 29500 drop")
-assert said(first, "timeout", "0.3", *connect) == (124, "")
+assert output_of(first, "timeout", "0.3", *connect) == (124, "")
 second.hosts({"node0": "10.77.0.9"})
-assert said(second, "getent", "ahostsv4", "node0")[1].startswith("10.77.0.9 ")
+assert output_of(second, "getent", "ahostsv4", "node0")[1].startswith("10.77.0.9 ")
 left = subprocess.Popen(second.command(["sleep", "60"]))
 while second.pids() != [left.pid]:
     pass
 made.reset()
-assert left.wait() == -9 and "refused" in said(first, *connect)[1]
+assert left.wait() == -9 and "refused" in output_of(first, *connect)[1]
 """
 
 
-def test_what_a_killed_session_has_left_is_removed_by_the_next(pair):
-    """Its holders end with it; of names and folders the next one takes care."""
-    running = Running([[sys.executable, "-c", IN_ANOTHER_SESSION + IS_KILLED, pair.kind]], [clean_environment()])
+def test_a_session_removes_what_a_killed_session_has_left(pair):
+    """Processes of the killed session end with it. The next session removes its names and folders."""
+    running = Running([[sys.executable, "-c", IN_ANOTHER_SESSION + WAITS, pair.kind]], [clean_environment()])
     running.until("\n")
     words = running.read[0].split()
     handles, identities = words[::2], [int(identity) for identity in words[1::2]]
@@ -217,25 +217,23 @@ def test_what_a_killed_session_has_left_is_removed_by_the_next(pair):
     while any(pids_in_network(identity) for identity in identities):
         assert time.monotonic() < deadline
     assert len(handles) == 3
-    assert not [
-        place for handle in handles for place in (Path("/etc/netns", handle), Path("/run/netns", handle)) if place.exists()
-    ]
+    assert not [path for handle in handles for path in (Path("/etc/netns", handle), Path("/run/netns", handle)) if path.exists()]
 
 
 def test_nodes_of_an_unprivileged_user():
     if os.geteuid():
-        pytest.skip("the other tests of this file have just tested it, for this is not root")
-    ended = run_all([[sys.executable, "-c", IN_ANOTHER_SESSION + IS_NOBODY, "user", "as nobody"]], [clean_environment()])
+        pytest.skip("the other tests of this file already test this, because the user is not root")
+    ended = run_all([[sys.executable, "-c", IN_ANOTHER_SESSION + CHECKS_NODES, "user", "as nobody"]], [clean_environment()])
     if "NotPossible" in ended.text:
         pytest.skip(f"nodes of an unprivileged user are not tested: {ended.text.splitlines()[-1]}")
     ended.well()
 
 
-def test_on_loopback_what_needs_more_is_skipped_but_fails_on_the_ci_of_a_root(monkeypatch):
+def test_tests_that_need_namespaces_are_skipped_on_loopback_but_fail_in_ci_as_root(monkeypatch):
     with Nodes(2, "loopback") as made:
         first, second = made.nodes
         assert (first.address, second.address) == ("127.0.0.2", "127.0.0.3")
-        subprocess.run(second.command([sys.executable, "-c", STAYS]), check=True)
+        subprocess.run(second.command([sys.executable, "-c", LEAVES_A_PROCESS]), check=True)
         assert (len(first.pids()), len(second.pids())) == (0, 1)
         made.reset()
         assert second.pids() == []
@@ -249,7 +247,7 @@ def test_on_loopback_what_needs_more_is_skipped_but_fails_on_the_ci_of_a_root(mo
             first.firewall()
 
 
-def test_the_nodes_of_the_session_are_as_new(nodes, cluster):
+def test_the_nodes_of_the_session_are_in_their_initial_state(nodes, cluster):
     assert nodes is cluster
     assert [node.number for node in nodes.nodes] == [0, 1, 2]
     assert nodes.nodes[2].pids() == []

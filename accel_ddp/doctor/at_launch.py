@@ -21,19 +21,19 @@ def add_to_torchrun():
 
     creators = rendezvous_handler_registry._registry  # `register` refuses a second creator for a name
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
-    if words := find_script(sys.argv[1:]):
+    if argv := find_script(sys.argv[1:]):
         for name, create in usual.items():
-            creators[name] = lambda params, name=name, create=create: _create_after_preflight(params, name, create, words)
+            creators[name] = lambda params, name=name, create=create: _create_after_preflight(params, name, create, argv)
     return usual["static"]
 
 
-def find_script(words: list[str]) -> list[str]:
+def find_script(argv: list[str]) -> list[str]:
     """Return the script that a launcher starts, with its arguments, or an empty list if it does not use this package."""
-    for at, word in enumerate(words):
-        if word in ("-m", "--module"):
-            return words[at + 1 :] if _uses_package(_file_of_module(words[at + 1 : at + 2])) else []
-        if word.endswith(".py"):
-            return words[at:] if _uses_package(word) else []
+    for at, argument in enumerate(argv):
+        if argument in ("-m", "--module"):
+            return argv[at + 1 :] if _uses_package(_file_of_module(argv[at + 1 : at + 2])) else []
+        if argument.endswith(".py"):
+            return argv[at:] if _uses_package(argument) else []
     return []
 
 
@@ -54,12 +54,12 @@ def _uses_package(file: str) -> bool:
         return False
 
 
-def read_recipe_option(words: list[str], name: str, default: str) -> str:
+def read_recipe_option(argv: list[str], name: str, default: str) -> str:
     """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
     value = default
-    for at, word in enumerate(words):
-        key, _, given = word.partition("=")
-        given = given or "".join(words[at + 1 : at + 2])
+    for at, argument in enumerate(argv):
+        key, _, given = argument.partition("=")
+        given = given or "".join(argv[at + 1 : at + 2])
         if key == "--config":
             import yaml
 
@@ -73,14 +73,14 @@ def read_recipe_option(words: list[str], name: str, default: str) -> str:
     return value
 
 
-def _create_after_preflight(params: Any, backend: str, create: Any, words: list[str]) -> Any:
+def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return the rendezvous handler that `create` makes. Exits with code 2 if there are errors."""
     from accel_ddp.errors import USER_ERROR, UserError
 
-    is_on = read_recipe_option(words, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+    is_on = read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
     if params.max_nodes > 1 and params.min_nodes == params.max_nodes and is_on:
         try:
-            _run_preflight(params, backend, words)
+            _run_preflight(params, backend, argv)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(USER_ERROR)
@@ -89,7 +89,7 @@ def _create_after_preflight(params: Any, backend: str, create: Any, words: list[
     return create(params)
 
 
-def _run_preflight(params: Any, backend: str, words: list[str]) -> None:
+def _run_preflight(params: Any, backend: str, argv: list[str]) -> None:
     import asyncio
 
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -108,9 +108,9 @@ def _run_preflight(params: Any, backend: str, words: list[str]) -> None:
         is_launched=True,
     )  # fmt: skip
     options = CheckOptions(
-        script=words[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
+        script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
     )
-    wait = read_recipe_option(words, "wait" if words[0] == "accel_ddp.doctor" else "preflight_wait", "")
+    wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     if wait.replace(".", "", 1).isdigit():
         options.wait_seconds = float(wait)
     outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
@@ -127,8 +127,8 @@ def _count_ranks(request: dict[str, Any], num_nodes: int) -> int:
     """Return num_processes, or the total from torchrun's --nproc_per_node; 0 if that is not a number."""
     if isinstance(request.get("num_processes"), int):
         return request["num_processes"]
-    for at, word in enumerate(sys.argv):
-        name, _, value = word.partition("=")
+    for at, argument in enumerate(sys.argv):
+        name, _, value = argument.partition("=")
         if name.replace("_", "-") == "--nproc-per-node":
             value = value or sys.argv[at + 1]
             return int(value) * num_nodes if value.isdigit() else 0

@@ -6,6 +6,8 @@ import ipaddress
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from accel_ddp.doctor import connect, facts, host, host_checks, paths, sanitize, timeouts
 from accel_ddp.doctor.client import Facts, follow_coordinator
@@ -19,6 +21,18 @@ from accel_ddp.errors import UserError
 from accel_ddp.net import messages
 
 
+@dataclass
+class _LocalChecks:
+    """The outcome of the checks of this host alone."""
+
+    findings: list[Finding]
+    listen_ip: str  # address on which the coordinator listens, if it runs here
+    connect_ip: str  # address under which this node connects to the coordinator
+    data_ip: str  # address and interface that this node uses for data
+    interface: str
+    folder: Path | None  # the existing part of the output folder
+
+
 async def check_cluster(topology: Topology, options: CheckOptions, print_progress: Callable[[str], None]) -> Outcome:
     """Run all checks except for collectives and return their outcome, in bounded time whatever the other nodes do.
 
@@ -29,33 +43,21 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
         ip = await connect.resolve_main_address(topology, options.wait_seconds, print_progress, began)
     except UserError as error:
         return Outcome([*options.findings, connect.explain_unknown_name(topology, str(error))])
-    findings = [*options.findings, *await asyncio.to_thread(host_checks.check_topology, topology, ip)]
-    listen_ip, connect_ip = await asyncio.to_thread(host.choose_coordinator_addresses, topology, ip)
-    address, interface, wrong = await asyncio.to_thread(host_checks.choose_data_address, topology, connect_ip)
-    findings += wrong
-    data_ip = address or ip
-    variables = await asyncio.to_thread(host.socket_interface_variables, interface, data_ip)
-    findings += await asyncio.to_thread(
-        host_checks.check_host_name, topology, interface, data_ip, variables, options.sets_interface
-    )
-    if options.sets_interface:
-        os.environ.update(variables)
-    folder = await asyncio.to_thread(host.nearest_existing_folder, options.output_dir) if options.output_dir else None
-    if topology.local_rank == 0:
-        findings += await asyncio.to_thread(host_checks.check_limits, topology, options.output_dir, folder)
+    local = await asyncio.to_thread(_check_host, topology, options, ip)
+    findings = local.findings
     collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
     token = messages.make_token(topology.main_port, options.script, options.secret)
     probe_server = paths.ProbeServer(token)
     coordinator: Coordinator | None = None
     following: asyncio.Future | None = None
-    start = lambda: _start_coordinator(topology, listen_ip, connect_ip, token, options, print_progress, findings)
-    reach = lambda **more: connect.connect_to_coordinator(topology, connect_ip, token, options, print_progress, **more)
+    start = lambda: _start_coordinator(topology, local, token, options, print_progress)
+    reach = lambda **more: connect.connect_to_coordinator(topology, local.connect_ip, token, options, print_progress, **more)
     try:
         if topology.local_rank == 0:
             try:
-                await probe_server.open(data_ip)
+                await probe_server.open(local.data_ip)
             except OSError as error:
-                saw = f"no port can be opened on {data_ip}: {error.strerror}"
+                saw = f"no port can be opened on {local.data_ip}: {error.strerror}"
                 fix = "choose another interface with GLOO_SOCKET_IFNAME, see `ip addr`"
                 findings.append(local_finding(topology, "E_PORT", saw, fix))
         may_coordinate = host.is_local_address(ip) and topology.local_rank == 0
@@ -77,13 +79,13 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
         hello = {
             "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks,
             "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
-            "ip": data_ip, "interface": interface, "ports": probe_server.ports, "needed": options.checkpoint_bytes,
+            "ip": local.data_ip, "interface": local.interface, "ports": probe_server.ports, "needed": options.checkpoint_bytes,
             "open": firewall_advice(f"TCP {topology.main_port}"), "deep": options.deep,
             "findings": [finding.as_dict() for finding in findings[: sanitize.MOST_FINDINGS]],
         }  # fmt: skip
         client_progress = (lambda text: None) if coordinator else print_progress  # the coordinator prints it itself
         following = asyncio.ensure_future(
-            follow_coordinator(reached, hello, collecting, folder, token, options.measures_bandwidth, client_progress)
+            follow_coordinator(reached, hello, collecting, local.folder, token, options.measures_bandwidth, client_progress)
         )
         if coordinator:  # an exception in the coordinator must not look like a main node that does not answer
             await asyncio.wait([following, coordinator.finished], return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +94,7 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
         outcome = await following
         if coordinator:
             await coordinator.finished
-        outcome.about, outcome.interface = facts.describe_node((await collecting)[0]), interface
+        outcome.about, outcome.interface = facts.describe_node((await collecting)[0]), local.interface
         return outcome
     except (OSError, asyncio.TimeoutError) as error:
         reason = str(error) or f"it sent nothing for {timeouts.MAIN_SILENT:.0f} s"
@@ -109,6 +111,22 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
             if task:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_host(topology: Topology, options: CheckOptions, ip: str) -> _LocalChecks:
+    """Run the checks of this host alone. `ip` is the address of the main node."""
+    findings = [*options.findings, *host_checks.check_topology(topology, ip)]
+    listen_ip, connect_ip = host.choose_coordinator_addresses(topology, ip)
+    address, interface, wrong = host_checks.choose_data_address(topology, connect_ip)
+    data_ip = address or ip
+    variables = host.socket_interface_variables(interface, data_ip)
+    findings += [*wrong, *host_checks.check_host_name(topology, interface, data_ip, variables, options.sets_interface)]
+    if options.sets_interface:
+        os.environ.update(variables)
+    folder = host.nearest_existing_folder(options.output_dir) if options.output_dir else None
+    if topology.local_rank == 0:
+        findings += host_checks.check_limits(topology, options.output_dir, folder)
+    return _LocalChecks(findings, listen_ip, connect_ip, data_ip, interface, folder)
 
 
 def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
@@ -133,8 +151,7 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
 
 
 async def _start_coordinator(
-    topology: Topology, listen_ip: str, connect_ip: str, token: bytes, options: CheckOptions,
-    print_progress: Callable[[str], None], findings: list[Finding],
+    topology: Topology, local: "_LocalChecks", token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
 ) -> Coordinator | None:  # fmt: skip
     """Return a coordinator that listens, or None if its port cannot be used.
 
@@ -142,11 +159,11 @@ async def _start_coordinator(
     """
     coordinator = Coordinator(token, options.wait_seconds, print_progress)
     try:
-        await coordinator.open(listen_ip, topology.coordinator_ports, connect_ip)
+        await coordinator.open(local.listen_ip, topology.coordinator_ports, local.connect_ip)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            saw = f"it is not possible to listen on {listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
+            saw = f"it is not possible to listen on {local.listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
             fix = "use another --main_process_port, above 1023, on every node"
-            findings.append(local_finding(topology, "E_PORT", saw, fix))
+            local.findings.append(local_finding(topology, "E_PORT", saw, fix))
         return None
     return coordinator

@@ -62,19 +62,19 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def main(words: list[str], prog: str = "accel-ddp doctor") -> int:
+def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
     usage = f"{prog} [options] [RECIPE.py [its options]]"
     parser = add_options(
         argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     )
-    given, unknown = parser.parse_known_args(words[:script])
+    given, unknown = parser.parse_known_args(argv[:script])
     if unknown:
         near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
     try:
-        topology, options = read_options(given, words[script:])
+        topology, options = read_options(given, argv[script:])
         return run_checks(topology, options, given)
     except UserError as error:
         if is_local_main():
@@ -152,4 +152,4 @@ def _collective_options(given: argparse.Namespace, recipe_model: str) -> list[st
     """Return the command-line options for the rank processes of the collective checks."""
     size = given.model_bytes or model_bytes(given.model or recipe_model)
     values = {"backend": given.backend, "megabytes": given.megabytes, "step_ms": given.step_ms, "model_bytes": size}
-    return [word for name, value in values.items() if value for word in (f"--{name}", str(value))]
+    return [argument for name, value in values.items() if value for argument in (f"--{name}", str(value))]

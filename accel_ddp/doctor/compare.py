@@ -28,11 +28,11 @@ def describe_values(values: list[str], members: list[dict[str, Any]]) -> str:
         groups.setdefault(value, []).append(member)
     if len(members) <= 4:
         return ", ".join(f"{value[:80]} on {m['host']} (machine_rank {m['node']})" for value, m in zip(values, members))
-    words = []
+    parts = []
     for value, holders in sorted(groups.items(), key=lambda item: len(item[1]))[:8]:
         names = ", ".join(f"{m['host']} (machine_rank {m['node']})" for m in holders[:3])
-        words.append(f"{value[:80]} on {names}{f' and {len(holders) - 3} more' if len(holders) > 3 else ''}")
-    return "; ".join(words)
+        parts.append(f"{value[:80]} on {names}{f' and {len(holders) - 3} more' if len(holders) > 3 else ''}")
+    return "; ".join(parts)
 
 
 def _sort_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,9 +4,9 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from accel_ddp.doctor import paths, timeouts
+from accel_ddp.doctor.coordinator import Coordinator
 from accel_ddp.doctor.host import local_finding, resolve
 from accel_ddp.doctor.options import CheckOptions
 from accel_ddp.doctor.platforms import detect_platform, firewall_advice
@@ -45,9 +45,9 @@ async def resolve_main_address(
 
 async def connect_to_coordinator(
     topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
-    findings: list[Finding], began: float, start_coordinator: Callable[[], Awaitable[Any]] | None = None,
+    findings: list[Finding], began: float, start_coordinator: Callable[[], Awaitable[Coordinator | None]] | None = None,
     start_after: float = 0.0,
-) -> Connection | Finding | Any:  # fmt: skip
+) -> Connection | Coordinator | Finding:  # fmt: skip
     """Return a connection to the coordinator, or a finding that says why there is none.
 
     If nothing listens after `start_after` seconds and `start_coordinator` is given, it is called, and the coordinator that it
@@ -80,7 +80,7 @@ async def connect_to_coordinator(
         if time.monotonic() - printed_at >= timeouts.NOTICE_INTERVAL:
             printed_at = time.monotonic()
             finding = _explain_failure(topology, ip, result, reason, waited)
-            print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}. {finding.fix}")
+            print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}; fix: {finding.fix}")
         await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
 
 

@@ -1,7 +1,7 @@
 """The coordinator on the main node: it waits for all nodes, compares them, and sends one verdict to every node.
 
 Each node opens one connection (see `client`) and sends `hello`, then its facts. The coordinator then requests probes of the
-data paths and a look at the output folder, and finally sends the verdict. Every message has a time limit.
+data paths and a check of the output folder, and finally sends the verdict. Every message has a time limit.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_ddp.doctor import compare, paths, sanitize, timeouts
+from accel_ddp.doctor.host import HOST
 from accel_ddp.doctor.members import Member, find_missing, findings_of_members, local_mains
 from accel_ddp.doctor.report import ERROR, Finding, has_errors, sort_findings
 from accel_ddp.net import messages
@@ -91,7 +92,8 @@ class Coordinator:
             self.unverified.pop(writer, None)
         if member.hello["node"] is None:  # c10d: node ranks are assigned here; the coordinator's node is 0
             taken = {one.hello["node"] for one in self.members} | {0}
-            is_mine = member.hello["pid"] == os.getpid()
+            # In containers, processes of different nodes may have the same pid.
+            is_mine = (member.hello["host"], member.hello["pid"]) == (HOST, os.getpid())
             member.hello["node"] = 0 if is_mine else next(n for n in range(len(taken) + 1) if n not in taken)
         if self.verdict or self.is_complete:
             await self._reject_late(member)
@@ -177,13 +179,13 @@ class Coordinator:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
 
-    def _report_missing(self, who: str, connected: str) -> Finding:
+    def _report_missing(self, missing: str, connected: str) -> Finding:
         rejected = f"; {self.num_rejected} connections without the token were rejected" if self.num_rejected else ""
         advice = next((m.hello["open"] for m in self.members if m.hello["open"]), "")
         is_loopback = self.address.startswith("127.")
         own = " (only this machine can reach this address: use one that the others can reach)" if is_loopback else ""
         return Finding(
-            "E_MISSING", f"{who} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
+            "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
             "start the same command there; if it is running, its output shows why it does not connect: TCP to "
             f"{self.address}{own} must be open ({advice}). --wait waits longer",
         )  # fmt: skip

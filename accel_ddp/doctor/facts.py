@@ -94,8 +94,8 @@ def code_versions(script: str) -> dict[str, str]:
     found = {"code": total.hexdigest()[:12]}
     folder = Path(script).absolute().parent if script and Path(script).is_file() else Path.cwd()
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=2, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
         return ended.stdout if ended.returncode == 0 else ""
 

@@ -57,8 +57,8 @@ def _text(element: ElementTree.Element, path: str) -> str:
     return (element.findtext(path) or "").strip()
 
 
-def _number(words: str) -> int:
-    return int(words.split()[0]) if words[:1].isdigit() else 0
+def _number(text: str) -> int:
+    return int(text.split()[0]) if text[:1].isdigit() else 0
 
 
 def check_gpus(
@@ -97,13 +97,13 @@ def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[lis
     if value is None or not gpus:
         return list(range(len(gpus))), []
     visible: list[int] = []
-    for word in [word.strip() for word in value.split(",") if word.strip()]:
-        index = int(word) if word.isdigit() else next((i for i, g in enumerate(gpus) if g["uuid"].startswith(word)), -1)
-        index = 0 if word.startswith("MIG-") else index
+    for entry in [entry.strip() for entry in value.split(",") if entry.strip()]:
+        index = int(entry) if entry.isdigit() else next((i for i, g in enumerate(gpus) if g["uuid"].startswith(entry)), -1)
+        index = 0 if entry.startswith("MIG-") else index
         if not 0 <= index < len(gpus):  # CUDA ignores this entry and all entries after it
-            if not (word.isdigit() or word.startswith("GPU-")):  # -1 and Slurm's NoDevFiles mean none, on purpose
+            if not (entry.isdigit() or entry.startswith("GPU-")):  # -1 and Slurm's NoDevFiles mean none, on purpose
                 return visible, []
-            saw = f"CUDA_VISIBLE_DEVICES={value}: there is no GPU {word}; this host has 0 to {len(gpus) - 1}"
+            saw = f"CUDA_VISIBLE_DEVICES={value}: there is no GPU {entry}; this host has 0 to {len(gpus) - 1}"
             fix = "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist"
             return visible, [local_finding(topology, "E_CUDA_VISIBLE_DEVICES", saw, fix)]
         visible.append(index)

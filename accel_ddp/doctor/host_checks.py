@@ -138,7 +138,7 @@ def check_host_name(
     """Return a finding if the host name resolves to loopback, or not at all.
 
     gloo announces the address of the host name to the other nodes. With Debian's default of 127.0.1.1 they would connect to
-    themselves. `variables` select the right interface; `will_be_set` says that the caller sets them.
+    themselves. `variables` select the right interface; `will_be_set` is true if the caller sets them.
     """
     address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
     is_good = address and not address.startswith("127.") and address != "::1"

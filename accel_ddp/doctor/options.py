@@ -51,22 +51,22 @@ def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
     )  # fmt: skip
 
 
-def options_of_script(words: list[str]) -> CheckOptions:
+def options_of_script(argv: list[str]) -> CheckOptions:
     """Return what to check for a script and its arguments.
 
     For a recipe, these are its resolved options and files. For any other script, the arguments themselves are compared.
     """
-    if cfg := load_recipe_config(words):
-        return options_of_config(cfg, script=words[0])
-    return CheckOptions(recipe={"arguments of the script": " ".join(words[1:])}, script=words[0])
+    if cfg := load_recipe_config(argv):
+        return options_of_config(cfg, script=argv[0])
+    return CheckOptions(recipe={"arguments of the script": " ".join(argv[1:])}, script=argv[0])
 
 
-def load_recipe_config(words: list[str]) -> TrainConfig | None:
+def load_recipe_config(argv: list[str]) -> TrainConfig | None:
     """Return the resolved options of a recipe with these arguments, or None if the script does not use accel_ddp.
 
     Raises UserError if there is no such script or an option is invalid.
     """
-    path = Path(words[0])
+    path = Path(argv[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")
     text = path.read_text(errors="replace")
@@ -79,7 +79,7 @@ def load_recipe_config(words: list[str]) -> TrainConfig | None:
     spec.loader.exec_module(module)  # recipes import torch only when they run
     classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
     own = [one for one in classes if one.__module__ == spec.name] or classes
-    return parse_config(own[-1], words[1:], script=words[0]) if own else None
+    return parse_config(own[-1], argv[1:], script=argv[0]) if own else None
 
 
 def model_bytes(model: str) -> int:

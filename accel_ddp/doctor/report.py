@@ -25,10 +25,10 @@ class Finding:
 
     @property
     def where(self) -> str:
-        words = [self.host] if self.host else []
-        words += [f"machine_rank {self.node}"] if self.node is not None else []
-        words += [f"rank {self.rank}"] if self.rank is not None else []
-        return ", ".join(words)
+        parts = [self.host] if self.host else []
+        parts += [f"machine_rank {self.node}"] if self.node is not None else []
+        parts += [f"rank {self.rank}"] if self.rank is not None else []
+        return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "severity": self.severity}
@@ -85,8 +85,8 @@ def summarize(findings: list[Finding]) -> str:
     """Return the verdict, for example `healthy` or `2 errors, 1 warning`. Findings are counted as they are printed."""
     severities = list({(f.code, f.saw, f.fix): f.severity for f in findings}.values())
     counts = {severity: severities.count(severity) for severity in (ERROR, WARNING)}
-    words = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
-    return ", ".join(words) or "healthy"
+    parts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
+    return ", ".join(parts) or "healthy"
 
 
 def supports_colour(stream: Any = None) -> bool:

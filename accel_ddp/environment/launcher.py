@@ -51,24 +51,24 @@ def find_accelerate_request() -> dict[str, Any]:
 
     for parent in psutil.Process().parents()[:2]:
         try:
-            words = parent.cmdline()
+            argv = parent.cmdline()
         except psutil.Error:
             continue
-        request = parse_accelerate_command(words)
+        request = parse_accelerate_command(argv)
         if request is not None:
             return request
     return {}
 
 
-def parse_accelerate_command(words: list[str]) -> dict[str, Any] | None:
-    """Return the settings and options of an `accelerate launch` command line, or None if `words` is another command."""
+def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
+    """Return the settings and options of an `accelerate launch` command line, or None if `argv` is another command."""
     names = ("launch", "accelerate-launch", "accelerate.commands.launch")
-    at = [i for i, word in enumerate(words) if Path(word).name in names]
-    at += [i for i, word in enumerate(words) if word.endswith("accelerate/commands/launch.py")]
-    if not at or not any("accelerate" in word for word in words[: at[0] + 1]):
+    at = [i for i, argument in enumerate(argv) if Path(argument).name in names]
+    at += [i for i, argument in enumerate(argv) if argument.endswith("accelerate/commands/launch.py")]
+    if not at or not any("accelerate" in argument for argument in argv[: at[0] + 1]):
         return None
-    words = words[at[0] + 1 :]
-    script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
+    argv = argv[at[0] + 1 :]
+    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py") or argument in ("-m", "--module")), len(argv))
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
@@ -76,7 +76,7 @@ def parse_accelerate_command(words: list[str]) -> dict[str, Any] | None:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--cpu", action="store_const", const=True)
     try:
-        given = {name: value for name, value in vars(parser.parse_known_args(words[:script])[0]).items() if value is not None}
+        given = {name: value for name, value in vars(parser.parse_known_args(argv[:script])[0]).items() if value is not None}
     except argparse.ArgumentError:
         return {}
     try:

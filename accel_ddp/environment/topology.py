@@ -174,7 +174,7 @@ def _read_node_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def _parse_number(values: dict[str, Any], sources: dict[str, str], name: str, default: int) -> int:
-    word = str(values.get(name, default)).rpartition(":")[2]  # torchrun accepts a range of nodes such as 1:2
-    if not word.isdigit():
+    text = str(values.get(name, default)).rpartition(":")[2]  # torchrun accepts a range of nodes such as 1:2
+    if not text.isdigit():
         raise UserError(f"{name} {values[name]!r} ({sources.get(name, '')}): must be a whole number.")
-    return int(word)
+    return int(text)

@@ -23,7 +23,7 @@ _HANDSHAKE_SECONDS = 3.0
 
 
 class HandshakeError(Exception):
-    """The other side is not a process of this run. The message says how it answered."""
+    """The other side is not a process of this run. The text of the exception describes its answer."""
 
 
 def make_token(port: int, script: str, secret: str) -> bytes:
@@ -49,7 +49,7 @@ async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             writer.write(make_proof(token, b"client", mine, theirs))
             answer = await asyncio.wait_for(reader.readexactly(_PROOF), _HANDSHAKE_SECONDS)
             if not hmac.compare_digest(answer, make_proof(token, b"server", theirs, mine)):
-                raise HandshakeError("it has another token")
+                raise HandshakeError("it has another token, or is another program")
             return
         opening = await asyncio.wait_for(reader.readexactly(len(MAGIC) + _NONCE), _HANDSHAKE_SECONDS)
         if opening[: len(MAGIC)] != MAGIC:
@@ -68,7 +68,7 @@ async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: float = 10) -> None:
-    """Send a message. Raises OSError if the connection is closed, and TimeoutError if the peer does not read."""
+    """Send a message. Raises OSError if the connection is closed, and asyncio.TimeoutError if the peer does not read."""
     data = json.dumps(message).encode()
     if len(data) > LARGEST_MESSAGE:
         raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
@@ -77,7 +77,10 @@ async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: f
 
 
 async def receive(reader: asyncio.StreamReader, seconds: float) -> dict[str, Any]:
-    """Return the next message. Raises ConnectionError if the peer closed the connection or sent an invalid message."""
+    """Return the next message.
+
+    Raises ConnectionError if the peer closed the connection or sent an invalid message, and asyncio.TimeoutError.
+    """
 
     async def read_frame() -> bytes:
         (size,) = struct.unpack(">I", await reader.readexactly(4))
