@@ -22,7 +22,19 @@ if TYPE_CHECKING:
     from accel_ddp.sources import builtin, data, models, tokenisation
     from accel_ddp.speed import linear_cross_entropy
     from accel_ddp.speed.attach import attach
-    from accel_ddp.tasks import chat, contrastive, generation_metrics, labels, masking, metrics, tagging, vision
+    from accel_ddp.tasks import (
+        chat,
+        contrastive,
+        generation_metrics,
+        image_files,
+        labels,
+        masking,
+        metrics,
+        tagging,
+        text_blocks,
+        text_files,
+        vision,
+    )
     from accel_ddp.training import hooks, losses, optim
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
@@ -51,6 +63,7 @@ _HOME = {
     "fit": "loop",
     "generation_metrics": "tasks.",
     "hooks": "training.",
+    "image_files": "tasks.",
     "labels": "tasks.",
     "linear_cross_entropy": "speed.",
     "losses": "training.",
@@ -64,6 +77,8 @@ _HOME = {
     "seeds": ".",
     "start": "accelerator",
     "tagging": "tasks.",
+    "text_blocks": "tasks.",
+    "text_files": "tasks.",
     "together": "ranks.agreement",
     "tokenisation": "sources.",
     "train": "recipe",
@@ -90,6 +105,7 @@ __all__ = [
     "fit",
     "generation_metrics",
     "hooks",
+    "image_files",
     "labels",
     "linear_cross_entropy",
     "losses",
@@ -103,6 +119,8 @@ __all__ = [
     "seeds",
     "start",
     "tagging",
+    "text_blocks",
+    "text_files",
     "together",
     "tokenisation",
     "train",

@@ -57,7 +57,7 @@ def start(cfg: TrainConfig) -> Accelerator:
                 static_graph=cfg.static_graph,
                 gradient_as_bucket_view=cfg.gradient_as_bucket_view,
                 bucket_cap_mb=cfg.bucket_cap_mb,
-                broadcast_buffers=cfg.broadcast_buffers == "on",  # auto: `models.ready` decides when it sees the model
+                broadcast_buffers=cfg.broadcast_buffers == "on",  # auto: `models.prepare` decides when it sees the model
                 comm_hook=DDPCommunicationHookType(hook),
                 # torch compresses from step 1,000 on by default, which is after the end of many runs.
                 comm_state_option={"start_powerSGD_iter": 10} if cfg.comm_hook == "powersgd" else {},

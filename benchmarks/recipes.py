@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from accel_ddp.parsing import parse_config
 from accel_ddp.sources.models import load_tokenizer, locate
-from accel_ddp.tasks.masking import Masked
+from accel_ddp.tasks.masking import MaskedBlocks
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -172,7 +172,7 @@ def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]
     tokenizer.padding_side = "right"
     rows, is_masked = recipe.build_data(cfg, tokenizer)[0], hasattr(cfg, "mask_share")
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
-    model, rows = kind.from_pretrained(place), Masked(rows, tokenizer, cfg.mask_share) if is_masked else rows
+    model, rows = kind.from_pretrained(place), MaskedBlocks(rows, tokenizer, cfg.mask_share) if is_masked else rows
     if cfg.lora_r:
         import peft
 
@@ -186,7 +186,7 @@ def score_lm(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     is_masked, total, number = hasattr(cfg, "mask_share"), 0.0, 0
     model, tokenizer = loaded("AutoModelForMaskedLM" if is_masked else "AutoModelForCausalLM", folder)
     rows = recipe.build_data(cfg, tokenizer)[1]
-    rows = Masked(rows, tokenizer, cfg.mask_share, seed=0) if is_masked else rows
+    rows = MaskedBlocks(rows, tokenizer, cfg.mask_share, seed=0) if is_masked else rows
     for batch in DataLoader(rows, 16, collate_fn=transformers.DataCollatorForTokenClassification(tokenizer)):
         labels = batch.pop("labels")[:, 0 if is_masked else 1 :].to(DEVICE)  # a causal model's are those of the next token
         logits = model(**batch.to(DEVICE)).logits[:, : labels.shape[1]]

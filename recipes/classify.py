@@ -48,7 +48,7 @@ class Task:
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
-        collate = accel_ddp.tokenisation.padded(self.processor, accelerator)
+        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.weights = None
@@ -70,14 +70,18 @@ class Task:
         scores = logits(model, batch)
         losses = accel_ddp.losses.of_classes(scores, batch["labels"], self.labels.problem_type, reduction="none")
         answers = (
-            scores.squeeze(-1) if self.labels.is_value else (scores > 0).long() if self.labels.several else scores.argmax(-1)
+            scores.squeeze(-1)
+            if self.labels.is_regression
+            else (scores > 0).long()
+            if self.labels.is_multi_label
+            else scores.argmax(-1)
         )
         return {"loss": losses, "predictions": answers, "references": batch["labels"]}
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
         answers = {"predictions": rows["predictions"], "references": rows["references"]}
-        if self.labels.is_value:
+        if self.labels.is_regression:
             return {**accel_ddp.metrics.regression_metrics(**answers), "loss": float(rows["loss"].mean())}
         self.table = accel_ddp.metrics.class_table(**answers, names=self.labels.names)
         scores = {name: accel_ddp.metrics.load(name).compute(**answers)[name] for name in ("accuracy", "f1")}
@@ -85,7 +89,7 @@ class Task:
 
     def report(self):
         """Return what is printed after training."""
-        return "" if self.labels.is_value else self.table
+        return "" if self.labels.is_regression else self.table
 
 
 def logits(model, batch):
@@ -97,18 +101,18 @@ def build_data(cfg: Config, tokenizer):
     train, test = accel_ddp.data.load_rows(cfg)
     needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
     accel_ddp.data.require_columns(needed, train, test)
-    train, test = accel_ddp.data.with_labels([train, test], cfg.label_column, cfg)
+    train, test = accel_ddp.data.drop_unlabelled([train, test], cfg.label_column, cfg)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
     columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
 
     def encode(rows):
-        texts = [accel_ddp.data.texts(rows, column) for column in columns]
+        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
         tokens = tokenizer(*texts, truncation=True, max_length=cfg.max_length)
-        return {**tokens, "labels": labels.encode(rows), "problem": accel_ddp.data.empty(columns, texts)}
+        return {**tokens, "labels": labels.encode(rows), "problem": accel_ddp.data.find_empty(columns, texts)}
 
-    depends_on = [accel_ddp.models.identity(tokenizer), columns, cfg.max_length, labels.identity]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.max_length, labels.identity]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    return (*accel_ddp.tokenisation.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length), labels)
+    return (*accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length), labels)
 
 
 def build_model(cfg: Config, accelerator, tokenizer, labels):
@@ -118,11 +122,11 @@ def build_model(cfg: Config, accelerator, tokenizer, labels):
         AutoModelForSequenceClassification,
         cfg,
         tokenizer,
-        **labels.for_model(),
+        **labels.model_config(),
         pad_token_id=tokenizer.pad_token_id,
         ignore_mismatched_sizes=True,  # a head for other labels is replaced
     )
-    return accel_ddp.models.ready(model, cfg, accelerator, lora_task="SEQ_CLS")
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS")
 
 
 def main(cfg: Config):

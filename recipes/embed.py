@@ -73,7 +73,7 @@ class Task:
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
         self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
-        collate = accel_ddp.contrastive.side_by_side(self.processor, accelerator)
+        collate = accel_ddp.contrastive.pad_collate(self.processor, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
@@ -81,7 +81,7 @@ class Task:
         self.loss_sum = accel_ddp.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
 
     def embed(self, model, batch):
-        return accel_ddp.contrastive.embeddings(model, batch, self.cfg.pooling)
+        return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
 
     def losses(self, rows, keys):
         return accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
@@ -98,7 +98,7 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        return accel_ddp.contrastive.retrieval(rows["embeddings"], rows["keys"], self.sizes)
+        return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
 
 
 def build_data(cfg: Config, tokenizer):
@@ -111,24 +111,28 @@ def build_data(cfg: Config, tokenizer):
     prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(columns) - 1)
 
     def encode(rows):
-        texts = [accel_ddp.data.texts(rows, column) for column in columns]
+        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
         tokens = [
             tokenizer([prefix + text for text in some], truncation=True, max_length=cfg.max_length)["input_ids"]
             for prefix, some in zip(prefixes, texts)
         ]
         ids = [list(row) for row in zip(*tokens)]
-        return {"input_ids": ids, "keys": accel_ddp.contrastive.keys_of(texts), "problem": accel_ddp.data.empty(columns, texts)}
+        return {
+            "input_ids": ids,
+            "keys": accel_ddp.contrastive.text_keys(texts),
+            "problem": accel_ddp.data.find_empty(columns, texts),
+        }
 
-    depends_on = [accel_ddp.models.identity(tokenizer), columns, prefixes, cfg.max_length]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    return accel_ddp.tokenisation.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length)
+    return accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModel
 
     model = accel_ddp.models.load(AutoModel, cfg, tokenizer)
-    model = accel_ddp.models.ready(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
+    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
     for name, parameter in model.named_parameters():
         if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
             parameter.requires_grad_(False)

@@ -118,13 +118,11 @@ def logits(model, batch):
 
 def build_data(cfg: Config):
     """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
-    tables = accel_ddp.data.with_labels(accel_ddp.vision.load_rows(cfg), cfg.label_column, cfg)
-    labels = accel_ddp.labels.Labels.of(
-        *tables, cfg.label_column, of_both=bool((cfg.train_file and not cfg.eval_file) or cfg.max_train_items)
-    )
-    if labels.several:
+    tables = accel_ddp.data.drop_unlabelled(accel_ddp.image_files.load_images(cfg), cfg.label_column, cfg)
+    labels = accel_ddp.labels.Labels.from_rows(*tables, cfg.label_column, use_both=accel_ddp.labels.may_lack_classes(cfg))
+    if labels.is_multi_label:
         raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
-    return (*accel_ddp.vision.checked(tables, labels, cfg), labels)
+    return (*accel_ddp.vision.check_images(tables, labels, cfg), labels)
 
 
 def build_model(cfg: Config, accelerator, labels, train):
@@ -132,13 +130,13 @@ def build_model(cfg: Config, accelerator, labels, train):
     from transformers import AutoModelForImageClassification
 
     if cfg.model == "mini-resnet":
-        config = accel_ddp.vision.MiniResNetConfig(norm=cfg.norm, **labels.for_model())
+        config = accel_ddp.vision.MiniResNetConfig(norm=cfg.norm, **labels.model_config())
         model = accel_ddp.vision.MiniResNetForImageClassification(config)
     else:  # a head for other labels is replaced
-        model = accel_ddp.models.load(AutoModelForImageClassification, cfg, **labels.for_model(), ignore_mismatched_sizes=True)
+        model = accel_ddp.models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
     processor = accel_ddp.vision.load_processor(cfg, model, train)
-    accel_ddp.vision.tell_of_batch_norm(model, cfg)
-    return accel_ddp.models.ready(model, cfg, accelerator), processor
+    accel_ddp.vision.report_batch_norm(model, cfg)
+    return accel_ddp.models.prepare(model, cfg, accelerator), processor
 
 
 def main(cfg: Config):

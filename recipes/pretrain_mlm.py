@@ -53,28 +53,28 @@ class Task:
             train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             facts["the data"] = "".join(fingerprints)
-        collate = accel_ddp.masking.padded(self.processor, accelerator)
-        masked = lambda blocks, seed: accel_ddp.masking.Masked(blocks, self.processor, cfg.mask_share, seed)
+        collate = accel_ddp.masking.pad_collate(self.processor, accelerator)
+        masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, cfg.mask_share, seed)
         self.train = accel_ddp.TrainBatches(masked(train_blocks, None), collate, fingerprints[0])
         self.eval_batches = accel_ddp.EvalBatches(
             masked(self.eval_blocks, cfg.seed), collate, cfg.eval_batch_size, accelerator, cfg
         )
 
     def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(*accel_ddp.masking.scores_and_answers(model, batch))
+        return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
 
     def count(self, batch):
-        return len(batch["places"])
+        return len(batch["masked_positions"])
 
     def evaluate(self, model):
         return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
 
     def measure(self, model, batch):
         """Return one row of sums per block. `evaluate` puts the rows of all ranks in order."""
-        scores, answers = accel_ddp.masking.scores_and_answers(model, batch)
+        scores, answers = accel_ddp.masking.masked_logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, answers, reduction="none")
         rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
-        return {name: accel_ddp.masking.by_row(values, batch) for name, values in rows.items()}
+        return {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
 
     def summarize(self, rows):
         """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
@@ -84,7 +84,7 @@ class Task:
 
     def report(self):
         """Return some guesses of masked words."""
-        return accel_ddp.masking.guesses(self.model, self.processor, self.eval_blocks)
+        return accel_ddp.masking.format_guesses(self.model, self.processor, self.eval_blocks)
 
     @property
     def example(self):
@@ -94,12 +94,12 @@ class Task:
 
 def build_data(cfg: Config, tokenizer):
     """Return training and evaluation blocks of `input_ids` and `words`, and their fingerprints."""
-    tokens = accel_ddp.masking.Tokens(tokenizer, cfg.model, cfg.max_length)
+    block_tokenizer = accel_ddp.text_blocks.BlockTokenizer(tokenizer, cfg.model, cfg.max_length)
     if cfg.streaming:
-        return accel_ddp.masking.streamed(cfg, tokens)
-    tables = accel_ddp.masking.load_texts(cfg)
+        return accel_ddp.text_blocks.stream_blocks(cfg, block_tokenizer)
+    tables = accel_ddp.text_files.load_texts(cfg)
     accel_ddp.data.require_columns({"text_column": cfg.text_column}, *tables)
-    blocks = [accel_ddp.masking.chunks(rows, cfg.text_column, tokens, cfg) for rows in tables]
+    blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
     return (*blocks, [accel_ddp.tokenisation.fingerprint(part) for part in blocks])
 
 
@@ -113,8 +113,8 @@ def build_model(cfg: Config, accelerator, tokenizer):
             f"--lora_r {cfg.lora_r}: {cfg.model} has no masked language model head, and adapters do not train a new one. "
             "Leave --lora_r out."
         )
-    model = accel_ddp.masking.score_places_only(model)
-    return accel_ddp.models.ready(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
+    model = accel_ddp.masking.compute_masked_logits_only(model)
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
 
 
 def main(cfg: Config):

@@ -90,11 +90,11 @@ class Task:
 
     def summarize(self, rows):
         """Return the mean loss over tokens, and metrics of the generated texts. This runs on the main rank."""
-        outputs = accel_ddp.generation_metrics.decoded(rows["generated"], self.processor)
+        outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.samples = accel_ddp.generation_metrics.table_of_samples(sources, targets, outputs)
+        self.samples = accel_ddp.generation_metrics.format_samples(sources, targets, outputs)
         loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
-        return {"loss": loss, **accel_ddp.generation_metrics.of_texts(outputs, targets)}
+        return {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
 
     def report(self):
         """Return some generated texts."""
@@ -108,20 +108,20 @@ def build_data(cfg: Config, tokenizer):
     accel_ddp.data.require_columns(columns, train, test)
 
     def encode(rows):
-        sources, targets = texts = [accel_ddp.data.texts(rows, column) for column in columns.values()]
+        sources, targets = texts = [accel_ddp.data.read_texts(rows, column) for column in columns.values()]
         prefixed = [cfg.prefix + source for source in sources]
         inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
         labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
         return {
             **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
-            **{"source": sources, "target": targets, "problem": accel_ddp.data.empty(list(columns.values()), texts)},
-            "max_length": accel_ddp.generation_metrics.are_cut(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
-            "max_target_length": accel_ddp.generation_metrics.are_cut(tokenizer, targets, labels, cfg.max_target_length),
+            **{"source": sources, "target": targets, "problem": accel_ddp.data.find_empty(list(columns.values()), texts)},
+            "max_length": accel_ddp.generation_metrics.find_truncated(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
+            "max_target_length": accel_ddp.generation_metrics.find_truncated(tokenizer, targets, labels, cfg.max_target_length),
         }
 
-    depends_on = [accel_ddp.models.identity(tokenizer), columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    return accel_ddp.generation_metrics.say_what_is_cut(accel_ddp.data.without_broken(encoded, cfg), cfg)
+    return accel_ddp.generation_metrics.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg)
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
@@ -129,10 +129,10 @@ def build_model(cfg: Config, accelerator, tokenizer):
 
     model = accel_ddp.models.load(AutoModelForSeq2SeqLM, cfg, tokenizer)
     accel_ddp.generation_metrics.require_decoder(model, cfg)
-    model.generation_config = accel_ddp.generation_metrics.generation_config(
+    model.generation_config = accel_ddp.generation_metrics.build_generation_config(
         model.generation_config, cfg.max_new_tokens, cfg.num_beams
     )
-    return accel_ddp.models.ready(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
 
 
 def main(cfg: Config):

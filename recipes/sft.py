@@ -63,7 +63,7 @@ class Task:
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
-        collate = accel_ddp.tokenisation.padded(self.processor, accelerator, per_token=("labels",))
+        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
@@ -89,7 +89,7 @@ class Task:
     def summarize(self, rows):
         """Return the mean over the tokens of all items, not over rows or batches. This runs on the main rank."""
         prompts = [prompt for prompt, _ in self.samples]
-        self.answers.append(accel_ddp.chat.generated(self.module, self.processor, prompts, self.cfg.max_new_tokens))
+        self.answers.append(accel_ddp.chat.generate(self.module, self.processor, prompts, self.cfg.max_new_tokens))
         loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 
@@ -98,7 +98,7 @@ class Task:
         if not self.answers:
             return ""
         before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
-        return accel_ddp.chat.table_of_samples(self.samples, before, self.answers[-1])
+        return accel_ddp.chat.format_samples(self.samples, before, self.answers[-1])
 
 
 def build_data(cfg: Config, tokenizer):
@@ -110,17 +110,17 @@ def build_data(cfg: Config, tokenizer):
     def encode(rows):
         return form.encode(rows)
 
-    depends_on = [accel_ddp.models.identity(tokenizer), form.identity]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    sound = accel_ddp.chat.without_cut_off(accel_ddp.data.without_broken(encoded, cfg), cfg.max_length)
-    return (*sound, form.samples(tables[1], cfg.samples, max_tokens=cfg.max_length))
+    usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    return (*usable, form.select_samples(tables[1], cfg.samples, max_tokens=cfg.max_length))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
-    return accel_ddp.models.ready(model, cfg, accelerator, lora_task="CAUSAL_LM")
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
 
 
 def main(cfg: Config):

@@ -45,13 +45,13 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            self.processor = accel_ddp.tagging.for_words(self.processor, cfg.model)
+            self.processor = accel_ddp.tagging.prepare_for_words(self.processor, cfg.model)
             train_rows, self.eval_rows, self.tags = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
-        collate = accel_ddp.tokenisation.padded(self.processor, accelerator, per_token=("labels",))
-        train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.OF_WORDS) for rows in (train_rows, self.eval_rows))
+        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator, per_token=("labels",))
+        train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 
@@ -72,8 +72,8 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        words = {name: self.eval_rows[name][:] for name in accel_ddp.tagging.OF_WORDS}
-        scores, self.table = accel_ddp.tagging.entity_scores(rows["predictions"], **words, names=self.tags.names)
+        words = {name: self.eval_rows[name][:] for name in accel_ddp.tagging.WORD_COLUMNS}
+        scores, self.table = accel_ddp.tagging.entity_metrics(rows["predictions"], **words, names=self.tags.names)
         return {**scores, "loss": float(rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1))}
 
     def report(self):
@@ -89,16 +89,15 @@ def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, and the tags."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
     accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
-    of_both = bool(cfg.train_file and not cfg.eval_file) or cfg.max_train_items > 0  # a rare tag may occur in only one of the two
-    tags = accel_ddp.tagging.Tags.of(train, test, cfg.tags_column, of_both)
+    tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg))
 
     def encode(rows):
-        return accel_ddp.tagging.aligned(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
+        return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
-    depends_on = [accel_ddp.models.identity(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    train, test = accel_ddp.data.without_broken(encoded, cfg)
-    accel_ddp.tagging.say_what_is_cut(train, test, cfg.max_length)
+    train, test = accel_ddp.data.drop_broken(encoded, cfg)
+    accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
     return train, test, tags
 
 
@@ -109,10 +108,10 @@ def build_model(cfg: Config, accelerator, tokenizer, tags):
         AutoModelForTokenClassification,
         cfg,
         tokenizer,
-        **tags.for_model(),
+        **tags.model_config(),
         ignore_mismatched_sizes=True,  # a head for other tags is replaced
     )
-    return accel_ddp.models.ready(model, cfg, accelerator, lora_task="TOKEN_CLS")
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="TOKEN_CLS")
 
 
 def main(cfg: Config):

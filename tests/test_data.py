@@ -5,11 +5,12 @@ import time
 
 import numpy as np
 import pytest
-from accel_ddp.sources.rows import fingerprint, load_rows, map_once, padded
 
 from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
+from accel_ddp.sources.data import load_rows
+from accel_ddp.sources.tokenisation import fingerprint, map_once, padded
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import Shuffle

@@ -25,8 +25,8 @@ class Config(RecipeConfig):
     image_column: str = "image"
     label_column: str = "label"
     image_size: int = 0
-    pixel_mean: float | None = None
-    pixel_std: float | None = None
+    pixel_mean: float | str = "auto"
+    pixel_std: float | str = "auto"
 
 
 def picture(number: int, shape: tuple[int, ...] = (8, 8, 3)) -> np.ndarray:
@@ -212,7 +212,7 @@ folder = sys.argv[1]
 model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True).eval()
 image = Image.fromarray(numpy.load(folder + "/pixels.npy"))
 scores = {one["label"]: one["score"] for one in pipeline("image-classification", folder, trust_remote_code=True)(image)}
-assert "accel_ddp.vision" not in sys.modules  # torch itself loads the doctor's door to its launcher
+assert "accel_ddp.tasks.vision" not in sys.modules  # torch itself loads the doctor's door to its launcher
 numpy.save(folder + "/scores.npy", [scores["boat"], scores["train"]])
 numpy.save(folder + "/logits.npy", model(torch.ones(1, 3, 8, 8)).logits.detach())
 """

@@ -1,6 +1,7 @@
 """Rows and pretrained models from the Hugging Face Hub, from files and from installed packages.
 
-`rows` loads and checks tables, `tokenisation` tokenises them once and caches the result on disk, `models` loads models and adds
-adapters, `builtin` contains the data and models that need no network, and `hub` checks whether the Hub can be reached. The package
-imports `saving`, `ranks` and the lowest layer.
+`data` loads and checks rows, `tokenisation` tokenises them once and caches the result on disk, and `models` loads models and adds
+adapters. `builtin` contains the datasets and models that need no network; its parts are `builtin_data`, `builtin_models`,
+`standard_library` and `packages`. `hub` checks whether the Hub can be reached. The package imports `saving`, `ranks` and the
+lowest layer.
 """

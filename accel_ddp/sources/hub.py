@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub, and what happens without it."""
+"""Access to the Hugging Face Hub, and the offline mode without it."""
 
 import functools
 import os
@@ -11,9 +11,9 @@ from accel_ddp.ranks.process import process
 
 @functools.cache
 def prepare_hub() -> str:
-    """Return why the Hub cannot be reached, or "". Without a network only its cache on this machine is used.
+    """Return why the Hub cannot be reached, or "". Without a network, the Hub's libraries are switched to offline mode.
 
-    The client of the Hub would otherwise retry for a minute, once per file.
+    They would otherwise retry for a minute, once per file. Offline they use the local cache of the Hub only.
     """
     import datasets
     import huggingface_hub
@@ -27,7 +27,7 @@ def prepare_hub() -> str:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return ""
+        return ""  # behind a proxy a direct connection proves nothing
     url = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()

@@ -18,18 +18,19 @@ from accelerate import Accelerator
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import at_places, places
+from accel_ddp.sources.data import row_numbers, with_row_numbers
+from accel_ddp.sources.messages import warn
 
 if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
 
-SOURCE = "made of row"  # a temporary column: the index of the row from which a row was made
+SOURCE = "source row"  # a temporary column: the index of the row from which a row was made
 
 
 def fingerprint(rows: "datasets.Dataset") -> str:
-    """Of the content: equal rows have equal fingerprints, wherever and however they are stored."""
+    """Return a digest of the content. Equal rows have equal fingerprints, wherever and however they are stored."""
     import pyarrow as pa
 
     digest = hashlib.blake2b(digest_size=16)
@@ -46,29 +47,38 @@ def fingerprint(rows: "datasets.Dataset") -> str:
 def _digest_of_code() -> str:
     """Return a digest of the code that tokenisation may call: `sources`, `tasks` and the seeds.
 
-    A change of any other code must not tokenise the data again.
+    Changes elsewhere in the package do not change it, so that they do not cause the data to be tokenised again.
     """
     package = Path(__file__).parents[1]
-    files = [*sorted((package / "sources").rglob("*.py")), *sorted((package / "tasks").rglob("*.py")), package / "seeds.py"]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+    files = [*(package / "sources").rglob("*.py"), *(package / "tasks").rglob("*.py"), package / "seeds.py"]
+    digest = hashlib.blake2b(digest_size=16)
+    for name, file in sorted((file.relative_to(package).as_posix(), file) for file in files):
+        digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any) -> str:
+    """Return the name of the folder in the cache for `map_once`."""
+    parts = [_digest_of_code(), fingerprint(rows), inspect.getsource(function), depends_on]
+    return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
 
 def map_once(
     rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
 ) -> "datasets.Dataset":
-    """`rows.map(function, batched=True)`, done once per content and kept on disk.
+    """Return `rows.map(function, batched=True)`, computed once for the same content and cached on disk.
 
-    A function that makes several rows of one says in a column SOURCE of which, by its place in the batch.
+    The cache key consists of the content of `rows`, the source of `function`, the source of `accel_ddp.sources` and
+    `accel_ddp.tasks`, and `depends_on`: everything else that changes the result, as JSON. A function that makes several rows
+    from one returns a column SOURCE with the index of that row in the batch.
 
-    The key is the content of `rows`, the source of `function`, and `depends_on`: whatever else changes
-    the result, as JSON. On each node the first rank does the work under a file lock and the others wait
-    for the file; no collective is involved, so that no process-group timeout runs meanwhile.
+    On each node one rank computes under a file lock, and the others wait for the file. They use no collective, so that no
+    timeout of the process group runs meanwhile.
     """
     import datasets
     from filelock import FileLock, Timeout
 
-    words = json.dumps([_digest_of_code(), fingerprint(rows), inspect.getsource(function), depends_on], sort_keys=True)
-    final = Path(cfg.cache_dir).expanduser() / f"{mixed(0, words):016x}"
+    final = Path(cfg.cache_dir).expanduser() / cache_key(rows, function, depends_on)
     lock, began = FileLock(f"{final}.lock"), time.monotonic()
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -79,13 +89,15 @@ def map_once(
                         _map_into(final, rows, function)
             except Timeout:
                 waited = time.monotonic() - began
-                log.warning("waiting for another process to tokenise (%.0f s): %s.lock", waited, final)
+                log.warning(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock")
     except OSError as error:
-        raise UserError(f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}.") from error
+        raise UserError(
+            f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
+        ) from error
     done = datasets.load_from_disk(str(final))
-    if SOURCE in done.column_names:  # there are rows
+    if SOURCE in done.column_names:  # a table without rows has no columns
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
-        done = at_places(done.remove_columns(SOURCE), places(rows)[source])
+        done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
     return done
 
 
@@ -93,43 +105,49 @@ def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None
     partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
     options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
 
-    def with_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+    def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         made = function(batch)
         number = len(next(iter(made.values())))
-        # Where rows are mixed, as in chunks for masking, nobody asks for theirs.
-        of = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
-        return {**made, SOURCE: [indices[i] for i in of]}
+        # Blocks for masking mix the texts of several rows and have no SOURCE. Their row numbers are not used.
+        source = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
+        return {**made, SOURCE: [indices[i] for i in source]}
 
-    # With a fingerprint of ours `datasets` does not try to hash the function, which it often cannot.
-    done = rows.map(with_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)
+    # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
+    done = rows.map(add_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)
     done.save_to_disk(str(partial))
     try:
         partial.rename(final)  # from here on it is in the cache
-    except OSError:  # a file system without working locks: someone else was first with the same
+    except OSError:  # without working locks another process may have written the same folder
         shutil.rmtree(partial, ignore_errors=True)
         if not final.exists():
             raise
 
 
-def say_what_is_cut(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
-    """The same tables; how many of their rows fill `--max_length`, beyond which nothing is seen, is said."""
+def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
+    """Return the tables unchanged, and warn if texts were truncated to `max_length` tokens.
+
+    A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
+    """
     for rows, name in zip(tables, ("training", "evaluation")):
-        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # of a row with several
+        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
         full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
         if full:
-            log.info(f"{full:,} of {len(rows):,} {name} rows fill --max_length {max_length}: what goes beyond it is cut.")
+            warn(
+                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length, "
+                "and the rest of their texts is cut off."
+            )
     return tables
 
 
-def padded(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
-    """Collate tokenised rows: padded to the longest of the micro-batch, on a GPU to a multiple of 8.
+def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
+    """Return a collate function that pads tokenised rows to the longest one, on a GPU to a multiple of 8.
 
-    The columns `per_token`, labels for example, are padded with -100, which no loss counts.
+    The columns `per_token`, for example labels, are padded with -100, which losses ignore.
     """
     import torch
     from transformers import DataCollatorWithPadding
 
-    tokenizer.padding_side = "right"  # as the columns `per_token`, and as whoever takes a text's first token expects
+    tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
     pad = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
 
     def collate(rows: list[dict[str, Any]]) -> Any:

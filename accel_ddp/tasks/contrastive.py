@@ -1,4 +1,4 @@
-"""Contrastive learning of sentence embeddings: the loss over a batch, retrieval scores, what sentence-transformers reads."""
+"""Contrastive learning of sentence embeddings: the loss over a batch, retrieval metrics, and files for sentence-transformers."""
 
 import hashlib
 import json
@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_ddp.sources.tokenisation import padded
+from accel_ddp.sources import tokenisation
 
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
-def keys_of(texts: list[list[str]]) -> list[list[int]]:
-    """A whole number for each text of a row: equal texts have equal numbers, on every rank."""
-    number = lambda text: int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    return [[number(text) for text in row] for row in zip(*texts)]
+def text_keys(texts: list[list[str]]) -> list[list[int]]:
+    """Return an integer for each text of each row. Equal texts have equal integers, on every rank."""
+    key = lambda text: int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return [[key(text) for text in row] for row in zip(*texts)]
 
 
-def side_by_side(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Collate rows of several texts each: all texts of row 0, then of row 1, ..., padded together; and their `keys`."""
-    pad = padded(tokenizer, accelerator)
+def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
+    """Return a collate function for rows of several texts each. It pads all texts of row 0, then of row 1, ... together."""
+    pad = tokenisation.pad_collate(tokenizer, accelerator)
 
     def collate(rows: list[dict[str, Any]]) -> Any:
         batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
@@ -34,8 +34,8 @@ def side_by_side(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], A
     return collate
 
 
-def embeddings(model: Any, batch: Any, pooling: str) -> Tensor:
-    """(rows, texts of a row, dimensions), not normalised."""
+def embed(model: Any, batch: Any, pooling: str) -> Tensor:
+    """Return embeddings of the shape (rows, texts per row, dimensions), not normalised."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "keys"}
     hidden = model(**inputs).last_hidden_state
     if pooling == "cls":
@@ -47,60 +47,61 @@ def embeddings(model: Any, batch: Any, pooling: str) -> Tensor:
 
 
 def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[int, ...] = ()) -> Tensor:
-    """For each row: how badly its anchor tells its positive from the positives and negatives of all rows.
+    """Return for each row the cross-entropy of its anchor's positive among the positives and negatives of all rows.
 
-    `rows` are (anchor, positive, negatives ...). A text that is also the anchor's own positive, or the anchor itself, or a
-    positive of an equal anchor, is no negative. With `dimensions` (Matryoshka) the mean over embeddings cut to each.
+    `rows` are embeddings of (anchor, positive, negatives ...), and `keys` are those of `text_keys`. A candidate is excluded if it
+    equals the positive or the anchor, or if it is the positive of an equal anchor. With `dimensions` (Matryoshka) the loss is the
+    mean over embeddings truncated to each of them.
     """
     number = len(keys)
     candidates = torch.cat([keys[:, 1], keys[:, 2:].flatten()])
-    wrong = (candidates == keys[:, 1:2]) | (candidates == keys[:, 0:1])
-    wrong[:, :number] |= keys[:, 0] == keys[:, 0:1]
-    right = torch.arange(number, device=keys.device)
-    wrong[right, right] = False
+    excluded = (candidates == keys[:, 1:2]) | (candidates == keys[:, 0:1])
+    excluded[:, :number] |= keys[:, 0] == keys[:, 0:1]
+    targets = torch.arange(number, device=keys.device)
+    excluded[targets, targets] = False
     losses = []
     for size in dimensions or (rows.shape[-1],):
-        cut = F.normalize(rows[..., :size].to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
-        scores = scale * cut[:, 0] @ torch.cat([cut[:, 1], cut[:, 2:].flatten(0, 1)]).T
-        losses.append(F.cross_entropy(scores.masked_fill(wrong, float("-inf")), right, reduction="none"))
+        unit = F.normalize(rows[..., :size].to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
+        scores = scale * unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2:].flatten(0, 1)]).T
+        losses.append(F.cross_entropy(scores.masked_fill(excluded, float("-inf")), targets, reduction="none"))
     return torch.stack(losses).mean(0)
 
 
-def retrieval(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int, ...] = ()) -> dict[str, float]:
-    """Each anchor looks for its positive among all different positives: recall at 1, 5 and 10, mean reciprocal rank of 10.
+def retrieval_metrics(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int, ...] = ()) -> dict[str, float]:
+    """Return recall at 1, 5 and 10 and the mean reciprocal rank at 10. Each anchor is compared with all distinct positives.
 
-    An equal score counts as if it stood before the right one, so that a model that says the same of all is not rewarded.
+    A candidate with the same score as the right one is ranked before it, so that a model with constant output gets no credit.
     """
     _, first = np.unique(keys[:, 1], return_index=True)
-    answers = keys[:, 1][first]
-    scores: dict[str, float] = {}
+    corpus_keys = keys[:, 1][first]
+    metrics: dict[str, float] = {}
     for size in dimensions or (rows.shape[-1],):
-        cut = F.normalize(torch.from_numpy(rows[..., :size]).float(), dim=-1)
-        corpus, ranks = cut[first, 1], []
-        for start in range(0, len(cut), 1024):  # a table of 1,024 by the corpus at a time
-            found = cut[start : start + 1024, 0] @ corpus.T
-            is_right = torch.from_numpy(keys[start : start + 1024, 1:2] == answers[None, :])
-            own = (found * is_right).sum(1, keepdim=True)
-            ranks.append(1 + ((found >= own) & ~is_right).sum(1))
+        unit = F.normalize(torch.from_numpy(rows[..., :size]).float(), dim=-1)
+        corpus, ranks = unit[first, 1], []
+        for start in range(0, len(unit), 1024):  # limits the memory to 1,024 x corpus scores at a time
+            scores = unit[start : start + 1024, 0] @ corpus.T
+            is_right = torch.from_numpy(keys[start : start + 1024, 1:2] == corpus_keys[None, :])
+            own = (scores * is_right).sum(1, keepdim=True)
+            ranks.append(1 + ((scores >= own) & ~is_right).sum(1))
         rank = torch.cat(ranks).double()
         name = "" if size == rows.shape[-1] else f"_{size}"
-        scores |= {f"recall_at_{k}{name}": float((rank <= k).double().mean()) for k in (1, 5, 10)}
-        scores[f"mrr{name}"] = float(torch.where(rank <= 10, 1 / rank, 0.0).mean())
-    return scores
+        metrics |= {f"recall_at_{k}{name}": float((rank <= k).double().mean()) for k in (1, 5, 10)}
+        metrics[f"mrr{name}"] = float(torch.where(rank <= 10, 1 / rank, 0.0).mean())
+    return metrics
 
 
 def sentence_transformers_files(dimension: int, pooling: str, max_length: int, prompts: dict[str, str]) -> dict[str, bytes]:
-    """What makes a transformers folder one of sentence-transformers too."""
+    """Return the files that sentence-transformers needs beside those of transformers, by their names."""
     kinds = [("", "models.Transformer"), ("1_Pooling", "models.Pooling"), ("2_Normalize", "models.Normalize")]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"} for i, (path, kind) in enumerate(kinds)
     ]
-    pools = {"word_embedding_dimension": dimension, **{word: name == pooling for name, word in POOLINGS.items()}}
+    pooling_config = {"word_embedding_dimension": dimension, **{word: name == pooling for name, word in POOLINGS.items()}}
     return {
         name: json.dumps(content, indent=1).encode()
         for name, content in {
             "modules.json": modules,
-            "1_Pooling/config.json": pools,
+            "1_Pooling/config.json": pooling_config,
             "2_Normalize/config.json": {},
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
             "config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"},

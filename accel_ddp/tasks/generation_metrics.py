@@ -1,69 +1,78 @@
-"""Texts that a model writes for texts: what is cut of them, how they are searched for, and how near they are to the right ones.
+"""Sequence-to-sequence generation: truncated texts, the settings of the search, and metrics of generated texts.
 
-Nothing here asks a hub.
+The metrics come from installed packages and need no access to the Hub.
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel_ddp.errors import UserError
-
-log = logging.getLogger(__name__)
+from accel_ddp.sources.messages import warn
 
 if TYPE_CHECKING:
     import datasets
 
 
-def are_cut(tokenizer: Any, texts: list[str], rows: list[list[int]], max_length: int) -> list[bool]:
-    """Of each text, whether its row of at most `max_length` tokens is not the whole of it."""
+def find_truncated(tokenizer: Any, texts: list[str], rows: list[list[int]], max_length: int) -> list[bool]:
+    """Return for each text whether its row of tokens was truncated to `max_length`."""
     return [len(row) == max_length and len(tokenizer(text)["input_ids"]) > max_length for text, row in zip(texts, rows)]
 
 
-def say_what_is_cut(tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
-    """Training and evaluation rows without the columns that say whether the option of that name has cut something."""
+def report_truncated(tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+    """Return training and evaluation rows without the columns of `find_truncated`, and warn about truncated texts.
+
+    These columns have the names of the options `max_length` and `max_target_length`.
+    """
     columns = {"max_length": "sources", "max_target_length": "targets"}
-    for option, what in columns.items():
+    for option, texts in columns.items():
         for rows, name in zip(tables, ("training", "evaluation")):
             if number := sum(rows[option][:]):
-                log.info(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {what} are cut.")
+                warn(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {texts} are truncated.")
     if number := sum(len(row) > cfg.max_new_tokens for row in tables[1]["labels"][:]):
-        log.info(f"--max_new_tokens {cfg.max_new_tokens}: too few to write {number:,} of {len(tables[1]):,} evaluation targets.")
+        warn(
+            f"--max_new_tokens {cfg.max_new_tokens}: {number:,} of {len(tables[1]):,} evaluation targets are longer and cannot be "
+            "generated in full."
+        )
     return [rows.remove_columns(list(columns)) for rows in tables]
 
 
 def require_decoder(model: Any, cfg: Any) -> None:
-    """A UserError where the model has no decoder that takes targets, or one that takes only shorter ones."""
+    """Raise UserError if the model has no decoder, or if it has too few positions for the options."""
     if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        raise UserError(f"--model {cfg.model}: {type(model).__name__} does not say what its decoder reads. Use T5, BART or kin.")
+        raise UserError(
+            f"--model {cfg.model}: {type(model).__name__} does not derive the inputs of its decoder from labels. "
+            "Use an encoder-decoder model such as T5 or BART."
+        )
     most = getattr(model.config, "max_position_embeddings", None) or float("inf")
     for option in ("max_length", "max_target_length", "max_new_tokens"):
         if getattr(cfg, option) > most:
-            raise UserError(f"--{option} {getattr(cfg, option)}: {cfg.model} takes at most {most} tokens.")
+            raise UserError(
+                f"--{option} {getattr(cfg, option)}: {cfg.model} accepts at most {most} tokens. Use --{option} {most}."
+            )
 
 
-def generation_config(known: Any, max_new_tokens: int, num_beams: int) -> Any:
-    """A search of `num_beams`. Of the settings that are `known` those stay that say which tokens begin, end or are forbidden.
+def build_generation_config(current: Any, max_new_tokens: int, num_beams: int) -> Any:
+    """Return the config of a search with `num_beams`. It keeps only the special and forbidden tokens of the `current` config.
 
-    Others, a least length or a penalty, were chosen for what the model did before.
+    Other settings, such as a minimum length or a penalty, were chosen for an earlier task of the model.
     """
     from transformers import GenerationConfig
 
     kept = ("_token_id", "bad_words_ids", "suppress_tokens")
-    tokens = {name: value for name, value in known.to_dict().items() if name.endswith(kept) and value is not None}
+    tokens = {name: value for name, value in current.to_dict().items() if name.endswith(kept) and value is not None}
     return GenerationConfig(max_new_tokens=max_new_tokens, num_beams=num_beams, do_sample=False, **tokens)
 
 
-def decoded(ids: np.ndarray, tokenizer: Any) -> list[str]:
-    """Texts of rows of tokens that were filled up with -100."""
+def decode(ids: np.ndarray, tokenizer: Any) -> list[str]:
+    """Return the texts of rows of tokens that are padded with -100."""
     return tokenizer.batch_decode(np.where(ids < 0, tokenizer.pad_token_id, ids), skip_special_tokens=True)
 
 
-def of_texts(outputs: list[str], references: list[str]) -> dict[str, float]:
-    """exact_match and rouge_l are shares from 0 to 1; bleu and chrf, of the whole corpus, go from 0 to 100, as is usual.
+def text_metrics(outputs: list[str], references: list[str]) -> dict[str, float]:
+    """Return exact_match and rouge_l as fractions from 0 to 1, and bleu and chrf of the corpus from 0 to 100, as is usual.
 
-    ROUGE-L looks at the letters a-z and digits only: of other scripts it sees nothing.
+    ROUGE-L uses only the letters a-z and digits, so that it is 0 for texts in other scripts.
     """
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
@@ -72,13 +81,13 @@ def of_texts(outputs: list[str], references: list[str]) -> dict[str, float]:
     pairs, rouge = list(zip(outputs, references, strict=True)), RougeScorer(["rougeL"])
     return {
         "exact_match": sum(output == reference for output, reference in pairs) / len(pairs),
-        "bleu": sacrebleu.corpus_bleu(outputs, [references], force=True).score,  # force: no advice about tokenised texts
+        "bleu": sacrebleu.corpus_bleu(outputs, [references], force=True).score,  # force: no warning about tokenised texts
         "chrf": sacrebleu.corpus_chrf(outputs, [references]).score,
         "rouge_l": sum(rouge.score(reference, output)["rougeL"].fmeasure for output, reference in pairs) / len(pairs),
     }
 
 
-def table_of_samples(sources: list[str], targets: list[str], outputs: list[str], number: int = 3) -> str:
-    """The first few, to look at."""
+def format_samples(sources: list[str], targets: list[str], outputs: list[str], number: int = 3) -> str:
+    """Return the first sources with their targets and the generated texts, to print."""
     rows = zip(sources[:number], targets[:number], outputs[:number])
     return "\n".join(f"source  {source}\ntarget  {target}\noutput  {output}\n" for source, target, output in rows)

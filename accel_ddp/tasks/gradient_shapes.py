@@ -28,10 +28,10 @@ def parameter_shapes(cfg: RecipeConfig) -> list[list[Any]]:
     """
     with torch.device("meta"):  # parameters on this device have a shape and use no memory
         model, lora_task = _build(cfg)
-        model._made_anew = []
+        model._new_modules = []
         # These three options do not change the shapes of the gradients, and they need a GPU or more than shapes.
         cfg = dataclasses.replace(cfg, quantize="no", gradient_checkpointing=False, sync_batchnorm=False)
-        model = models.ready(model, cfg, SimpleNamespace(ddp_handler=None), lora_task)
+        model = models.prepare(model, cfg, SimpleNamespace(ddp_handler=None), lora_task)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     kind = lambda weight: "embedding" if id(weight) in tables else "matrix" if weight.dim() > 1 else "vector"
     return [[kind(weight), list(weight.shape), weight.requires_grad] for weight in model.parameters()]

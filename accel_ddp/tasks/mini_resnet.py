@@ -1,6 +1,6 @@
-"""A small ResNet of our own, for images of any size from 8 x 8 on. Imports torch and transformers only.
+"""A small ResNet for images of 8 x 8 pixels or more. It imports torch and transformers only.
 
-This file travels with every model that is saved: where accel_ddp is not installed, the folder loads with
+This file is saved with every exported model. Without accel_ddp the model is loaded with
 `AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)`.
 """
 
@@ -22,7 +22,7 @@ class MiniResNetConfig(PretrainedConfig):
         norm: str = "batch",
         **more: Any,
     ):
-        """Each stage halves the image, but for the first. `norm` is "batch", or "group" with 8 groups of channels."""
+        """Each stage except the first halves the image. `norm` is "batch", or "group" for group norm with 8 groups."""
         self.num_channels, self.widths, self.blocks_per_stage, self.norm = num_channels, list(widths), blocks_per_stage, norm
         classes = {"AutoConfig": "MiniResNetConfig", "AutoModelForImageClassification": "MiniResNetForImageClassification"}
         more.setdefault("auto_map", {auto: f"mini_resnet.{name}" for auto, name in classes.items()})
@@ -34,11 +34,11 @@ def _norm(kind: str, width: int) -> nn.Module:
         return nn.GroupNorm(8, width)
     if kind == "batch":
         return nn.BatchNorm2d(width)
-    raise ValueError(f"norm {kind!r}: is neither 'batch' nor 'group'")
+    raise ValueError(f"norm {kind!r}: must be 'batch' or 'group'")
 
 
 def _conv(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)  # the norm that follows has the bias
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)  # the following norm has a bias
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, rows
+from accel_ddp.sources import builtin, tokenisation
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
@@ -28,13 +28,13 @@ MADE = ["builtin:tiny-llama", "builtin:tiny-t5", "builtin:tiny-bert"]
 
 ELSEWHERE = """
 import json, sys, transformers
-from accel_ddp.sources import builtin, rows
+from accel_ddp.sources import builtin, tokenisation
 shared, own = sys.argv[1:3]
 input()
 builtin.model_folder("builtin:tiny-t5", shared)
 for name in sys.argv[3:]:
     builtin.model_folder(name, own)
-print(json.dumps({name: [rows.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
+print(json.dumps({name: [tokenisation.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
 """
 
 
@@ -169,7 +169,7 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
         files = sorted(file for file in (folder / "models").rglob("*") if file.is_file())
         return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
-    here = {name: [rows.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
+    here = {name: [tokenisation.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
     said, _ = elsewhere.communicate(timeout=100)
     assert json.loads(said.splitlines()[-1]) == here
     assert elsewhere.returncode == 0
