@@ -1,4 +1,4 @@
-"""A model whose forward pass does not use all of its parameters: never one head, or in some steps and on some ranks only."""
+"""Trains a model whose forward pass skips parameters: one head never, or each head in some steps and on some ranks."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Heads(nn.Module):
         self.how, self.body, self.small, self.large = how, nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
 
     def forward(self, x):
-        """`sometimes`: rows with a positive sum go to the large head, so that a micro-batch may have none for one of them."""
+        """With `sometimes`, rows with a positive sum go to the large head, so that a micro-batch may have no row for one head."""
         hidden, is_large = self.body(x).tanh(), x.sum(-1) > 0
         if self.how == "never":
             return self.small(hidden)

@@ -1,4 +1,4 @@
-"""One model, computed padded, packed, recorded and compiled: prints how far losses and gradients are apart, as JSON."""
+"""Computes one model with padding, without padding, captured as CUDA graphs and compiled. Prints the differences as JSON."""
 
 import json
 import sys
@@ -9,8 +9,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.seeds import seed_torch
-from accel_ddp.speed import attach, linear_cross_entropy, padding_free
+from accel_ddp.speed import linear_cross_entropy
+from accel_ddp.speed.attach import attach
 from accel_ddp.training import losses
+from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}
@@ -40,7 +42,8 @@ def collate(kind):
     return padded
 
 
-def computed(kind, packing_option, compile_option, dropout, times):
+def compute(kind, padding_free, compile_option, dropout, times):
+    """Return (loss, gradients) of each pass, and of two passes whose gradients are accumulated."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="bf16")
     drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -55,47 +58,47 @@ def computed(kind, packing_option, compile_option, dropout, times):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         if kind == "bert":
             return losses.cross_entropy(model(**inputs).logits, batch["labels"])
-        if packing_option == "off":
+        if padding_free == "off":
             return losses.of_tokens(model(**inputs, use_cache=False).logits, losses.next_tokens(batch["labels"]))
         return head.loss_sum(model, {**inputs, "use_cache": False}, losses.next_tokens(batch["labels"]), batch)
 
-    cfg = TrainConfig(packing=packing_option, compile=compile_option)
+    cfg = TrainConfig(padding_free=padding_free, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
-    speed = attach.prepare(accelerator, cfg, model, train, loss_sum, total_steps=1)
-    assert (speed.packed is not None) == (packing_option == "on"), "not packed"
+    speed = attach(accelerator, cfg, model, train, loss_sum, total_steps=1)
+    assert (speed.padding_free is not None) == (padding_free == "on"), "the layers get padding"
     model = accelerator.prepare(model)
     model.train()
     batch = train.sample(len(LENGTHS), accelerator, cfg)
     if compile_option == "on":
-        speed.warm_up(accelerator, model, train, loss_sum)
-        assert speed.plain, "not compiled"
+        speed.warm_up()
+        assert speed.plain_calls, "the layers are not compiled"
     results = []
     for time in range(times + 1):
-        for _ in range(2 if time == times else 1):  # the last time accumulates
+        for _ in range(2 if time == times else 1):  # the last time gradients are accumulated
             seed_torch(7, accelerator.device)
-            with padding_free.using(batch):
+            with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
             loss.backward()
         results.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
         for p in model.parameters():
             p.grad = None
-    # From now on nobody may make the host wait for the device, as padding does.
-    torch.cuda.set_sync_debug_mode("error" if packing_option == "on" else "default")
-    with padding_free.using(batch):
+    # From here on, nothing may make the host wait for the device. With padding some operations do.
+    torch.cuda.set_sync_debug_mode("error" if padding_free == "on" else "default")
+    with CurrentBatch(batch):
         loss = loss_sum(model, batch)
     loss.backward()
     torch.cuda.set_sync_debug_mode("default")
-    if speed.recorded:
-        assert not speed.recorded.broken, speed.recorded.broken
-        assert speed.recorded.recordings, "nothing was recorded"
+    if speed.graphs:
+        assert not speed.graphs.broken, speed.graphs.broken
+        assert speed.graphs.recordings, "no layer was captured as a CUDA graph"
     return results[:-1], results[-1]
 
 
-def apart(a, b):
-    """The largest difference, as a share of the largest gradient of the same parameter.
+def difference(a, b):
+    """Return the largest difference, as a fraction of the largest gradient of the same parameter.
 
-    The bias of a key changes nothing: its gradient is what rounding leaves, so the least that counts is a thousandth of the
-    largest gradient of all.
+    The bias of a key does not change the result, so that its gradient consists of rounding errors. The smallest divisor is
+    therefore a thousandth of the largest gradient of all parameters.
     """
     ends = [abs(a[0] - b[0]) / abs(a[0])]
     least = 1e-3 * max(float(gradient.abs().max()) for gradient in a[1].values())
@@ -105,15 +108,16 @@ def apart(a, b):
 
 found = {}
 for kind in sys.argv[1:] or ("bert", "llama"):
-    (padded,), _ = computed(kind, "off", "off", 0.0, 1)
-    (packed,), packed_twice = computed(kind, "on", "off", 0.0, 1)
-    recorded, recorded_twice = computed(kind, "on", "auto", 0.0, 3)
-    compiled, _ = computed(kind, "on", "on", 0.0, 3)
+    (padded,), _ = compute(kind, "off", "off", 0.0, 1)
+    (plain,), plain_twice = compute(kind, "on", "off", 0.0, 1)
+    captured, captured_twice = compute(kind, "on", "auto", 0.0, 3)
+    compiled, _ = compute(kind, "on", "on", 0.0, 3)
     found[kind] = {
-        "packed": apart(padded, packed), "recorded": max(apart(packed, r) for r in recorded),
-        "accumulated": apart(packed_twice, recorded_twice),
-        "compiled": max(apart(packed, r) for r in compiled), "compiled again": max(apart(compiled[0], r) for r in compiled),
+        "padding-free": difference(padded, plain), "captured": max(difference(plain, r) for r in captured),
+        "accumulated": difference(plain_twice, captured_twice),
+        "compiled": max(difference(plain, r) for r in compiled),
+        "compiled again": max(difference(compiled[0], r) for r in compiled),
     }  # fmt: skip
-dropped, _ = computed("bert", "on", "auto", 0.2, 4)  # the first is not recorded
-found["dropout"] = {"recorded": max(apart(dropped[0], r) for r in dropped[1:])}
+dropped, _ = compute("bert", "on", "auto", 0.2, 4)  # the first pass is not captured
+found["dropout"] = {"captured": max(difference(dropped[0], r) for r in dropped[1:])}
 json.dump(found, sys.stdout)

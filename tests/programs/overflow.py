@@ -1,4 +1,4 @@
-"""A loss so steep that float16 gradients overflow until the scaler has come down."""
+"""Trains with a loss so steep that float16 gradients overflow until the scaler has reduced its factor."""
 
 import accel_ddp
 from accel_ddp.config import TrainConfig
@@ -20,7 +20,7 @@ def main(cfg: TrainConfig) -> None:
         count=len,
     )
     if accelerator.is_main_process:
-        print("weights are finite" if all(p.isfinite().all() for p in model.parameters()) else "weights are broken")
+        print("weights are finite" if all(p.isfinite().all() for p in model.parameters()) else "weights are not finite")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DDP with a static graph, after a rehearsal: whether the ranks still have one gradient. Prints one word on each."""
+"""Checks that DDP with a static graph still synchronises gradients after a rehearsal. Each rank prints the result."""
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ for _ in range(4):
     mine = torch.cat([p.grad.flatten() for p in model.parameters()])
     others = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(others, mine)
-    assert torch.equal(*others), "each rank has its own gradient"
+    assert torch.equal(*others), "the gradients of the ranks differ"
     for p in model.parameters():
         p.grad = None
-print("alike")
+print("the gradients are equal")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Packed and padded are two ways to one result; so are a loss with and without a table of scores."""
+"""The speed package changes how long a step takes and not its result: both ways of computing are compared."""
 
 import itertools
 import json
@@ -18,9 +18,10 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.speed import attach, autobatch, flops, linear_cross_entropy, padding_free
-from accel_ddp.speed import padding_free_model as packs
+from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses
-from accel_ddp.training.stream import Batch, Counted, Shuffle, TrainBatches, _dealt_out, _GlobalMicroBatches, _rounded, sized
+from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.stream import Batch, CountingCollate, Shuffle, TrainBatches, _GlobalMicroBatches, _spread, with_sizes
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
@@ -54,7 +55,7 @@ def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     mask = mask.flip(1) if side == "left" else mask
     rows = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    return sized(Counted(lambda _: rows)([]), torch.device("cpu"))
+    return with_sizes(CountingCollate(lambda _: rows)([]))
 
 
 def loss_of(model, batch):
@@ -65,151 +66,152 @@ def loss_of(model, batch):
     return losses.of_tokens(scores, torch.where(labels < 0, -100, labels % scores.shape[-1]))
 
 
-def computed(model, batch, loss=loss_of):
+def compute(model, batch, loss=loss_of):
+    """Return the loss and the gradient of each parameter."""
     model.zero_grad()
-    with padding_free.using(batch):
+    with CurrentBatch(batch):
         value = loss(model, batch)
     value.backward()
     return value.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def apart(a, b):
-    """Of losses per item and of gradients, the largest difference as a share of the largest value of each."""
+def difference(a, b):
+    """Return the largest difference of the loss and of each gradient, as a fraction of its largest value."""
     assert all(bool(gradient.isfinite().all()) for _, gradients in (a, b) for gradient in gradients.values())
     sizes = {name: max(float(gradient.abs().max()), 1e-3) for name, gradient in a[1].items()}
     return max(abs(a[0] - b[0]) / abs(a[0]), *(float((a[1][n] - b[1][n]).abs().max()) / sizes[n] for n in a[1]))
 
 
-def rows_of(packed, model, batch):
-    """How many tokens each layer is given in one pass."""
-    seen, calls = [], packed.calls
-    packed.run = lambda number, hidden, args, kwargs: seen.append(hidden.shape[1]) or calls[number](hidden, *args, **kwargs)
-    computed(model, batch)
-    packed.run = None
+def tokens_per_layer(layers, model, batch):
+    """Return how many tokens each layer gets in one pass."""
+    seen, calls = [], layers.calls
+    layers.run = lambda number, hidden, args, kwargs: seen.append(hidden.shape[1]) or calls[number](hidden, *args, **kwargs)
+    compute(model, batch)
+    layers.run = None
     return seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_and_padded_give_the_same_loss_and_gradients(kind):
+def test_padding_free_layers_give_the_same_loss_and_gradients_as_padding(kind):
     torch.manual_seed(0)
-    model = KINDS[kind]().eval()  # without dropout, which draws for other places
+    model = KINDS[kind]().eval()  # without dropout, which draws a number for each position of the padded batch
     batch = a_batch()
-    padded = computed(model, batch)
-    packed = packs.Packed(model)
-    packed.install()
-    assert packed.holds_for(lambda batch: loss_of(model, batch), batch, 1e-4) == ""
-    found = computed(model, batch)
-    assert rows_of(packed, model, batch) == [sum(LENGTHS)] * 3, "it was not packed"
-    assert apart(padded, found) < 1e-5
+    padded = compute(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-4) == ""
+    found = compute(model, batch)
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3, "the layers got padding"
+    assert difference(padded, found) < 1e-5
     other = a_batch(seed=1)
-    assert apart(padded, computed(model, other)) > 1e-2, "the measure sees no difference at all"
-    packed.remove()
-    assert apart(padded, computed(model, batch)) == 0
+    assert difference(padded, compute(model, other)) > 1e-2, "the comparison finds no difference at all"
+    layers.remove()
+    assert difference(padded, compute(model, batch)) == 0
 
 
-def test_texts_of_a_row_do_not_see_each_other():
-    """Not by a comparison of sums: the scores of a text do not change when its neighbours do."""
+def test_texts_in_one_row_do_not_attend_to_each_other():
+    """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()
-    packed = packs.Packed(model)
-    packed.install()
+    layers = PaddingFree(model)
+    layers.install()
     first, second = a_batch(seed=0), a_batch(seed=1)
     second["input_ids"][1] = first["input_ids"][1]
     with torch.no_grad():
         scores = []
         for batch in (first, second):
-            with padding_free.using(batch):
+            with CurrentBatch(batch):
                 scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
     assert torch.equal(scores[0][1, :17], scores[1][1, :17])
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_layer_is_given_what_the_one_before_gave(kind):
-    """Else their kernels could not be recorded together."""
+def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
+    """Otherwise several layers could not be captured as one CUDA graph."""
     model = KINDS[kind]()
-    packed, given = packs.Packed(model), []
+    layers, given = PaddingFree(model), []
 
     def run(number, hidden, args, kwargs):
-        out = packed.calls[number](hidden, *args, **kwargs)
+        out = layers.calls[number](hidden, *args, **kwargs)
         given.append((hidden, out))
         return out
 
-    packed.install()
-    packed.run = run
+    layers.install()
+    layers.run = run
     batch = a_batch()
-    with padding_free.using(batch):
+    with CurrentBatch(batch):
         loss_of(model, batch)
     assert len(given) == 3
     assert all(after[0] is before[1] for before, after in itertools.pairwise(given))
 
 
-def test_what_cannot_be_packed_is_padded_and_says_why():
+def test_a_model_that_needs_padding_is_refused_with_the_reason():
     t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     for model, why in (
         (transformers.T5ForConditionalGeneration(t5), "2 stacks"),
-        (nn.Linear(2, 2), "no model of transformers"),
+        (nn.Linear(2, 2), "not a transformers model"),
         (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
         (KINDS["bert"]().to(torch.float32), ""),
     ):
         if isinstance(model, transformers.BertForSequenceClassification):
             model.set_attn_implementation("eager")
             why = "eager"
-        with pytest.raises(padding_free.Unpackable, match=why):
-            packs.Packed(model)
-    # A window that is shorter than the texts: computed with padding, and right.
+        with pytest.raises(padding_free.NeedsPadding, match=why):
+            PaddingFree(model)
+    # With a window that is shorter than the texts, the model is computed with padding.
     config = transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=8)
     model = transformers.MistralForCausalLM(config).eval()
     batch = a_batch()
-    padded = computed(model, batch)
-    packs.Packed(model).install()
-    assert apart(padded, computed(model, batch)) == 0
-    # A first token that is padding: what a classifier reads there is nothing, and not the same nothing.
+    padded = compute(model, batch)
+    PaddingFree(model).install()
+    assert difference(padded, compute(model, batch)) == 0
+    # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
     model = KINDS["bert"]().eval()
-    packed = packs.Packed(model)
-    packed.install()
-    assert "something else" in packed.holds_for(lambda batch: loss_of(model, batch), a_batch("left"), 1e-4)
+    layers = PaddingFree(model)
+    layers.install()
+    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch), a_batch("left"), 1e-4)
 
 
-def test_a_model_that_loses_what_its_layers_are_given_is_not_packed():
-    """Texts would see each other, which the loss of a new model hardly shows."""
+def test_a_model_whose_layers_drop_arguments_needs_padding():
+    """Its texts would attend to each other, which hardly changes the loss of an untrained model."""
     config = transformers.StableLmConfig(**SHAPE, **POSITIONS, num_key_value_heads=2)
     model = transformers.StableLmForCausalLM(config).eval()
-    packed = packs.Packed(model)
-    packed.install()
-    assert "does not hand on" in packed.holds_for(lambda batch: loss_of(model, batch), a_batch(), 1e-4)
+    layers = PaddingFree(model)
+    layers.install()
+    assert "do not pass their arguments on" in layers.check(lambda batch: loss_of(model, batch), a_batch(), 1e-4)
 
 
-def test_what_hidden_states_show_is_not_hidden_by_a_loss(monkeypatch):
-    """Attention that sees its neighbours, in a model whose loss of one batch is nearly the same."""
+def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
+    """Here texts attend to each other, and the loss of the batch is the same."""
     model = KINDS["bert"]().eval()
-    packed = packs.Packed(model)
-    packed.install()
+    layers = PaddingFree(model)
+    layers.install()
 
-    def leaks(module, query, key, value, *_, **__):
+    def attend_to_all(module, query, key, value, *_, **__):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, leaks)
-    assert "something else" in packed.holds_for(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, attend_to_all)
+    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
 
 
-def test_a_cache_is_left_out_and_generating_is_not_packed():
-    """Decoders hand a cache to their layers unless they are told not to; a recording must not meet it."""
+def test_layers_get_no_cache_and_generation_uses_padding():
+    """Decoders pass a cache to their layers by default. It must not become part of a CUDA graph."""
     config = transformers.Qwen2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, num_labels=3, pad_token_id=0)
     model = transformers.Qwen2ForSequenceClassification(config).train()
-    packed = packs.Packed(model)
-    packed.install()
+    layers = PaddingFree(model)
+    layers.install()
     given = []
-    packed.run = lambda number, hidden, args, kwargs: given.append(kwargs) or packed.calls[number](hidden, *args, **kwargs)
-    computed(model, a_batch())
+    layers.run = lambda number, hidden, args, kwargs: given.append(kwargs) or layers.calls[number](hidden, *args, **kwargs)
+    compute(model, a_batch())
     assert given
     assert all(kwargs["past_key_values"] is None for kwargs in given)
     model = KINDS["llama"]().eval()
-    packs.Packed(model).install()
-    computed(model, a_batch())
+    PaddingFree(model).install()
+    compute(model, a_batch())
     assert model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
 
 
-def test_adapters_and_copies_of_a_packed_model():
+def test_adapters_and_copies_of_a_padding_free_model():
     import copy
 
     import peft
@@ -219,94 +221,93 @@ def test_adapters_and_copies_of_a_packed_model():
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"]))
     model.eval()
     batch = a_batch()
-    padded = computed(model, batch)
-    packed = packs.Packed(model)
-    packed.install()
-    assert apart(padded, computed(model, batch)) < 1e-5
-    assert rows_of(packed, model, batch) == [sum(LENGTHS)] * 3
+    padded = compute(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    assert difference(padded, compute(model, batch)) < 1e-5
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3
     assert model.generate(input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert copy.deepcopy(model).merge_and_unload() is not None
-    work = flops.Work(model)
+    counter = flops.FlopCounter(model)
     frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
-    assert work.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
+    assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
 
 
-def test_a_call_with_another_mask_than_the_batch_has_is_not_packed():
+def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
     model = KINDS["bert"]().eval()
-    packed = packs.Packed(model)
-    packed.install()
-    with padding_free.using(a_batch()):
-        other = a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row has room for
-        packed.run = lambda *_: pytest.fail("it was packed")
+    layers = PaddingFree(model)
+    layers.install()
+    with CurrentBatch(a_batch()):
+        other = a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row of the current batch
+        layers.run = lambda *_: pytest.fail("the layers got no padding")
         loss_of(model, other)
 
 
-def test_gradient_checkpointing_computes_the_same_packed():
+def test_gradient_checkpointing_without_padding_gives_the_same_result():
     model = KINDS["llama"]().train()
     batch = a_batch()
-    packed = packs.Packed(model)
-    packed.install()
-    straight = computed(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    stored = compute(model, batch)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert apart(straight, computed(model, batch)) < 1e-6
-    assert rows_of(packed, model, batch) == [sum(LENGTHS)] * 6, "each layer once more in the backward pass"
+    assert difference(stored, compute(model, batch)) < 1e-6
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 6, "the backward pass runs each layer once more"
     with pytest.raises(RuntimeError, match="--padding_free off"):
-        computed(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
+        compute(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
 
 
-def test_a_small_table_has_the_gradient_of_an_embedding():
+def test_a_small_table_has_the_same_gradient_as_an_embedding():
     table, places = torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randint(0, 3, (4, 5))
     weight = torch.randn(4, 5, 8, dtype=torch.double)
-    (ours,) = torch.autograd.grad((packs._SmallTable.apply(places, table) * weight).sum(), table)
+    (ours,) = torch.autograd.grad((_SmallTable.apply(places, table) * weight).sum(), table)
     (theirs,) = torch.autograd.grad((F.embedding(places, table) * weight).sum(), table)
     assert torch.allclose(ours, theirs, atol=1e-12)
 
 
-# ----------------------------------------------------------------------------------------- the head
+# ------------------------------------------------------------------------------- the loss over a large vocabulary
 
 
 @pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
-def test_a_loss_in_pieces_is_that_of_the_whole_table(monkeypatch, softmax):
-    monkeypatch.setattr(heads, "PIECE", 300 * 130)
-    monkeypatch.setattr(heads, "softmax", softmax)
+def test_a_loss_in_chunks_equals_the_loss_over_all_logits(monkeypatch, softmax):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 300 * 130)
     torch.manual_seed(0)
     values = [torch.randn(*size, dtype=torch.double, requires_grad=True) for size in ((700, 32), (130, 32), (130,))]
     labels = torch.where(torch.arange(700) % 5 == 0, -100, torch.randint(0, 130, (700,)))
     whole = F.cross_entropy(values[0] @ values[1].T + values[2], labels, reduction="sum")
-    pieces = linear_cross_entropy.linear_cross_entropy(*values, labels)
-    assert abs(whole.item() - pieces.item()) < 1e-9
+    in_chunks = linear_cross_entropy.linear_cross_entropy(*values, labels, softmax)
+    assert abs(whole.item() - in_chunks.item()) < 1e-9
     with torch.no_grad():
-        assert linear_cross_entropy.linear_cross_entropy(*values, labels).item() == pieces.item()
-    for a, b in zip(torch.autograd.grad(whole * 0.3, values), torch.autograd.grad(pieces * 0.3, values)):
+        assert linear_cross_entropy.linear_cross_entropy(*values, labels, softmax).item() == in_chunks.item()
+    for a, b in zip(torch.autograd.grad(whole * 0.3, values), torch.autograd.grad(in_chunks * 0.3, values)):
         assert torch.allclose(a, b, atol=1e-12)
 
 
-def test_a_micro_batch_without_labels_has_a_loss_of_nothing():
+def test_a_micro_batch_without_labels_has_a_loss_of_zero():
     model = KINDS["llama"]().eval()
     batch = a_batch()
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    batch = sized(Counted(lambda _: {**inputs, "labels": torch.full_like(batch["labels"], -100)})([]), torch.device("cpu"))
+    batch = with_sizes(CountingCollate(lambda _: {**inputs, "labels": torch.full_like(batch["labels"], -100)})([]))
     head = linear_cross_entropy.OutputHead(model)
-    value, gradients = computed(model, batch, lambda model, batch: head.loss_sum(model, inputs, batch["labels"], batch))
+    value, gradients = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, batch["labels"], batch))
     assert value == 0
     assert not any(gradient.any() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert masked"])
-def test_a_head_that_is_left_out_gives_the_same_loss_and_gradients(kind):
+def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
     torch.manual_seed(0)
     model = KINDS[kind]().eval()
     batch = a_batch()
     labels = losses.next_tokens(batch["labels"])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    whole = computed(model, batch, lambda model, batch: losses.of_tokens(model(**inputs).logits, labels))
+    whole = compute(model, batch, lambda model, batch: losses.of_tokens(model(**inputs).logits, labels))
     head = linear_cross_entropy.OutputHead(model)
-    left_out = computed(model, batch, lambda model, batch: head.loss_sum(model, inputs, labels, batch))
-    assert head.is_all
-    assert apart(whole, left_out) < 1e-5
+    skipped = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, labels, batch))
+    assert head.is_last
+    assert difference(whole, skipped) < 1e-5
 
 
-def test_a_head_with_something_after_it_is_not_left_out():
+def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     config = transformers.Gemma2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0)
     model = transformers.Gemma2ForCausalLM(config).eval()
     batch = a_batch()
@@ -314,14 +315,14 @@ def test_a_head_with_something_after_it_is_not_left_out():
     head = linear_cross_entropy.OutputHead(model)
     labels = losses.next_tokens(batch["labels"])
     assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
-    assert head.is_all is False
+    assert head.is_last is False
 
 
-# --------------------------------------------------------------------------------------- the stream
+# ------------------------------------------------------------------------------------------- the data stream
 
 
 @pytest.mark.parametrize(("micro", "count", "ranks"), [(4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1)])
-def test_a_step_has_the_same_items_however_they_are_dealt_out(micro, count, ranks):
+def test_a_step_has_the_same_items_for_every_way_to_spread_them(micro, count, ranks):
     lengths = np.random.default_rng(0).integers(1, 500, 100)
     stream = iter(_GlobalMicroBatches(Shuffle(100, 0), 3, micro, count, ranks, lengths))
     for step in range(3, 12):
@@ -329,34 +330,36 @@ def test_a_step_has_the_same_items_however_they_are_dealt_out(micro, count, rank
         assert sorted(items) == list(enumerate(Shuffle(100, 0).items(step * 8, 8), start=step * 8))
 
 
-def test_micro_batches_of_a_step_have_about_as_many_tokens():
+def test_micro_batches_of_a_step_have_about_the_same_number_of_tokens():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.6, 4096), 8, 512).astype(int)
     items = [(i, i) for i in range(256)]
-    sums = lambda dealt: np.array([lengths[[i for _, i in dealt[start : start + 32]]].sum() for start in range(0, 256, 32)])
-    assert np.ptp(sums(_dealt_out(items, lengths, 8))) < 0.1 * np.ptp(sums(items))
+    sums = lambda some: np.array([lengths[[i for _, i in some[start : start + 32]]].sum() for start in range(0, 256, 32)])
+    assert np.ptp(sums(_spread(items, lengths, 8))) < 0.1 * np.ptp(sums(items))
 
 
-def test_there_are_few_lengths_of_rows_and_little_is_added():
-    rows = {number: _rounded(number) for number in range(1, 20_000)}
+def test_rounding_gives_few_different_lengths_and_adds_little():
+    rows = {number: padding_free.rounded_up(number) for number in range(1, 20_000)}
     assert all(row - number >= 0 for number, row in rows.items())
     assert all(row - number < number / 4 for number, row in rows.items() if number > 512)
     assert len(set(rows.values())) < 90
 
 
-def test_lengths_are_known_where_rows_are_of_a_table():
-    import datasets
-
+def test_the_lengths_of_rows_of_a_table_are_known():
     rows = datasets.Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS]})
     assert TrainBatches(rows, lambda rows: rows).lengths.tolist() == LENGTHS
     assert TrainBatches(rows.select([3, 0]), lambda rows: rows).lengths.tolist() == [30, 3]
     assert TrainBatches([1, 2], lambda rows: rows).lengths is None
 
 
-# ------------------------------------------------------------------------------------- how much it is
+# ---------------------------------------------------------------------------------- counting tokens and FLOPs
 
 
-def test_whether_compiling_pays_is_a_matter_of_tokens():
-    """Of a whole run: of lengths that are known, and of a sample where they are not."""
+def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
+    return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
+
+
+def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
+    """They are computed from the lengths of all rows, or from a sample if the lengths are not known."""
     rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
 
     def collate(rows):
@@ -365,73 +368,73 @@ def test_whether_compiling_pays_is_a_matter_of_tokens():
             for name in ("input_ids", "attention_mask")
         }
 
-    accelerator, cfg, needed = Accelerator(cpu=True), TrainConfig(global_batch_size=32), attach.TOKENS_THAT_PAY / (32 * 25 * 12)
+    cfg, needed = TrainConfig(global_batch_size=32), attach.TOKENS_WORTH_COMPILING / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not attach._pays(accelerator, cfg, train, 12, math.floor(needed))
-        assert attach._pays(accelerator, cfg, train, 12, math.ceil(needed))
+        assert not a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.floor(needed))
+        assert a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.ceil(needed))
 
 
-def test_tokens_of_a_model_with_two_stacks_are_those_of_both():
+def test_tokens_of_an_encoder_and_of_its_decoder_are_added():
     t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     batch = a_batch()
     for model, tokens in ((KINDS["bert"](), sum(LENGTHS)), (transformers.T5ForConditionalGeneration(t5), 2 * sum(LENGTHS))):
-        assert attach.Speed(model, TrainConfig()).work_of([batch])[0] == tokens
+        assert a_speed(model).work_of([batch])[0] == tokens
 
 
-def test_operations_are_counted_as_by_hand():
-    """BERT-base and a 135M decoder: by hand, and by torch's own counter on what is computed."""
+def test_flops_of_two_models_equal_a_calculation_by_hand():
+    """The models are BERT-base and a decoder of 135 million parameters."""
     with torch.device("meta"):
         bert = transformers.BertForSequenceClassification(transformers.BertConfig())
         shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
         llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, intermediate_size=1536, vocab_size=49152))
     layer = 4 * 768 * 768 + 2 * 768 * 3072
-    assert flops.Work(bert).of(tokens=512, squares=512**2, targets=0, texts=1) == (
+    assert flops.FlopCounter(bert).count(tokens=512, squares=512**2, targets=0, texts=1) == (
         6 * 12 * layer * 512 + 3 * 12 * 2 * 2 * 512**2 * 768 + 6 * (768 * 768 + 768 * 2)
     )
     layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536
-    attention = 3 * 30 * 2 * 2 * 9 * 64 * (100**2 + 20**2) / 2  # half of a square is above the diagonal
-    assert flops.Work(llama).of(tokens=120, squares=100**2 + 20**2, targets=118, texts=2) == pytest.approx(
+    attention = 3 * 30 * 2 * 2 * 9 * 64 * (100**2 + 20**2) / 2  # causal: half of the square
+    assert flops.FlopCounter(llama).count(tokens=120, squares=100**2 + 20**2, targets=118, texts=2) == pytest.approx(
         6 * (30 * layer * 120 + 576 * 49152 * 118) + attention
     )
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_operations_are_those_that_torch_counts(kind):
+def test_flops_equal_those_that_torch_counts(kind):
     from torch.utils.flop_counter import FlopCounterMode
 
     model = KINDS[kind]().eval()
-    batch = a_batch(lengths=[20, 20, 20])  # nothing is padded
+    batch = a_batch(lengths=[20, 20, 20])  # no padding
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        computed(model, batch)
-    work = flops.Work(model)
-    ours = work.of(60, 3 * 20**2, 60, 3)
+        compute(model, batch)
+    ours = flops.FlopCounter(model)
+    total = ours.count(60, 3 * 20**2, 60, 3)
     if kind == "llama":
-        ours += work.per_square * 3 * 20**2  # torch counts what lies above the diagonal too
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
+        total += ours.per_square * 3 * 20**2  # torch also counts the half of the square that a causal mask removes
+    assert total == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_the_peak_of_a_gpu_is_known_by_its_name():
+def test_the_peak_of_a_gpu_is_found_by_its_name():
     assert flops.peak("NVIDIA H200", torch.bfloat16) == 989e12
     assert flops.peak("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
     assert flops.peak("NVIDIA L4", torch.float16) == 121e12
     assert flops.peak("Some GPU", torch.bfloat16) is None
 
 
-# --------------------------------------------------------------------------------------- as options
+# -------------------------------------------------------------------------------------------------- in a run
 
 
-def test_a_run_says_how_fast_it_is_and_finds_its_micro_batch(tmp_path):
-    """Two ranks with `auto` and one with a number learn the same; tokens in the log are those of the data."""
+def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
+    """Two ranks with `auto` and one rank with a number learn the same. The log counts the tokens of the data, not padding."""
     options = ["--steps", "3", "--max_train_items", "60", "--max_eval_items", "8", "--no_dropout", "--log_every", "1"]
     options += ["--model", "builtin:tiny-llama", "--global_batch_size", "12"]
     sft = ROOT / "recipes" / "sft.py"
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
     assert "--micro_batch_size auto: 6 x 1 micro-batch per rank" in auto.text
     one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--padding_free", "off", "--output_dir", tmp_path / "one").well()
-    assert "texts are packed" in auto.text
-    assert "texts are packed" not in one.text
+    assert "speed: no padding inside of the layers" in auto.text
+    assert "no padding inside of the layers" not in one.text
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("auto", "one")]
     updates = [[event for event in log if event["event"] == "update"] for log in logs]
     for a, b in zip(*updates):
@@ -442,13 +445,13 @@ def test_a_run_says_how_fast_it_is_and_finds_its_micro_batch(tmp_path):
 
 
 def test_a_rehearsal_does_not_disturb_ddp():
-    """With --static_graph DDP counts gradients; one that it did not expect, and it never sends any again."""
+    """With --static_graph DDP counts gradients. After one that it does not expect, it never synchronises gradients again."""
     ended = run_all([[sys.executable, PROGRAMS / "rehearses.py"]] * 2, rank_environments(2)).well()
-    assert ended.text.count("alike") == 2
+    assert ended.text.count("the gradients are equal") == 2
 
 
-def test_the_largest_size_is_found_by_doubling_and_halving():
-    """With a GPU that is told to hold so many items."""
+def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
+    """`room` replaces the memory of a GPU: the number of items that fit."""
 
     class Trial:
         module, cfg = nn.Linear(1, 1), TrainConfig()
@@ -468,15 +471,15 @@ def test_the_largest_size_is_found_by_doubling_and_halving():
             assert len(trial.tried) == len(set(trial.tried))
 
 
-def test_what_was_asked_for_and_is_not_possible_is_said(tmp_path):
+def test_an_option_that_is_not_possible_is_reported_with_the_reason(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
     command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--padding_free", "on", "--compile", "on"]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
-    assert "--padding_free on: not possible: the model has 2 stacks of layers. Texts are padded." in text
-    assert "--compile on: not possible: there is no GPU." in text
+    assert "--padding_free on is not possible: the model has 2 stacks of layers. Texts are padded." in text
+    assert "--compile on is not possible: there is no GPU. The layers run without compilation." in text
 
 
-def test_a_micro_batch_is_a_number_or_auto():
+def test_the_micro_batch_size_is_a_number_or_auto():
     assert parse_config(TrainConfig, ["--micro_batch_size", "auto"]).split(2) == (16, 1)
     assert parse_config(TrainConfig, ["--micro_batch_size", "4"]).split(2) == (4, 4)
     with pytest.raises(UserError, match="micro_batch_size 0"):
