@@ -39,12 +39,17 @@ def main(words: list[str] | None = None) -> int:
             suggestion = recipe_files.nearest(words[0], list(COMMANDS))
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
-        return function(words[1:])
+        code = function(words[1:])
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # the reader has ended, as in `accel-ddp recipes | head -2`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
+        return 1
 
 
 def _overview() -> str:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import os
 import re
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -67,6 +69,16 @@ def test_recipes_are_listed_with_the_first_line_of_their_docstrings(capsys):
         first_line = importlib.import_module(name).__doc__.splitlines()[0]
         assert any(line.startswith(f"{name} ") and line.endswith(f"  {first_line}") for line in lines)
     assert len(recipe_files.recipe_names()) >= 8
+
+
+def test_a_reader_that_ends_early_causes_no_traceback(tmp_path):
+    """The pipe is closed before the command writes, as `| head -0` may do."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "accel_ddp.cli", "recipes"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=clean_environment(), cwd=ROOT, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 LOCAL, ONE_NODE, TWO_NODES = (["--config_file", str(CONFIGS / f"{name}.yaml")] for name in ("local", "1node", "2node"))
