@@ -542,4 +542,8 @@ def test_the_tests_of_nodes_were_run(nodes):
 
 
 def test_the_files_that_nodes_leave_are_none():
-    assert not list(Path(ROOT).glob(".accel_ddp_doctor_*"))
+    """Those of a doctor that another worker runs at this moment will soon be gone."""
+    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 60
+    while there := [path for path in there if path.exists()]:
+        assert time.monotonic() < deadline, there
+        time.sleep(0.1)
