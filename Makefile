@@ -9,8 +9,10 @@ lint:
 types:
 	mypy
 
+# More workers than cores: most tests wait for most of their time. One after another: plain `pytest`.
+WORKERS ?= 3
 test:
-	pytest
+	pytest -n $(WORKERS)
 
 gpu:
 	pytest -m gpu

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from tests import forking
 
-pytest_plugins = ["tests.nodes"]
+pytest_plugins = ["tests.nodes", "tests.parallel"]
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -42,10 +43,16 @@ class Ended:
         return self
 
 
+port_numbers = itertools.count(os.getpid() * 101)  # sessions and workers begin at different ports
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a free port below 32768: the kernel hands out none of these, so it stays free until a launcher takes it."""
+    while True:
+        port = 10_000 + next(port_numbers) % 19_000
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def clean_environment(**more: str) -> dict[str, str]:

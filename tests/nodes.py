@@ -181,7 +181,9 @@ def pids_in_network(identity: int) -> list[int]:
 
 
 def write_all(folder: Path, texts: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    while not folder.is_dir():
+        with contextlib.suppress(FileNotFoundError):  # another session has just removed the empty folder above
+            folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o644)  # every user must be able to read /etc/hosts, whatever the umask is

@@ -178,6 +178,7 @@ def test_the_launcher_is_this_process(tmp_path):
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
 
 
+@pytest.mark.usefixtures("default_port")
 def test_ranks_find_the_options_of_the_launcher(tmp_path):
     """They refuse another number of processes than the launcher was asked for, which they read from its command line."""
     says_who = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]

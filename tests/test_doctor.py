@@ -546,4 +546,8 @@ def test_the_nodes_of_this_file_have_their_own_networks(nodes):
 
 
 def test_the_doctor_leaves_no_files():
-    assert not list(Path(ROOT).glob(".accel_ddp_doctor_*"))
+    """Files of a doctor that another worker runs at this moment are removed soon."""
+    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 60
+    while there := [path for path in there if path.exists()]:
+        assert time.monotonic() < deadline, there
+        time.sleep(0.1)

@@ -5,6 +5,7 @@ import subprocess
 
 import pexpect
 import psutil
+import pytest
 import yaml
 
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
@@ -71,6 +72,7 @@ def test_the_variables_of_a_node_start_it(tmp_path):
     assert '"ddp_timeout_seconds": 61' in (tmp_path / "run" / "config.json").read_text()
 
 
+@pytest.mark.usefixtures("default_port")
 def test_one_node_uses_all_there_is(tmp_path):
     command = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/1node.yaml", SAYS_WHO, "--global_batch_size"]
     cores = os.cpu_count()

@@ -13,6 +13,7 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.alone  # it installs the package anew, which for a moment is not there
 def test_the_first_command_sets_up_trains_and_says_what_next():
     """As pasted. In a clone that has its .venv, as CI's has, the set-up finds everything there."""
     command = blocks("bash")[0]
@@ -31,6 +32,7 @@ def test_the_test_command_is_what_ci_runs():
     assert blocks("bash")[1].strip() in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.usefixtures("default_port")
 @pytest.mark.parametrize("command", blocks("bash")[2:])
 def test_a_command_of_the_readme_runs(command, tmp_path):
     ended = run_all([["bash", "-ec", command.replace("runs/", f"{tmp_path}/")]], [clean_environment()], timeout=600)

@@ -1,0 +1,85 @@
+"""Tests on several workers of pytest-xdist (`make test`). Plain `pytest` runs the same tests one after another.
+
+Most of a test's time is spent waiting: for an interpreter on another core, for a timeout, for a node that never comes. So there
+are more workers than cores. A worker takes a whole file, because the tests of a file share launches through module fixtures.
+"""
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+# The files that take longest, longest first: a worker that started one of them last would keep the others waiting.
+LONGEST = ["test_readme", "test_doctor", "test_classify", "test_errors", "test_stop", "test_recipes", "test_launch"]
+# Their tests share no launch, so that any worker may take any of them.
+INDEPENDENT = {"test_recipes"}
+
+
+def file_of(nodeid: str) -> str:
+    return Path(nodeid.split("::")[0]).stem
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if file_of(nodeid) in INDEPENDENT else file_of(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order of `pytest_collection_modifyitems`
+    return ByFile(config, log)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        file = file_of(item.nodeid)
+        return is_alone(item), LONGEST.index(file) if file in LONGEST else len(LONGEST)
+
+    if is_worker(config):
+        items.sort(key=place)
+
+
+@contextlib.contextmanager
+def locked(file: str, how: int) -> Iterator[None]:
+    """Hold a lock on one of the files here, so that no file has to be made and removed for it."""
+    with (FOLDER / file).open() as opened:
+        fcntl.flock(opened, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(opened, fcntl.LOCK_UN)  # closing is not enough: forks have the same file open
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked `alone` waits until no other test runs, and lets no other one start.
+
+    Who waits for the second lock holds the first one. So a test that is to be alone is not kept waiting by tests that start
+    while others still run.
+    """
+    if not is_worker(item.config):
+        return (yield)
+    with contextlib.ExitStack() as stack:
+        with locked("__init__.py", fcntl.LOCK_EX):
+            stack.enter_context(locked("parallel.py", fcntl.LOCK_EX if is_alone(item) else fcntl.LOCK_SH))
+        return (yield)
+
+
+@pytest.fixture
+def default_port() -> Iterator[None]:
+    """For tests of launchers without a port of their own: all of these use 29500."""
+    with locked("conftest.py", fcntl.LOCK_EX):
+        yield
