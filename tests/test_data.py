@@ -1,10 +1,12 @@
 """Order, fingerprints, tokenising once, labels."""
 
 import itertools
+import multiprocessing
 import time
 
 import numpy as np
 import pytest
+import torch
 
 from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
@@ -13,7 +15,7 @@ from accel_ddp.sources.data import load_rows
 from accel_ddp.sources.tokenisation import fingerprint, map_once, padded
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.losses import of_tokens
-from accel_ddp.training.stream import Shuffle
+from accel_ddp.training.stream import Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, run_ranks
 
 
@@ -164,3 +166,21 @@ def test_files_of_every_kind_are_read(tmp_path, ending):
     assert sorted([*train["text"], *test["text"]]) == sorted(rows["text"])
     assert list(load_rows(RecipeConfig(train_file=path))[1]["text"]) == list(test["text"]), "always the same tenth"
     assert list(load_rows(RecipeConfig(train_file=path, eval_file=path))[1]["text"]) == list(rows["text"])
+
+
+def test_workers_accept_a_collate_function_that_cannot_be_pickled():
+    """Since Python 3.14 processes are started with forkserver by default, which pickles what it hands over."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+        cfg = TrainConfig(global_batch_size=4, micro_batch_size=4, num_workers=1)
+        steps = TrainBatches(list(range(8)), lambda rows: torch.tensor(rows)).starting_at(0, accelerator, cfg)
+        seen = torch.cat([next(steps)[0], next(steps)[0]])
+        steps.close()
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
+    assert sorted(seen.tolist()) == list(range(8))

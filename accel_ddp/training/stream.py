@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -175,6 +176,9 @@ def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]
         "prefetch_factor": cfg.prefetch_factor if workers else None,
         "persistent_workers": workers > 0,
         "worker_init_fn": ignore_in_worker if workers else None,
+        # Python 3.14 has another default, which pickles the collate function of a recipe. Functions inside of functions cannot
+        # be pickled.
+        "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
     }
 
 
