@@ -105,7 +105,7 @@ def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask` and `labels`, and some pairs of prompt and answer to print."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg)
-    accel_ddp.data.require_columns({f"{form.kind}' column": column for column in form.columns}, *tables)
+    form.require_columns(tables[1])
 
     def encode(rows):
         return form.encode(rows)

@@ -1,4 +1,4 @@
-"""What needs no hub: the same rows and the same models for everyone. (SmolLM2 is not among the tests' packages.)"""
+"""Built-in datasets and models: the same rows and weights on every machine. (SmolLM2 is not installed for tests.)"""
 
 import hashlib
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, tokenisation
+from accel_ddp.sources import builtin, builtin_data, data, models, packages, standard_library, tokenisation
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
@@ -40,7 +41,7 @@ print(json.dumps({name: [tokenisation.fingerprint(part) for part in builtin.load
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere(tmp_path_factory):
-    """Another process, with other hashes: when told to, it makes all models, and says what its rows are."""
+    """Start another process with another hash seed. On request it makes all models and prints fingerprints of its rows."""
     folders = [tmp_path_factory.mktemp(name) for name in ("shared", "own")]
     environment = clean_environment(PYTHONHASHSEED="7", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", ELSEWHERE, *map(str, folders), *MADE]
@@ -54,8 +55,8 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory, elsewhere) -> Path:
-    """A folder with all models that are made; the other process made the same, one of them in the same folder."""
-    import transformers  # noqa: F401 - now, so that both begin together
+    """Return a folder with all models that are made. The other process makes the same, one of them in a shared folder."""
+    import transformers  # noqa: F401 - before the start, so that both processes begin together
 
     elsewhere.stdin.write("now\n")
     elsewhere.stdin.flush()
@@ -103,10 +104,10 @@ def test_no_evaluation_row_was_trained_on(splits, name, columns):
         assert not {str(value).lower() for value in train[column]} & {str(value).lower() for value in validation[column]}
 
 
-def test_rows_mean_what_they_say(splits):
+def test_rows_are_correct(splits):
     words = {row["source"]: row["target"] for part in splits["builtin:number_words"].values() for row in part}
     assert (words["0"], words["20"], words["317"]) == ("zero", "twenty", "three hundred seventeen")
-    assert builtin._in_words(40_015) == "forty thousand fifteen"
+    assert builtin_data.spell(40_015) == "forty thousand fifteen"
     first = splits["builtin:digits"]["train"][0]
     assert (first["image"].size, first["image"].mode, first["image"].getextrema()[1]) == ((8, 8), "L", 255)
     for part in splits["builtin:code_roles"].values():
@@ -115,7 +116,18 @@ def test_rows_mean_what_they_say(splits):
             for before, tag in zip(["O", *row["tags"]], row["tags"]):
                 assert not tag.startswith("I-") or before[2:] == tag[2:], row
     line, roles = "async def run(self, *args):", {10: ("run", "FUNC"), 14: ("self", "ARG"), 21: ("args", "ARG")}
-    assert builtin._tagged(f"{line}  # now", roles)[1] == ["O", "O", "B-FUNC", "O", "B-ARG", "O", "O", "B-ARG", "O", "O"]
+    assert standard_library.tag_line(f"{line}  # now", roles)[1] == [
+        "O",
+        "O",
+        "B-FUNC",
+        "O",
+        "B-ARG",
+        "O",
+        "O",
+        "B-ARG",
+        "O",
+        "O",
+    ]
 
 
 def test_models_load_and_their_tokenizers_give_back_the_text(cache):
@@ -140,7 +152,7 @@ def test_models_load_and_their_tokenizers_give_back_the_text(cache):
     torch.set_rng_state(before)
 
 
-def test_a_conversation_that_goes_on_begins_as_it_began(cache):
+def test_a_longer_conversation_begins_with_the_shorter_one(cache):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(builtin.model_folder("builtin:tiny-llama", str(cache)))
@@ -170,21 +182,28 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
         return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
     here = {name: [tokenisation.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
-    said, _ = elsewhere.communicate(timeout=100)
-    assert json.loads(said.splitlines()[-1]) == here
+    printed, _ = elsewhere.communicate(timeout=100)
+    assert json.loads(printed.splitlines()[-1]) == here
     assert elsewhere.returncode == 0
     assert digests(cache) == digests(elsewhere.own)
     assert digests(elsewhere.shared).items() <= digests(cache).items()
-    assert len(list((elsewhere.shared / "models").iterdir())) == 2  # one whole folder and its lock: nothing half done is left
+    assert len(list((elsewhere.shared / "models").iterdir())) == 2  # a complete folder and its lock, and no partial folder
 
 
-def test_unknown_names_and_a_cache_that_cannot_be_written_are_refused(tmp_path):
+def test_unknown_names_and_a_cache_that_cannot_be_written_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"builtin:docstring: .*builtin:docstrings, .*builtin:number_words"):
         builtin.load_dataset("builtin:docstring")
     with pytest.raises(UserError, match=r"builtin:gpt: .*builtin:all-MiniLM-L6-v2, builtin:tiny-llama"):
         builtin.model_folder("builtin:gpt", str(tmp_path))
     with pytest.raises(UserError, match=r"'no_such_package'.*\.\[demo\].*your own --model"):
-        builtin.path_in_package("--model", "builtin:x", "no_such_package", "model")
+        packages.path_in_package("--model", "builtin:x", "no_such_package", "model")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
         builtin.model_folder("builtin:tiny-t5", str(tmp_path / "file"))
+
+
+def test_the_prefix_of_earlier_versions_is_answered_with_the_new_one():
+    with pytest.raises(UserError, match=r"--dataset embedded:digits: .*did you mean builtin:digits\?"):
+        data.load_rows(RecipeConfig(dataset="embedded:digits"))
+    with pytest.raises(UserError, match=r"--model embedded:tiny-t5: .*did you mean builtin:tiny-t5\?"):
+        models.locate("embedded:tiny-t5")

@@ -1,4 +1,4 @@
-"""Losses over a whole batch, and models that leave parameters out: one result on any number of ranks."""
+"""Losses over a whole batch, and models that skip parameters: the same result on any number of ranks."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from accel_ddp.tasks.contrastive import in_batch_losses, keys_of, retrieval
+from accel_ddp.tasks.contrastive import in_batch_losses, retrieval_metrics, text_keys
 from tests.conftest import PROGRAMS, run_ranks
 
 
@@ -22,7 +22,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray], within: floa
 
 
 def test_negatives_come_from_all_ranks_and_micro_batches_with_gradient(tmp_path):
-    """16 rows at once, in pieces, on 2 and on 4 ranks; with hard negatives and cut embeddings. float64."""
+    """16 rows in one micro-batch, in four, on 2 and on 4 ranks, with hard negatives and truncated embeddings, in float64."""
     runs = {}
     for ranks, micro in ((1, 16), (1, 4), (2, 4), (4, 4)):
         folder = tmp_path / f"{ranks}x{micro}"
@@ -35,8 +35,8 @@ def test_negatives_come_from_all_ranks_and_micro_batches_with_gradient(tmp_path)
         assert_same(runs[1, 16], run, 1e-12)
 
 
-def test_pieces_that_are_embedded_twice_draw_the_same_dropout(tmp_path):
-    """With dropout the pieces of one rank are those of two ranks: equal only if both passes of both drew the same."""
+def test_micro_batches_that_are_embedded_twice_draw_the_same_dropout(tmp_path):
+    """One rank and two ranks have the same micro-batches. Their weights are equal only if both passes draw the same dropout."""
     for ranks in (1, 2):
         run_ranks(
             ranks, PROGRAMS / "contrastive.py", "--steps", 3, "--global_batch_size", 16, "--micro_batch_size", 4,
@@ -45,8 +45,8 @@ def test_pieces_that_are_embedded_twice_draw_the_same_dropout(tmp_path):
     assert_same(weights(tmp_path / "1", 3), weights(tmp_path / "2", 3), 1e-12)
 
 
-def test_the_loss_is_that_of_the_textbook():
-    """Beside a softmax over cosines written out, where no text comes twice; and without the texts that do."""
+def test_the_loss_is_the_cross_entropy_of_cosines():
+    """Compare with a softmax over cosines, without texts that occur twice, and then with such texts excluded."""
     torch.manual_seed(0)
     rows = torch.randn(5, 3, 8, dtype=torch.float64)
     keys = torch.arange(15).view(5, 3)
@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_the_textbook():
     for i, loss in enumerate(in_batch_losses(rows, keys, 20.0)):
         cosines = [unit[i, 0] @ unit[j, part] for part in (1, 2) for j in range(5)]
         assert loss.item() == pytest.approx((-20 * cosines[i] + torch.stack([20 * c for c in cosines]).logsumexp(0)).item())
-    keys[3, 1] = keys[0, 1]  # the positive of row 3 is that of row 0 too
+    keys[3, 1] = keys[0, 1]  # rows 0 and 3 have the same positive
     cosines = [unit[0, 0] @ unit[j, part] for part in (1, 2) for j in range(5) if (j, part) != (3, 1)]
     expected = -20 * cosines[0] + torch.stack([20 * c for c in cosines]).logsumexp(0)
     assert in_batch_losses(rows, keys, 20.0)[0].item() == pytest.approx(expected.item())
@@ -64,18 +64,18 @@ def test_the_loss_is_that_of_the_textbook():
 
 def test_retrieval_scores_are_those_counted_by_hand():
     anchors = np.eye(3)
-    positives = np.array([[1.0, 0, 0], [0.9, 0.1, 0.5], [0, 0, 1]])  # the second anchor likes no positive best but its own
+    positives = np.array([[1.0, 0, 0], [0.9, 0.1, 0.5], [0, 0, 1]])  # each anchor is nearest to its own positive
     rows = np.stack([anchors, positives], 1)
-    scores = retrieval(rows, np.array(keys_of([["a", "b", "c"], ["x", "y", "z"]])))
+    scores = retrieval_metrics(rows, np.array(text_keys([["a", "b", "c"], ["x", "y", "z"]])))
     cosines = F.normalize(torch.tensor(anchors), dim=-1) @ F.normalize(torch.tensor(positives), dim=-1).T
     ranks = [int((cosines[i] > cosines[i, i]).sum()) + 1 for i in range(3)]
     assert scores["recall_at_1"] == pytest.approx(np.mean([rank == 1 for rank in ranks]))
     assert scores["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
-    same = retrieval(np.ones((4, 2, 3)), np.array(keys_of([list("abcd"), list("wxyz")])))
-    assert same["recall_at_1"] == 0, "to say the same of all is not to find"
+    same = retrieval_metrics(np.ones((4, 2, 3)), np.array(text_keys([list("abcd"), list("wxyz")])))
+    assert same["recall_at_1"] == 0, "constant embeddings find nothing"
 
 
-def test_parameters_that_are_left_out_are_named_with_the_option_that_helps(tmp_path):
+def test_parameters_without_a_gradient_are_named_with_the_option_to_use(tmp_path):
     ended = run_ranks(2, PROGRAMS / "dynamic.py", "--output_dir", tmp_path / "run", timeout=60)
     assert ended.codes == [2, 2], ended.text
     for words in (
@@ -87,7 +87,7 @@ def test_parameters_that_are_left_out_are_named_with_the_option_that_helps(tmp_p
     assert "Traceback" not in ended.text
 
 
-def test_parameters_that_are_used_now_and_then_learn_the_same_on_two_ranks(tmp_path):
+def test_parameters_that_are_used_in_some_steps_learn_the_same_on_two_ranks(tmp_path):
     refused = run_ranks(2, PROGRAMS / "dynamic.py", "--how", "sometimes", "--output_dir", tmp_path / "refused", timeout=60)
     assert refused.codes == [2, 2], refused.text
     assert "got no gradient in this step" in refused.text

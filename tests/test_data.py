@@ -1,7 +1,11 @@
-"""Order, fingerprints, tokenising once, labels."""
+"""The order of items, fingerprints, the tokenisation cache, labels and files."""
 
 import itertools
+import json
 import multiprocessing
+import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -12,11 +16,11 @@ from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import load_rows
-from accel_ddp.sources.tokenisation import fingerprint, map_once, padded
+from accel_ddp.sources.tokenisation import fingerprint, map_once, pad_collate
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import Shuffle, TrainBatches
-from tests.conftest import PROGRAMS, run_ranks
+from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 7, 64, 101, 1000, 70_000])
@@ -30,7 +34,7 @@ def test_each_epoch_has_each_item_once_in_another_order(num_items):
 
 
 def test_the_order_is_as_good_as_random():
-    """Where item i stands is uniform, and neighbours are unrelated, over many seeds."""
+    """Over many seeds, the position of an item is uniform, and neighbours are unrelated."""
     places = np.zeros((10, 10))
     following = 0
     for seed in range(3000):
@@ -66,7 +70,7 @@ def table(**columns):
     return datasets.Dataset.from_dict(columns)
 
 
-def test_a_fingerprint_is_of_the_content():
+def test_a_fingerprint_depends_on_the_content_only():
     rows = table(text=["a", "b", "c"], label=[0, 1, 0])
     assert fingerprint(rows) == fingerprint(table(text=["a", "b", "c"], label=[0, 1, 0]))
     assert fingerprint(rows) == fingerprint(table(text=["x", "a", "b", "c"], label=[9, 0, 1, 0]).select([1, 2, 3]))
@@ -74,7 +78,7 @@ def test_a_fingerprint_is_of_the_content():
     assert fingerprint(rows) != fingerprint(table(text=["a", "b", "d"], label=[0, 1, 0]))
 
 
-def test_words_that_mean_missing_elsewhere_are_words(tmp_path):
+def test_words_such_as_none_and_na_are_texts_and_labels(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\n" + "None,NA\nnull,x\n" * 10)
     train, test = load_rows(RecipeConfig(train_file=str(tmp_path / "a.csv")))
     assert {*train["text"], *test["text"]} == {"None", "null"}
@@ -89,15 +93,61 @@ def test_content_is_mapped_once(tmp_path):
         calls.append(len(rows["text"]))
         return {"n": [len(text) for text in rows["text"]]}
 
-    for rows in (table(text=["a", "bb"]), table(text=["zz", "a", "bb"]).select([1, 2])):  # other rows, same content
+    for rows in (table(text=["a", "bb"]), table(text=["zz", "a", "bb"]).select([1, 2])):  # other tables with the same content
         assert map_once(rows, length, depends_on={"v": 1}, cfg=cfg)["n"] == [1, 2]
     assert calls == [2]
     map_once(table(text=["a", "bb"]), length, depends_on={"v": 2}, cfg=cfg)
     assert calls == [2, 2]
 
 
+CACHE_KEYS = """
+import importlib, json, sys
+from pathlib import Path
+import datasets
+import accel_ddp
+from accel_ddp.sources import tokenisation
+
+package = Path(accel_ddp.__file__).parent
+assert package == Path(sys.argv[1])
+rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+def key(recipe="one", depends_on=None):
+    tokenisation._digest_of_code.cache_clear()
+    return tokenisation.cache_key(rows, importlib.import_module(recipe).encode, depends_on)
+
+keys = {"unchanged": key(), "same function elsewhere": key("two"), "other function": key("three"), "other option": key(depends_on=1)}
+for name in sys.argv[2:]:
+    file = package / name
+    before = file.read_text() if file.exists() else None
+    file.write_text((before or "") + "\\n# an edit\\n")
+    keys[name] = key()
+    file.unlink() if before is None else file.write_text(before)
+keys["restored"] = key()
+print(json.dumps(keys))
+"""
+
+
+def test_data_are_tokenised_again_only_if_code_that_tokenises_has_changed(tmp_path):
+    """In a copy of the package, files are edited one after the other."""
+    package = tmp_path / "accel_ddp"
+    shutil.copytree(ROOT / "accel_ddp", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "keys.py").write_text(CACHE_KEYS)
+    for name, change in (("one", ""), ("two", ""), ("three", "[::-1]")):
+        (tmp_path / f"{name}.py").write_text(f"def encode(rows):\n    return {{'n': list(map(len, rows['text'])){change}}}\n")
+    same = ["doctor/command.py", "training/stream.py", "speed/attach.py", "config.py", "cli.py", "recipe.py", "doctor/new.py"]
+    other = ["sources/data.py", "tasks/labels.py", "tasks/chat.py", "seeds.py", "tasks/new.py"]
+    command = [sys.executable, tmp_path / "keys.py", package, *same, *other]
+    env = clean_environment(PYTHONPATH=str(tmp_path))
+    found = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    keys = json.loads(found.splitlines()[-1])
+    for name in [*same, "same function elsewhere", "restored"]:
+        assert keys[name] == keys["unchanged"], name
+    changed = [*other, "other function", "other option", "unchanged"]
+    assert len({keys[name] for name in changed}) == len(changed)
+
+
 def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_timeout(tmp_path):
-    """Two ranks, 12 s of tokenising, a timeout of 5 s: one of them works, the other waits and says for what."""
+    """With two ranks, 12 s of tokenising and a timeout of 5 s, one rank works, and the other waits and reports it."""
     ended = run_ranks(
         2, PROGRAMS / "slow_tokenising.py", "--cache_dir", tmp_path / "cache", "--ddp_timeout_seconds", 5,
         "--global_batch_size", 2, "--output_dir", tmp_path / "run",
@@ -107,14 +157,14 @@ def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_time
     assert "waiting for another process to tokenise" in ended.text
 
 
-def test_labels_of_tokens_stay_with_their_tokens_whatever_side_a_tokenizer_pads(tiny_model):
+def test_labels_stay_with_their_tokens_whichever_side_a_tokenizer_pads(tiny_model):
     from accelerate import Accelerator
     from transformers import AutoTokenizer
 
     rows = [{"input_ids": [5, 6, 7], "labels": [1, 2, 3]}, {"input_ids": [8], "labels": [4]}]
     for side in ("left", "right"):
         tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side=side)
-        batch = padded(tokenizer, Accelerator(cpu=True), per_token=("labels",))(rows)
+        batch = pad_collate(tokenizer, Accelerator(cpu=True), per_token=("labels",))(rows)
         for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
             assert {i: label for i, label in zip(ids, labels) if label != -100} in ({5: 1, 6: 2, 7: 3}, {8: 4})
 
@@ -131,21 +181,21 @@ def test_losses_of_half_precision_are_summed_in_float32():
 
 def test_labels_are_named_and_checked():
     train, test = table(label=["b", "a", "b"]), table(label=["a", "b"])
-    labels = Labels.of(train, test, "label")
+    labels = Labels.from_rows(train, test, "label")
     assert (labels.names, labels.encode({"label": ["a", "b"]})) == (["a", "b"], [0, 1])
-    assert Labels.of(table(label=[3, 7]), table(label=[7]), "label").encode({"label": [7]}) == [1]
-    assert Labels.of(train, table(label=["c"]), "label", of_both=True).names == ["a", "b", "c"]
-    several = Labels.of(table(label=[["x", "y"], []]), table(label=[["y"]]), "label")
-    assert several.encode({"label": [["y"], ["x", "y"], []]}) == [[0, 1], [1, 1], [0, 0]]
+    assert Labels.from_rows(table(label=[3, 7]), table(label=[7]), "label").encode({"label": [7]}) == [1]
+    assert Labels.from_rows(train, table(label=["c"]), "label", use_both=True).names == ["a", "b", "c"]
+    multi_label = Labels.from_rows(table(label=[["x", "y"], []]), table(label=[["y"]]), "label")
+    assert multi_label.encode({"label": [["y"], ["x", "y"], []]}) == [[0, 1], [1, 1], [0, 0]]
     for bad, words in [
-        ((train, table(label=["c"])), "lack: c. Known are: a, b"),
+        ((train, table(label=["c"])), "do not occur in the training data: c. Known labels are: a, b"),
         ((table(label=["a", None]), test), "has no label"),
         ((table(label=["a", "a"]), table(label=["a"])), "nothing to learn"),
         ((table(label=[0.5, 1.5]), table(label=[0.5])), "names or whole numbers"),
-        ((table(label=[[0, 1, 1], [1, 0, 0]]), table(label=[[0, 0, 1]])), "lists of 0 and 1"),
+        ((table(label=[[0, 1, 1], [1, 0, 0]]), table(label=[[0, 0, 1]])), "a list of 0 and 1"),
     ]:
         with pytest.raises(UserError, match=words):
-            Labels.of(*bad, "label")
+            Labels.from_rows(*bad, "label")
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet"])

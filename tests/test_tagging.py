@@ -1,19 +1,19 @@
-"""Words and tags: read, aligned, scored; and scores of written texts."""
+"""Words and tags: files, alignment and metrics; and metrics of generated texts."""
 
 import datasets
 import numpy as np
 import pytest
 
 from accel_ddp.errors import UserError
-from accel_ddp.tasks.generation_metrics import are_cut, decoded, generation_config, of_texts
-from accel_ddp.tasks.tagging import Tags, aligned, entity_scores, for_words, load_words, problem
+from accel_ddp.tasks.generation_metrics import build_generation_config, decode, find_truncated, text_metrics
+from accel_ddp.tasks.tagging import Tags, align, entity_metrics, find_problem, load_words, prepare_for_words
 
 NAMES = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Cuts "merkel" into two pieces; a no-break space is nothing to it."""
+    """Return a tokenizer that splits "merkel" into two tokens and makes no token from a no-break space."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +30,7 @@ def table(tokens, tags):
 
 
 def tags_of(rows, test=None, **options):
-    return Tags.of(rows, rows if test is None else test, "tags", **options)
+    return Tags.from_rows(rows, rows if test is None else test, "tags", **options)
 
 
 def written(tmp_path, text, name="a.conll"):
@@ -49,33 +49,33 @@ def test_a_word_is_the_first_column_and_its_tag_the_last(tmp_path, ending):
     assert rows["tags"][:] == [["I-ORG", "O"], ["I-PER"]]
 
 
-def test_between_tabs_a_word_may_hold_blanks_and_a_strange_blank_is_a_word(tmp_path):
+def test_between_tabs_a_word_may_contain_spaces_and_a_no_break_space_is_a_word(tmp_path):
     rows = load_words("--train_file", written(tmp_path, "New York\tB-LOC\n\u00a0\tO\nmid\u2028dle\tO\n"))
     assert rows["tokens"][:] == [["New York", "\u00a0", "mid\u2028dle"]]
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("EU I-ORG\nrejects\n", "line 2 has one column: 'rejects'"),
         ("New York\tB-LOC\nNew York\t\n", "line 2 has one column: 'New York'"),
-        ("EU NNP I-ORG\n\nrejects VBZ\n", "line 3 has 2 columns, the lines before it 3"),
+        ("EU NNP I-ORG\n\nrejects VBZ\n", "line 3 has 2 columns, but the lines before it have 3"),
         ("\n-DOCSTART- O\n\n", "has no rows"),
         (b"caf\xe9 O\n", "not UTF-8"),
     ],
 )
-def test_a_conll_file_that_cannot_be_used_is_named_with_its_line(tmp_path, text, says):
+def test_a_conll_file_that_cannot_be_used_is_named_with_its_line(tmp_path, text, message):
     path = written(tmp_path, text)
-    with pytest.raises(UserError, match=says) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_words("--eval_file", path)
     assert f"--eval_file {path}" in str(error.value)
 
 
-def test_files_that_are_not_there_or_of_another_kind(tmp_path):
+def test_files_that_do_not_exist_or_have_another_format_are_rejected(tmp_path):
     for name in ("none.conll", "none.jsonl"):
         with pytest.raises(UserError, match="there is no such file"):
             load_words("--train_file", str(tmp_path / name))
-    with pytest.raises(UserError, match=r"its ending is none of \.conll"):
+    with pytest.raises(UserError, match=r"files ending with '.xlsx' cannot be read. Use \.conll"):
         load_words("--train_file", written(tmp_path, "EU O", "a.xlsx"))
 
 
@@ -85,9 +85,9 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path):
 def test_tags_are_those_of_the_training_rows():
     train, test = table([["a", "b"]], [["O", "B-X"]]), table([["a"]], [["B-Y"]])
     assert tags_of(train).names == ["B-X", "O"]
-    with pytest.raises(UserError, match="the evaluation data have tags that the training data lack: B-Y"):
+    with pytest.raises(UserError, match="the evaluation data have tags that do not occur in the training data: B-Y"):
         tags_of(train, test)
-    assert tags_of(train, test, of_both=True).names == ["B-X", "B-Y", "O"]
+    assert tags_of(train, test, use_both=True).names == ["B-X", "B-Y", "O"]
     with pytest.raises(UserError, match="nothing to learn"):
         tags_of(table([["a"]], [["O"]]))
 
@@ -97,79 +97,80 @@ def test_numbers_have_the_names_that_the_dataset_declares():
                                  "tags": datasets.List(datasets.ClassLabel(names=["O", "B-X", "I-X"]))})  # fmt: skip
     rows = datasets.Dataset.from_dict({"tokens": [["a", "b"]], "tags": [[0, 1]]}, features=feature)
     assert tags_of(rows).names == ["O", "B-X", "I-X"]
-    assert tags_of(rows).for_model()["id2label"] == {0: "O", 1: "B-X", 2: "I-X"}
-    assert tags_of(table([["a", "b", "c"]], [[7, 10, 9]])).values == {7: 0, 9: 1, 10: 2}
+    assert tags_of(rows).model_config()["id2label"] == {0: "O", 1: "B-X", 2: "I-X"}
+    assert tags_of(table([["a", "b", "c"]], [[7, 10, 9]])).tag_ids == {7: 0, 9: 1, 10: 2}
 
 
-def test_tags_without_a_prefix_are_said_to_be_entities_of_one_word(capsys):
+def test_a_warning_tells_that_tags_without_a_prefix_are_entities_of_one_word(caplog):
     tags_of(table([["a", "b"]], [["O", "B-X"]]))
-    assert capsys.readouterr().out == ""
+    assert not caplog.records
     tags_of(table([["a", "b"]], [["O", "NOUN"]]))
-    assert "NOUN" in capsys.readouterr().out
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "NOUN" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------ alignment
 
 
-def test_the_first_sub_word_has_the_label_of_its_word(tokenizer):
+def test_the_first_token_of_a_word_has_the_label_of_the_word(tokenizer):
     rows = table([["Angela", "Merkel", "in", "Paris"]], [["B-PER", "I-PER", "O", "B-LOC"]])
-    done = aligned(rows[:], "tokens", tags_of(rows), tokenizer, max_length=64)
+    done = align(rows[:], "tokens", tags_of(rows), tokenizer, max_length=64)
     assert done["labels"] == [[-100, 1, 2, -100, 3, 0, -100]]  # [CLS] angela mer ##kel in paris [SEP]
     assert done["first"] == [[1, 2, 4, 5]]
     assert done["problem"] == [""]
 
 
-def test_words_that_are_cut_or_nothing_to_the_tokenizer_have_no_place(tokenizer):
+def test_words_that_are_truncated_or_have_no_tokens_have_no_first_token(tokenizer):
     rows = table([["Angela", "\u00a0", "Merkel", "in"], ["in"]], [["B-PER", "O", "I-PER", "O"], ["O"]])
-    done = aligned(rows[:], "tokens", tags_of(rows), tokenizer, max_length=4)
+    done = align(rows[:], "tokens", tags_of(rows), tokenizer, max_length=4)
     assert done["first"] == [[1, -1, 2, -1], [1]]  # [CLS] angela mer [SEP]
     assert done["labels"] == [[-100, 0, 1, -100], [-100, 2, -100]]
     assert done["tags"] == [[0, 2, 1, 2], [2]]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tags", "says"),
+    ("tokens", "tags", "message"),
     [
         (["a", "b"], ["O"], "it has 2 tokens but 1 tags"),
         ([], [], "it has no tokens"),
-        (None, ["O"], "no list of words"),
-        ("a b", ["O", "O"], "no list of words"),
+        (None, ["O"], "not a list of words"),
+        ("a b", ["O", "O"], "not a list of words"),
         (["a"], None, "its tags are None"),
         (["a", None], ["O", "O"], "its token 1 is None"),
         (["a", "b"], ["O", None], "its tag 1 is None"),
         (["a"], [0.5], "its tag 0 is 0.5"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said(tokenizer, tokens, tags, says):
-    assert says in problem(tokens, tags)
+def test_the_problem_of_a_row_is_reported(tokenizer, tokens, tags, message):
+    assert message in find_problem(tokens, tags)
     rows = {"tokens": [["in"], tokens], "tags": [["O"], tags]}
-    done = aligned(rows, "tokens", Tags("tags", ["O"], {"O": 0}), tokenizer, max_length=64)
-    assert done["problem"] == ["", problem(tokens, tags)]
+    done = align(rows, "tokens", Tags("tags", ["O"], {"O": 0}), tokenizer, max_length=64)
+    assert done["problem"] == ["", find_problem(tokens, tags)]
     assert done["first"] == [[1], []]
 
 
-def test_words_of_a_byte_level_tokenizer_keep_the_blank_before_them(tmp_path):
+def test_words_of_a_byte_level_tokenizer_keep_the_space_before_them(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     whole = Tokenizer(models.BPE())
     whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole.train_from_iterator(["in Paris in Paris"], trainers.BpeTrainer(vocab_size=400, show_progress=False))
-    done = for_words(PreTrainedTokenizerFast(tokenizer_object=whole), "a")
+    done = prepare_for_words(PreTrainedTokenizerFast(tokenizer_object=whole), "a")
     done.save_pretrained(tmp_path)
     for each in (done, AutoTokenizer.from_pretrained(tmp_path)):
         ids = each([["Paris", "Paris"]], is_split_into_words=True)["input_ids"][0]
         assert each.convert_ids_to_tokens(ids) == ["ĠParis", "ĠParis"]
 
 
-def test_a_tokenizer_that_knows_no_words_is_refused():
+def test_a_tokenizer_without_word_ids_is_rejected():
     from transformers import ByT5Tokenizer
 
     with pytest.raises(UserError, match="--model a: its tokenizer"):
-        for_words(ByT5Tokenizer(), "a")
+        prepare_for_words(ByT5Tokenizer(), "a")
 
 
-# --------------------------------------------------------------------------------------------- scores
+# --------------------------------------------------------------------------------------------- metrics
 
 
 def scored(answers, references, names=NAMES):
@@ -177,12 +178,12 @@ def scored(answers, references, names=NAMES):
     width = max(map(len, answers))
     predictions = np.array([[numbers[tag] for tag in row] + [-100] * (width - len(row)) for row in answers])
     first = [[place if place < len(answer) else -1 for place in range(len(row))] for answer, row in zip(answers, references)]
-    return entity_scores(predictions, first, [[numbers[tag] for tag in row] for row in references], names)[0]
+    return entity_metrics(predictions, first, [[numbers[tag] for tag in row] for row in references], names)[0]
 
 
 def test_an_entity_is_right_as_a_whole_or_not_at_all():
     references = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "B-LOC"]]  # 4 entities
-    answers = [["B-PER", "O", "O", "B-LOC"], ["B-LOC", "I-LOC"]]  # 3 entities, of which one is right
+    answers = [["B-PER", "O", "O", "B-LOC"], ["B-LOC", "I-LOC"]]  # 3 entities, one of which is right
     scores = scored(answers, references)
     assert scores == pytest.approx({"precision": 1 / 3, "recall": 1 / 4, "f1": 2 / 7, "accuracy": 4 / 6})
     assert scored(references, references) == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "accuracy": 1.0}
@@ -214,28 +215,28 @@ def test_other_schemes_of_tags(names, references, answers, right, found, there):
     assert (scores["precision"], scores["recall"]) == pytest.approx((right / found, right / there))
 
 
-def test_texts_are_scored_by_what_they_are():
-    scores = of_texts(["the cat sat on the mat", "two "], ["the cat sat on the mat", "two"])
+def test_metrics_of_generated_texts():
+    scores = text_metrics(["the cat sat on the mat", "two "], ["the cat sat on the mat", "two"])
     assert scores == pytest.approx({"exact_match": 1, "bleu": 100, "chrf": 100, "rouge_l": 1})
-    scores = of_texts(["the dog", ""], ["the cat", "two"])
+    scores = text_metrics(["the dog", ""], ["the cat", "two"])
     assert scores["exact_match"] == 0
     assert scores["rouge_l"] == pytest.approx(0.25)  # one word of two is right in one text of two
 
 
-def test_texts_are_cut_only_where_something_is_missing():
+def test_a_text_counts_as_truncated_only_if_tokens_are_missing():
     from transformers import ByT5Tokenizer
 
-    tokenizer, texts = ByT5Tokenizer(), ["abc", "abcd", "abcde"]  # one token for each byte, and one for the end
+    tokenizer, texts = ByT5Tokenizer(), ["abc", "abcd", "abcde"]  # one token for each byte, and an end token
     rows = tokenizer(texts, truncation=True, max_length=5)["input_ids"]
-    assert are_cut(tokenizer, texts, rows, 5) == [False, False, True]
-    assert decoded(np.array([[0, *rows[0], -100, -100]]), tokenizer) == ["abc"]
+    assert find_truncated(tokenizer, texts, rows, 5) == [False, False, True]
+    assert decode(np.array([[0, *rows[0], -100, -100]]), tokenizer) == ["abc"]
 
 
-def test_how_an_earlier_task_searched_is_not_kept(tmp_path):
+def test_search_settings_of_an_earlier_task_are_not_kept(tmp_path):
     from transformers import GenerationConfig
 
     known = GenerationConfig(num_beams=4, early_stopping=True, length_penalty=2.0, min_length=56, max_length=142, eos_token_id=2)
-    config = generation_config(known, max_new_tokens=30, num_beams=1)
+    config = build_generation_config(known, max_new_tokens=30, num_beams=1)
     assert (config.max_new_tokens, config.num_beams, config.eos_token_id) == (30, 1, 2)
     assert config.to_dict().get("min_length") in (None, 0)
-    config.save_pretrained(tmp_path)  # refuses what does not go together
+    config.save_pretrained(tmp_path)  # raises an error for settings that contradict each other

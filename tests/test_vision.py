@@ -1,4 +1,4 @@
-"""Images: what is read from where, what is broken, what augmentation draws, and our own model."""
+"""Images: files, damaged images, augmentation, and the model mini-resnet."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from PIL import Image
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
-from accel_ddp.tasks import vision
+from accel_ddp.tasks import image_files, vision
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.stream import _SeededItems
 
@@ -35,12 +35,12 @@ def picture(number: int, shape: tuple[int, ...] = (8, 8, 3)) -> np.ndarray:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Two classes of three images, one of which is called train."""
+    """Return a folder with two classes of three images. One class is called train."""
     for i in range(6):
         file = tmp_path / "photos" / ("train", "boat")[i % 2] / f"{i}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(i)).save(file)
-    (tmp_path / "photos" / "boat" / "notes.txt").write_text("no image, and not called one")
+    (tmp_path / "photos" / "boat" / "notes.txt").write_text("not an image")
     return tmp_path / "photos"
 
 
@@ -49,14 +49,14 @@ def small_model(norm: str = "batch") -> vision.MiniResNetForImageClassification:
     return vision.MiniResNetForImageClassification(vision.MiniResNetConfig(widths=(8, 16), norm=norm, num_labels=2))
 
 
-def loaded(cfg: Config) -> tuple[list[vision.Checked], Labels]:
-    tables = vision.load_rows(cfg)
-    labels = Labels.of(*tables, cfg.label_column, of_both=not cfg.eval_file)
-    return vision.checked(tables, labels, cfg), labels
+def loaded(cfg: Config) -> tuple[list[vision.CheckedImages], Labels]:
+    tables = image_files.load_images(cfg)
+    labels = Labels.from_rows(*tables, cfg.label_column, use_both=not cfg.eval_file)
+    return vision.check_images(tables, labels, cfg), labels
 
 
 def pixels(images: vision.Images) -> dict[str, list]:
-    """By label, what the model gets of each image, as bytes, in any order."""
+    """Return the inputs of the model as bytes, sorted, by label."""
     found = [images[i] for i in range(len(images))]
     return {label: sorted(x["pixel_values"].numpy().tobytes() for x in found if x["labels"] == label) for label in (0, 1)}
 
@@ -93,11 +93,11 @@ def test_a_folder_arrays_and_a_table_give_the_same_images(tmp_path, folder, cach
     assert seen[0][0] == seen[1][0] == seen[2][0]
     assert seen[0][1] == seen[2][1], "the same files, wherever they are stored"
     test = seen[1][2]
-    assert len(test.facts) == 2, "x_test is the evaluation data where no others are named"
-    assert np.asarray(vision.decoded(test.rows[0]["image"]["bytes"])).tolist() == picture(7, (8, 8)).tolist()
+    assert len(test.properties) == 2, "without --eval_file, x_test is the evaluation data"
+    assert np.asarray(image_files.decode(test.rows[0]["image"]["bytes"])).tolist() == picture(7, (8, 8)).tolist()
 
 
-def test_broken_images_are_named_or_left_out_and_a_mended_one_is_seen(folder, tmp_path, cache, capsys):
+def test_broken_images_are_named_or_dropped_and_a_corrected_one_is_checked_again(folder, tmp_path, cache, caplog):
     broken = folder / "boat" / "3.png"
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
@@ -106,54 +106,54 @@ def test_broken_images_are_named_or_left_out_and_a_mended_one_is_seen(folder, tm
         loaded(cfg)
     cfg.skip_broken = True
     (train, _), _ = loaded(cfg)
-    assert "--skip_broken: 1 of 6 training rows cannot be used" in capsys.readouterr().out
+    assert "--skip_broken: 1 of 6 training rows cannot be used" in caplog.text
     images = vision.Images(train, vision.load_processor(cfg, small_model(), train), small_model())
     assert len(images) == 5
     assert [images[i]["labels"] for i in range(5)] == [0, 0, 1, 1, 1], "an image keeps its own label"
     cfg.skip_broken = False
     broken.write_bytes(whole)
-    assert len(loaded(cfg)[0][0].facts) == 6
+    assert len(loaded(cfg)[0][0].properties) == 6
 
 
-def test_a_broken_row_is_named_by_its_place_in_the_file(tmp_path, cache):
+def test_a_broken_row_is_named_by_its_number_in_the_file(tmp_path, cache):
     import datasets
 
-    images = [b"junk" if i == 12 else vision._png(picture(i)) for i in range(20)]
+    images = [b"junk" if i == 12 else image_files.encode_png(picture(i)) for i in range(20)]
     Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(tmp_path / "deep.png")
     images[17] = (tmp_path / "deep.png").read_bytes()
     datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 10}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(UserError) as error:
         loaded(Config(train_file=str(tmp_path / "x.parquet"), cache_dir=cache))
-    assert "row 13: it is no image that Pillow can read" in str(error.value)
+    assert "row 13: it is not an image that Pillow can read" in str(error.value)
     assert "row 18: it has more than 8 bits per channel" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"images": np.zeros((4, 8, 8)), "labels": np.arange(4)}, "images is float64 of the shape"),
-        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3)}, "4 images have labels of the shape"),
-        ({"pictures": np.zeros(4)}, "has pictures, but neither x_train and y_train nor"),
+        ({"images": np.zeros((4, 8, 8)), "labels": np.arange(4)}, "images has the type float64 and the shape"),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(3)}, "4 images, but labels has the shape"),
+        ({"pictures": np.zeros(4)}, "has the arrays pictures. It needs x_train and y_train, or"),
         ({"images": np.array([{}] * 4), "labels": np.arange(4)}, "cannot be read as .npz"),
     ],
 )
-def test_arrays_that_are_no_images_are_refused(tmp_path, arrays, words):
+def test_arrays_that_are_not_images_are_rejected(tmp_path, arrays, words):
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(UserError, match=words):
-        vision.images_reader("--train_file", str(tmp_path / "x.npz"))
+        image_files.read_images("--train_file", str(tmp_path / "x.npz"))
 
 
-def test_folders_that_are_not_one_of_classes_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE; photos/boat/1.png does not"):
-        vision.images_reader("--train_file", str(tmp_path))
-    with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE; 1.png does not"):
-        vision.images_reader("--train_file", str(folder / "boat"))
+def test_folders_without_a_subfolder_per_class_are_rejected(folder, tmp_path):
+    with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE, but photos/boat/1.png is not"):
+        image_files.read_images("--train_file", str(tmp_path))
+    with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE, but 1.png is not"):
+        image_files.read_images("--train_file", str(folder / "boat"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="there are none"):
-        vision.images_reader("--train_file", str(tmp_path / "empty"))
+        image_files.read_images("--train_file", str(tmp_path / "empty"))
 
 
-def test_images_of_several_sizes_need_one_and_a_model_says_what_it_cannot_take(folder, cache):
+def test_images_of_several_sizes_need_the_option_image_size(folder, cache):
     Image.fromarray(picture(9, (10, 12, 3))).save(folder / "boat" / "9.png")
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     (train, _), _ = loaded(cfg)
@@ -171,7 +171,7 @@ def test_images_of_several_sizes_need_one_and_a_model_says_what_it_cannot_take(f
     assert white.unique().item() == pytest.approx(2)  # (1 - 0.5) / 0.25
 
 
-def test_augmentation_depends_on_the_place_in_the_stream_alone(folder, cache):
+def test_augmentation_depends_on_the_position_in_the_stream_only(folder, cache):
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     (train, _), _ = loaded(cfg)
     model = small_model()
@@ -187,7 +187,7 @@ def test_augmentation_depends_on_the_place_in_the_stream_alone(folder, cache):
     assert flat[2]["pixel_values"].numpy().tobytes() in distinct
 
 
-def test_group_norm_does_not_see_the_other_images_of_a_batch():
+def test_group_norm_does_not_depend_on_the_other_images_of_a_batch():
     batch = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     apart = {}
     for norm in ("group", "batch"):
@@ -199,12 +199,12 @@ def test_group_norm_does_not_see_the_other_images_of_a_batch():
 
 
 @pytest.mark.parametrize("side", [1, 8, 28, 33])
-def test_the_model_takes_images_of_any_size_and_channels(side):
+def test_the_model_accepts_images_of_any_size_and_number_of_channels(side):
     model = vision.MiniResNetForImageClassification(vision.MiniResNetConfig(num_channels=2, num_labels=3))
     assert model(torch.zeros(2, 2, side, side)).logits.shape == (2, 3)
 
 
-WITHOUT_US = """
+WITHOUT_ACCEL_DDP = """
 import sys, numpy, torch
 from PIL import Image
 from transformers import AutoModelForImageClassification, pipeline
@@ -212,7 +212,7 @@ folder = sys.argv[1]
 model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True).eval()
 image = Image.fromarray(numpy.load(folder + "/pixels.npy"))
 scores = {one["label"]: one["score"] for one in pipeline("image-classification", folder, trust_remote_code=True)(image)}
-assert "accel_ddp.tasks.vision" not in sys.modules  # torch itself loads the doctor's door to its launcher
+assert "accel_ddp.tasks.vision" not in sys.modules  # torch imports the doctor's entry point for torchrun
 numpy.save(folder + "/scores.npy", [scores["boat"], scores["train"]])
 numpy.save(folder + "/logits.npy", model(torch.ones(1, 3, 8, 8)).logits.detach())
 """
@@ -226,8 +226,8 @@ def test_a_saved_model_is_the_same_with_and_without_accel_ddp(tmp_path, folder, 
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     (train, _), labels = loaded(cfg)
     torch.manual_seed(0)
-    model = vision.MiniResNetForImageClassification(vision.MiniResNetConfig(widths=(8, 16), **labels.for_model()))
-    model.train()(torch.randn(4, 3, 8, 8))  # running statistics that are not those of a new model
+    model = vision.MiniResNetForImageClassification(vision.MiniResNetConfig(widths=(8, 16), **labels.model_config()))
+    model.train()(torch.randn(4, 3, 8, 8))  # changes the running statistics of batch norm
     processor = vision.load_processor(cfg, model.eval(), train)
     place = tmp_path / "model"
     model.save_pretrained(place)
@@ -240,7 +240,7 @@ def test_a_saved_model_is_the_same_with_and_without_accel_ddp(tmp_path, folder, 
 
     np.save(place / "pixels.npy", picture(3))
     env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", WITHOUT_US, place], check=True, cwd=tmp_path, env=env)
+    subprocess.run([sys.executable, "-c", WITHOUT_ACCEL_DDP, place], check=True, cwd=tmp_path, env=env)
     with torch.no_grad():
         np.testing.assert_allclose(np.load(place / "logits.npy"), model(torch.ones(1, 3, 8, 8)).logits, atol=1e-6)
         pixel_values = processor(Image.fromarray(picture(3)), return_tensors="pt")["pixel_values"]

@@ -133,8 +133,7 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
         full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
         if full:
             warn(
-                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length, "
-                "and the rest of their texts is cut off."
+                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length. Longer texts are truncated."
             )
     return tables
 

@@ -63,6 +63,13 @@ class Format:
                 "chats, or set tokenizer.chat_template and save the tokenizer in a folder."
             )
 
+    def require_columns(self, test: "datasets.Dataset") -> None:
+        """Raise UserError if the evaluation rows lack a column from which the training rows are read."""
+        if missing := [column for column in self.columns if column not in test.column_names]:
+            raise UserError(
+                f"The evaluation data lack the column {missing[0]!r} of the training data. They have: {', '.join(test.column_names)}."
+            )
+
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenised data."""
@@ -207,11 +214,10 @@ def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["d
             raise UserError(
                 f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher value."
             )
-        if some or none:
-            warn(
-                f"--max_length {max_length}: {some + none:,} of {len(rows):,} {name} rows are longer. In {some:,} of them the end "
-                f"of the answer is cut off. {none:,} have no answer left and are dropped."
-            )
+        effects = [f"{some:,} lose the end of their answer"] if some else []
+        effects += [f"{none:,} have no answer left and are dropped"] if none else []
+        if effects:
+            warn(f"--max_length {max_length}: {some + none:,} of {len(rows):,} {name} rows are longer: {', and '.join(effects)}.")
         kept.append(rows.select((cut < 2).nonzero()[0]).remove_columns("cut"))
     return kept
 

@@ -1,4 +1,4 @@
-"""Build the tasks of recipes from the bad inputs in CASES (JSON), one after the other, and write what each rank was told."""
+"""Build the tasks of recipes from the bad inputs in CASES (JSON), and write the error or the log of each rank."""
 
 import contextlib
 import importlib
@@ -23,20 +23,20 @@ class Config(TrainConfig):
 
 def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
-    told = {}
+    messages = {}
     for name, options in json.loads(Path(cfg.cases).read_text()).items():
         recipe = importlib.import_module(options.pop("recipe", "classify"))
         shared = {"cache_dir": cfg.cache_dir, "output_dir": cfg.output_dir}
-        said = io.StringIO()
+        logged = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stderr(logged):
                 recipe_cfg = recipe.Config(**shared, **options)
                 recipe_cfg.validate()
                 recipe.Task(recipe_cfg, accelerator)
-            told[name] = f"no error\n{said.getvalue()}"
+            messages[name] = f"no error\n{logged.getvalue()}"
         except UserError as error:
-            told[name] = str(error)
-    Path(f"{cfg.cases}.{accelerator.process_index}").write_text(json.dumps(told))
+            messages[name] = str(error)
+    Path(f"{cfg.cases}.{accelerator.process_index}").write_text(json.dumps(messages))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A few contrastive updates of a tiny model; what it learned is in its checkpoint, to be compared between worlds.
+"""Train a tiny model with a contrastive loss for a few steps. Tests compare its checkpoints for different numbers of ranks.
 
-With --drop: the pieces of a batch that does not fit are embedded twice, and must draw the same both times.
+With --drop, the two passes over a micro-batch must draw the same dropout.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def main(cfg: Config) -> None:
     parts = 4 if cfg.hard else 2
     texts = torch.randn(48, parts, 8, dtype=torch.float64)
     keys = torch.arange(48 * parts).view(48, parts)
-    keys[3, 1] = keys[7, 1]  # two rows with the same positive, and two with the same anchor: no negatives of each other
+    keys[3, 1] = keys[7, 1]  # rows with the same positive, or with the same anchor, are not negatives of each other
     keys[5, 0] = keys[9, 0]
     rows = [{"texts": texts[i], "keys": keys[i]} for i in range(48)]
     collate = lambda some: {name: torch.stack([row[name] for row in some]) for name in ("texts", "keys")}

@@ -11,6 +11,7 @@ import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
+from accel_ddp.tasks import metrics
 from accel_ddp.training import evaluation, optim
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.stream import TrainBatches
@@ -121,7 +122,7 @@ def measured(accelerator, cfg) -> dict[str, float]:
 
     def summarize(rows):
         pair = {"predictions": rows["predictions"], "references": rows["references"]}
-        scores = {name: evaluation.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
+        scores = {name: metrics.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
         return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"]), "labels": rows["references"].tolist()}
 
     return evaluation.evaluate(accelerator, model, evaluation.EvalBatches(items, of_ids, 1, accelerator, cfg), measure, summarize)

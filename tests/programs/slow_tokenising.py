@@ -1,4 +1,4 @@
-"""Tokenising that takes longer than the process-group timeout."""
+"""Tokenise for longer than the timeout of the process group."""
 
 import time
 
