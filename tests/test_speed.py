@@ -17,12 +17,14 @@ from torch import nn
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.parsing import parse_config
-from accel_ddp.speed import attach, autobatch, flops, linear_cross_entropy, padding_free
+from accel_ddp.speed import attach, autobatch, cuda_graphs, flops, linear_cross_entropy, padding_free
+from accel_ddp.speed.cuda_graphs import GraphedLayers
 from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, Shuffle, TrainBatches, _GlobalMicroBatches, _spread, with_sizes
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
+from tests.cpu_graphs import GIGABYTE, replace_cuda
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
@@ -262,6 +264,162 @@ def test_a_small_table_has_the_same_gradient_as_an_embedding():
     (ours,) = torch.autograd.grad((_SmallTable.apply(places, table) * weight).sum(), table)
     (theirs,) = torch.autograd.grad((F.embedding(places, table) * weight).sum(), table)
     assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- layers as CUDA graphs
+
+
+def capture(layers: PaddingFree, group_bytes: float = math.inf) -> GraphedLayers:
+    """Let the layers be captured as CUDA graphs, as `Speed` does."""
+    graphs = GraphedLayers(layers.layers, layers.calls, torch.device("cpu"), False, group_bytes)
+    layers.run, layers.on_new_batch = graphs.call, graphs.discard_pending
+    return graphs
+
+
+def padding_free_bert() -> tuple[nn.Module, PaddingFree]:
+    torch.manual_seed(0)
+    model = KINDS["bert"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+    return model, layers
+
+
+def compute_all(model, batches):
+    """Return the loss and the gradients of each micro-batch."""
+    results = []
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)  # of dropout
+        results.append(compute(model, batch))
+    return results
+
+
+def assert_same_bits(some, others):
+    for (loss, gradients), (other_loss, other_gradients) in zip(some, others, strict=True):
+        assert loss == other_loss
+        assert gradients.keys() == other_gradients.keys()
+        assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_layers_give_the_same_bits_as_plain_ones(monkeypatch, kind, dropout):
+    """All layers are one CUDA graph, or each layer is its own. Two shapes alternate, and the second pass of each captures it."""
+    replace_cuda(monkeypatch)
+    torch.manual_seed(0)
+    model = KINDS[kind]().train(dropout)
+    layers = PaddingFree(model)
+    layers.install()
+    # The texts of a shape have the same lengths in another order, so that their boundaries differ.
+    batches = [a_batch(seed=seed, lengths=some[seed:] + some[:seed]) for seed in range(3) for some in (LENGTHS, [5, 2, 8])]
+    plain = compute_all(model, batches)
+    for group_bytes, num_groups in ((math.inf, 1), (0, 3)):
+        graphs = capture(layers, group_bytes)
+        assert_same_bits(plain, compute_all(model, batches))
+        assert not graphs.disabled_reason
+        assert [len(groups) for groups in graphs.captured.values()] == [num_groups] * 2
+        for group in itertools.chain(*graphs.captured.values()):
+            assert group.forward.replays == group.backward.replays == 2, "one pass was not replayed"
+
+
+def test_captured_layers_accumulate_gradients(monkeypatch):
+    """Every replay writes gradients to the same memory. Those of earlier micro-batches are moved away before."""
+    replace_cuda(monkeypatch)
+    model, layers = padding_free_bert()
+
+    def accumulated():
+        model.zero_grad()
+        for seed in range(3):
+            with CurrentBatch(a_batch(seed=seed)) as current:
+                loss_of(model, current.batch).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = accumulated()
+    graphs = capture(layers)
+    for _ in range(3):
+        assert all(map(torch.equal, plain, accumulated()))
+    assert graphs.captured
+
+
+def test_a_second_forward_pass_before_the_backward_pass_runs_without_cuda_graphs(monkeypatch):
+    """The backward pass of the first one needs the memory that a replay would overwrite."""
+    replace_cuda(monkeypatch)
+    model, layers = padding_free_bert()
+    twice = lambda model, batch: loss_of(model, batch) + loss_of(model, batch)
+    plain = compute(model, a_batch(), twice)
+    graphs = capture(layers)
+    for _ in range(3):
+        assert_same_bits([plain], [compute(model, a_batch(), twice)])
+    assert graphs.captured
+
+
+def test_layers_are_captured_again_when_other_parameters_are_trained(monkeypatch):
+    replace_cuda(monkeypatch)
+    model, layers = padding_free_bert()
+    graphs = capture(layers, group_bytes=0)
+    compute_all(model, [a_batch()] * 2)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    layers.run = None
+    plain = compute_all(model, [a_batch()] * 3)
+    layers.run = graphs.call
+    assert_same_bits(plain, compute_all(model, [a_batch()] * 3))
+    (groups,) = graphs.captured.values()
+    assert [group.backward is None for group in groups] == [True, False, False]
+
+
+def test_without_free_memory_layers_are_not_captured(monkeypatch):
+    device = replace_cuda(monkeypatch, free=GIGABYTE)
+    monkeypatch.setattr(cuda_graphs, "RETRY_AFTER", 3)
+    model, layers = padding_free_bert()
+    plain = compute_all(model, [a_batch()] * 6)
+    graphs = capture(layers)
+    assert_same_bits(plain[:4], compute_all(model, [a_batch()] * 4))
+    assert not graphs.captured
+    assert not graphs.disabled_reason
+    device.free = 1000 * GIGABYTE
+    assert_same_bits(plain, compute_all(model, [a_batch()] * 6))
+    assert graphs.captured, "free memory was not checked again"
+
+
+def test_layers_that_cannot_be_captured_run_without_cuda_graphs(monkeypatch, caplog):
+    replace_cuda(monkeypatch)
+    model, layers = padding_free_bert()
+    first = layers.calls[0]
+    layers.calls[0] = lambda hidden, *args, **kwargs: first(hidden * float(hidden.isfinite().all()), *args, **kwargs)
+    plain = compute_all(model, [a_batch()] * 3)
+    graphs = capture(layers)
+    assert_same_bits(plain, compute_all(model, [a_batch()] * 3))
+    assert "the host waits for the device" in graphs.disabled_reason
+    assert "cannot be captured as CUDA graphs" in caplog.text
+
+
+def test_a_loss_that_captured_layers_do_not_support_is_an_error(monkeypatch):
+    """Its gradients would be wrong."""
+    replace_cuda(monkeypatch)
+    model, layers = padding_free_bert()
+    capture(layers)
+    batch = a_batch()
+    compute_all(model, [batch] * 2)
+    with CurrentBatch(batch):
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="--compile off"):
+            loss.backward()  # a second time
+
+    second, outputs = model.bert.encoder.layer[1], []
+    forward = second.forward
+    second.forward = lambda hidden, *args, **kwargs: outputs.append(hidden) or forward(hidden, *args, **kwargs)
+    with CurrentBatch(batch):
+        loss = loss_of(model, batch) + outputs[0].sum()  # of the first layer
+        with pytest.raises(RuntimeError, match="--compile off"):
+            loss.backward()
+
+    second.forward = lambda hidden, *args, **kwargs: forward(hidden + 1, *args, **kwargs)
+    with CurrentBatch(batch), pytest.raises(RuntimeError, match="--compile off"):
+        loss_of(model, batch)
+    second.forward = lambda hidden, *args, **kwargs: forward(hidden, *args, **kwargs, another=1)
+    with CurrentBatch(batch), pytest.raises(RuntimeError, match="--compile off"):
+        loss_of(model, batch)
 
 
 # ------------------------------------------------------------------------------- the loss over a large vocabulary

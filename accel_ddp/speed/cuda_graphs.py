@@ -1,10 +1,10 @@
-"""Layers that start at once: their kernels are started together, from a recording (a CUDA graph).
+"""Layers that are captured as CUDA graphs, so that one launch starts all of their kernels.
 
-Small and medium models are bound by how fast the host can start kernels. A recording of the forward pass of some layers, and one
-of their backward pass, are one start each. Such a group is a node in autograd's graph. Without other ranks it is the whole
-stack; with them it is as large as one of DDP's buckets, so that DDP sends the gradients of a group while those below it still
-compute. Hooks, accumulation and frozen parameters are as they always are. One thing is not: a gradient that somebody keeps beyond
-its step is overwritten by the next replay.
+The speed of small and medium models is limited by how fast the host launches kernels. With a CUDA graph of the forward pass of a
+group of layers, and one of its backward pass, each pass is one launch. A group is one node in autograd's graph. With one rank, all
+layers are one group. With several ranks, a group is as large as one of DDP's buckets, so that DDP reduces the gradients of a group
+while the groups below it still compute. Hooks, gradient accumulation and frozen parameters work as without CUDA graphs. There is
+one difference: the next replay overwrites a gradient that is kept beyond its step.
 """
 
 import logging
@@ -16,23 +16,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_ddp.speed.graph_replay import ALIGNED, Group, Recording, Replay, Shared, grouped, twins_of
+from accel_ddp.speed.graph_replay import (
+    ALIGNMENT,
+    CapturedGroup,
+    GraphMemory,
+    LayerGroup,
+    Replay,
+    group_layers,
+    parameter_aliases,
+)
 
 log = logging.getLogger(__name__)
 
-MOST_SHAPES = 24  # recordings of so many lengths are kept; others are computed without
-# A recording keeps the memory of a micro-batch for ever, and lengths that are not recorded need as much beside it.
-GRAPH_MEMORY = 2.5  # times what a micro-batch takes
-LEAST_FREE = 0.1  # of the GPU's memory: with less, nothing more is recorded
-ASK_AGAIN = 100  # micro-batches after there was no room
+MAX_SHAPES = 24  # micro-batches of further shapes run without CUDA graphs
+# A captured shape holds the memory of a micro-batch until the end, and a shape that is not captured needs as much besides it.
+GRAPH_MEMORY = 2.5  # times the memory of a micro-batch
+MIN_FREE_MEMORY = 0.1  # fraction of the GPU's memory; with less, no further shape is captured
+RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
-def _same(some: tuple, others: tuple) -> bool:
+def _are_identical(some: tuple, others: tuple) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
 class GraphedLayers:
-    """Calls of a stack of layers, recorded for each shape the second time that it comes: the first time compiles."""
+    """Calls a stack of layers. Each shape is captured when it occurs for the second time, because the first time compiles."""
 
     def __init__(
         self,
@@ -42,204 +50,218 @@ class GraphedLayers:
         is_compiled: bool,
         group_bytes: float,
     ):
+        """`group_bytes`: the gradients of a group, which become ready together."""
         self.layers, self.calls, self.is_compiled = layers, calls, is_compiled
-        self.group_bytes = group_bytes  # of gradients that are there at once
-        self.groups: list[Group] = []
-        self.shared = Shared(device)
-        self.seen: set[Any] = set()  # shapes that came through all layers
-        self.recordings: dict[Any, list[Recording]] = {}  # of each group
-        self.copied: tuple[Any, list[Tensor]] = (None, [])
-        self.given: tuple[Any, Any] = ((), None)
-        self.key: Any = None
+        self.group_bytes = group_bytes
+        self.groups: list[LayerGroup] = []
+        self.memory = GraphMemory(device)
+        self.seen: set[Any] = set()  # keys of shapes that went through all layers
+        self.captured: dict[Any, list[CapturedGroup]] = {}  # key of the shape -> groups
+        self.copied: tuple[Any, list[Tensor]] = (None, [])  # the last (targets, sources) of `_copy_inputs`
+        self.arguments: tuple[Any, Any] = ((), None)  # of the first layer
+        self.key: Any = None  # shapes, types and values of the arguments of the first layer
         self.parameters = [p for layer in layers for p in layer.parameters()]
-        self.trained: tuple[bool, ...] = ()  # which of them are learned
-        # By a replay: the first layer of it, and what came out of each.
-        self.computed: tuple[int, tuple[Tensor, ...] | None] = (0, None)
-        self.last: Any = None  # what the layer before gave
-        self.version = 0  # its own: nobody has written into it since
-        self.is_chain = True  # whether each layer is given what the one before gave
-        self.patience = 0  # micro-batches until memory is asked for again
-        self.broken = ""  # why nothing is recorded any more
+        self.trained: tuple[bool, ...] = ()  # which of them are trained
+        self.replayed: tuple[int, tuple[Tensor, ...] | None] = (0, None)  # first layer of the last replay, and its outputs
+        self.last_output: Any = None  # of the last layer that ran without a graph
+        self.last_version = 0  # version counter of the last output, which changes if the output is modified in place
+        self.is_chain = True  # whether each layer gets the output of the layer before it
+        self.retry_in = 0  # micro-batches until a capture is tried again
+        self.disabled_reason = ""  # why nothing is captured or replayed any more
 
     def call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The layer's output, from its recording if there is one."""
-        if self.broken and self.computed[1] is None:
+        """Return the output of the layer, from a CUDA graph if its shape is captured."""
+        if self.disabled_reason and self.replayed[1] is None:
             return self.calls[number](hidden, *args, **kwargs)
-        is_untouched = number == 0 or hidden._version == self.version
+        is_unmodified = number == 0 or hidden._version == self.last_version
         if number == 0:
-            self.computed = 0, None
-            self._look_at(hidden, args, kwargs)
-            if self.key in self.seen and self.key not in self.recordings and not self.shared.in_flight and not self.broken:
-                self._record(hidden)
-        first, outs = self.computed
-        is_inside = outs is not None and first < number < first + len(outs)
-        if number and (kwargs is not self.given[1] or not _same(args, self.given[0])):
+            self.replayed = 0, None
+            self._inspect(hidden, args, kwargs)
+            if self.key in self.seen and self.key not in self.captured and not self.memory.pending and not self.disabled_reason:
+                self._try_to_capture(hidden)
+        first, outputs = self.replayed
+        is_inside = outputs is not None and first < number < first + len(outputs)
+        if number and (kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0])):
             if is_inside:
-                raise RuntimeError("layers are given different things, which they were not before: add --compile off")
-            self._give_up("layers are given different things")
+                raise RuntimeError(
+                    "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
+                    "arguments. Add --compile off."
+                )
+            self._disable("the layers get different arguments")
         if is_inside:
-            if hidden is not outs[number - first - 1] or not is_untouched:
-                raise RuntimeError("a layer is not given what the one before gave, which it was before: add --compile off")
-            out = outs[number - first]
-        elif not self.broken and self.key in self.recordings and (found := self._replayed(number, hidden)) is not None:
-            self.computed = number, found
+            if hidden is not outputs[number - first - 1] or not is_unmodified:
+                raise RuntimeError(
+                    "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
+                    "graphs need that. Add --compile off."
+                )
+            out = outputs[number - first]
+        elif not self.disabled_reason and self.key in self.captured and (found := self._replay(number, hidden)) is not None:
+            self.replayed = number, found
             out = found[0]
         else:
-            self.computed = 0, None
-            self.is_chain = self.is_chain and (number == 0 or hidden is self.last) and is_untouched
-            out = self.last = self.calls[number](hidden, *args, **kwargs)
-        self.version = out._version if isinstance(out, Tensor) else 0
+            self.replayed = 0, None
+            self.is_chain = self.is_chain and (number == 0 or hidden is self.last_output) and is_unmodified
+            out = self.last_output = self.calls[number](hidden, *args, **kwargs)
+        self.last_version = out._version if isinstance(out, Tensor) else 0
         if number == len(self.layers) - 1:
-            self.computed, self.last = (0, None), None  # what they hold on to may go
-            if len(self.seen) < MOST_SHAPES and not self.broken:
+            self.replayed, self.last_output = (0, None), None  # so that their memory can be freed
+            if len(self.seen) < MAX_SHAPES and not self.disabled_reason:
                 self.seen.add(self.key)
         return out
 
-    def _replayed(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
-        """What comes out of the layers of the group that begins here; none where it cannot be had from a recording."""
+    def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the outputs of all layers of the group that begins here, or None if the group must run without its graph."""
         place = next((i for i, group in enumerate(self.groups) if group.first == number), None)
         if place is None:
-            return None  # the group's first layer was not to be had either
-        busy, group, key = self.shared.in_flight, self.groups[place], self.key
-        if (number, key) in busy or (busy and self.shared.shape != key):
-            return None  # called again before its backward pass: that one needs what is recorded
-        self.shared.shape = key
-        it = self.recordings[key][place]
-        self._copy(it.inputs)
-        return Replay.apply(self.shared, (number, key), group, it, hidden, *it.parameters)
+            return None  # the first layer of the group ran without a graph too
+        pending, group, key = self.memory.pending, self.groups[place], self.key
+        if (number, key) in pending or (pending and self.memory.pending_key != key):
+            return None  # a backward pass that has not run yet needs the memory that the replay would overwrite
+        self.memory.pending_key = key
+        captured = self.captured[key][place]
+        self._copy_inputs(captured.inputs)
+        return Replay.apply(self.memory, (number, key), group, captured, hidden, *captured.parameters)
 
-    def _look_at(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """What the layers are given beside their hidden states: all of them the same objects."""
-        self.given = args, kwargs
+    def _inspect(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Store the arguments besides the hidden states, which are the same objects for all layers, and compute the key."""
+        self.arguments = args, kwargs
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if any(x.requires_grad for x in self.inputs):
-            self._give_up("layers share something that is learned")
-        if strange := [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)]:
-            self._give_up(f"layers are given a {type(strange[0]).__name__}, of which nobody knows whether it changes")
+            self._disable("an argument that the layers share is trained")
+        if unknown := [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)]:
+            self._disable(f"the layers get an argument of type {type(unknown[0]).__name__}, which may change between steps")
         trained = tuple([p.requires_grad for p in self.parameters])
         if trained != self.trained:
-            self._drop()
+            self._discard_graphs()
             self.trained = trained
         others = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
         self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, self.layers[0].training, others)
 
-    def _give_up(self, why: str) -> None:
-        self.broken = why
-        log.warning("the layers cannot be captured as CUDA graphs; training continues without them: %s", why)
+    def _disable(self, reason: str) -> None:
+        self.disabled_reason = reason
+        log.warning("the layers cannot be captured as CUDA graphs; training continues without them: %s", reason)
 
-    def _drop(self) -> None:
-        """All recordings, and their memory."""
+    def _discard_graphs(self) -> None:
+        """Discard all CUDA graphs and their memory."""
         self.groups, self.copied = [], (None, [])
-        self.recordings.clear()
+        self.captured.clear()
         self.seen.clear()
 
     def discard_pending(self) -> None:
-        """Another micro-batch: what was computed before and never had a backward pass will not have one."""
-        self.shared.in_flight.clear()
+        """Mark the memory of earlier forward passes as unused. Call it before a new micro-batch.
 
-    def _copy(self, mine: list[Tensor]) -> None:
-        """Positions and the places of texts, once for all layers."""
-        if self.copied[0] is mine and self.copied[1] is self.inputs:
+        A forward pass of an earlier micro-batch that had no backward pass will not have one.
+        """
+        self.memory.pending.clear()
+
+    def _copy_inputs(self, targets: list[Tensor]) -> None:
+        """Copy positions and the boundaries of texts into the memory of the graphs, once for all layers."""
+        if self.copied[0] is targets and self.copied[1] is self.inputs:
             return
-        for target, source in zip(mine, self.inputs):
+        for target, source in zip(targets, self.inputs):
             target.copy_(source)
-        self.copied = mine, self.inputs
+        self.copied = targets, self.inputs
 
-    def _record(self, hidden: Tensor) -> None:
-        self.patience -= 1
-        if self.patience > 0:
+    def _try_to_capture(self, hidden: Tensor) -> None:
+        """Capture the current shape if there is enough memory."""
+        self.retry_in -= 1
+        if self.retry_in > 0:
             return
-        free, all_of_it = torch.cuda.mem_get_info(hidden.device)
+        free, total = torch.cuda.mem_get_info(hidden.device)
         held = torch.cuda.memory_allocated(hidden.device)
         unused = free + torch.cuda.memory_reserved(hidden.device) - held
-        needed = max(GRAPH_MEMORY * (torch.cuda.max_memory_allocated(hidden.device) - held), LEAST_FREE * all_of_it)
+        needed = max(GRAPH_MEMORY * (torch.cuda.max_memory_allocated(hidden.device) - held), MIN_FREE_MEMORY * total)
         if unused < needed:
-            self.patience = ASK_AGAIN
+            self.retry_in = RETRY_AFTER
             return
-        if free < needed:  # a recording cannot use what is kept for others
+        if free < needed:  # a capture cannot use memory that the allocator caches for other pools
             torch.cuda.empty_cache()
         generator = torch.cuda.default_generators[hidden.device.index or 0]
-        drawn = generator.get_state()  # dropout goes on as if nothing had been recorded
+        drawn = generator.get_state()  # dropout draws the same values as without a capture
         try:
-            self.recordings[self.key] = self._recorded(hidden)
-        except torch.OutOfMemoryError:  # those that there are go on
-            self.patience = sys.maxsize
+            self.captured[self.key] = self._capture(hidden)
+        except torch.OutOfMemoryError:  # the shapes that are captured are still used
+            self.retry_in = sys.maxsize
             torch.cuda.synchronize()
         except Exception as error:
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
-            self._give_up(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
+            self._disable(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
             torch.cuda.synchronize()
-            self._drop()
+            self._discard_graphs()
         generator.set_state(drawn)
 
-    def _recorded(self, hidden: Tensor) -> list[Recording]:
-        shared = self.shared
+    def _capture(self, hidden: Tensor) -> list[CapturedGroup]:
+        """Capture the forward passes of all groups and then, in the opposite order, their backward passes."""
+        memory = self.memory
         if not self.groups:
-            self.groups = grouped(self.layers, self.group_bytes if self.is_chain else 0)
+            self.groups = group_layers(self.layers, self.group_bytes if self.is_chain else 0)
         if len({p.dtype for group in self.groups for p in group.parameters}) > 1:
-            raise ValueError("its parameters are of several types")
+            raise ValueError("the parameters have several types")
         for group in self.groups:
-            group.reserve(hidden.device)
+            group.allocate_gradients(hidden.device)
         inputs = [x.clone() for x in self.inputs]
         first = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         torch.cuda.synchronize()
-        kept = torch.is_autocast_cache_enabled()
-        if not self.is_compiled:  # which holds casts of its own, and would compile anew
-            torch.set_autocast_cache_enabled(False)  # a cast that was kept from outside would not be done again in a replay
+        was_enabled = torch.is_autocast_cache_enabled()
+        if not self.is_compiled:  # compiled code contains its casts, and would be compiled again
+            torch.set_autocast_cache_enabled(False)  # a cast from the cache would not be repeated in a replay
         try:
             tensors = iter(inputs)
-            same = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            args, kwargs = pytree.tree_unflatten(same, self.spec)
-            self._on_the_stream(first, args, kwargs)
-            ahead, x = [], first
+            leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            self._warm_up_stream(first, args, kwargs)
+            forward_passes, x = [], first
             for group in self.groups:
                 graph, passed = torch.cuda.CUDAGraph(), []
-                with shared.recording(graph):
+                with memory.capture(graph):
                     for number, layer in enumerate(group.layers, start=group.first):
-                        with twins_of(layer, group.of_layers[number - group.first]) as twins:
+                        with parameter_aliases(layer, group.parameters_of_layers[number - group.first]) as aliases:
                             out = self.calls[number](x, *args, **kwargs)
                         if not isinstance(out, Tensor):
-                            raise ValueError("its layers return more than one tensor")
-                        passed.append((x, out, twins))
+                            raise ValueError("the layers return more than one tensor")
+                        passed.append((x, out, aliases))
                         x = out.detach().requires_grad_(out.requires_grad)
-                ahead.append((graph, passed))
-                if not self.is_chain:  # what the next is given is written elsewhere: somebody may still read this
+                forward_passes.append((graph, passed))
+                if not self.is_chain:  # the next group gets its own memory, because other code may still read this output
                     x = torch.empty_like(x).requires_grad_(x.requires_grad)
-            done: list[Recording] = []
-            gradient = torch.empty_like(ahead[-1][1][-1][1])
+            done: list[CapturedGroup] = []
+            gradient = torch.empty_like(forward_passes[-1][1][-1][1])
             for group in reversed(self.groups):
-                graph, passed = ahead.pop()
-                done.append(self._recorded_back(group, graph, passed, inputs, gradient))
+                graph, passed = forward_passes.pop()
+                done.append(self._capture_backward(group, graph, passed, inputs, gradient))
                 gradient = done[-1].gradient_in if done[-1].gradient_in is not None else gradient
         finally:
-            torch.set_autocast_cache_enabled(kept)
+            torch.set_autocast_cache_enabled(was_enabled)
         return done[::-1]
 
-    def _recorded_back(
-        self, group: Group, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
-    ) -> Recording:
-        """`passed`: of each layer, what went in, what came out, its parameters; emptied, so that their memory is used again."""
-        hidden, outs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
+    def _capture_backward(
+        self, group: LayerGroup, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
+    ) -> CapturedGroup:
+        """Capture the backward pass of a group and return both of its graphs.
+
+        `passed` has the input, the output and the parameters of each layer. It is emptied, so that their memory is used again.
+        """
+        hidden, outputs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
         views: list[Tensor] = []
         learned: list[nn.Parameter] = []
         places: list[int] = []
-        if not passed[-1][1].requires_grad:  # frozen, like all below it
-            return Recording(graph, None, hidden, inputs, outs, gradient_out, None, [], [], [], 0)
-        back, start, inward = torch.cuda.CUDAGraph(), 0, None
-        with self.shared.recording(back):
+        if not passed[-1][1].requires_grad:  # the group and all layers below it are frozen
+            return CapturedGroup(graph, None, hidden, inputs, outputs, gradient_out, None, [], [], [], 0)
+        backward, start, gradient_in = torch.cuda.CUDAGraph(), 0, None
+        with self.memory.capture(backward):
             while passed:
-                x, out, twins = passed.pop()
+                x, out, aliases = passed.pop()
                 if not out.requires_grad:
-                    inward = None
+                    gradient_in = None
                     continue
-                wanted = ([x] if x.requires_grad else []) + twins
+                wanted = ([x] if x.requires_grad else []) + aliases
                 found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
-                inward = found.pop(0) if x.requires_grad else None
+                gradient_in = found.pop(0) if x.requires_grad else None
                 targets = []
-                for parameter, g in zip(group.of_layers[len(passed)], found):
+                for parameter, g in zip(group.parameters_of_layers[len(passed)], found):
                     if g is None:
                         continue
                     learned.append(parameter)
@@ -247,21 +269,21 @@ class GraphedLayers:
                     views.append(group.gradients[start : start + g.numel()].view(g.shape))
                     targets.append(views[-1])
                     start += g.numel()
-                    if gap := -start % ALIGNED:
+                    if gap := -start % ALIGNMENT:
                         views.append(group.gradients[start : start + gap])
                         start += gap
                 if targets:
                     torch._foreach_copy_(targets, [g for g in found if g is not None])
-                gradient = inward if inward is not None else gradient
-                del found, out, x, twins, wanted
-        return Recording(graph, back, hidden, inputs, outs, gradient_out, inward, views, learned, places, start)
+                gradient = gradient_in if gradient_in is not None else gradient
+                del found, out, x, aliases, wanted
+        return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)
 
-    def _on_the_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Once for nothing: what libraries set up when they are first used on a stream must not be part of a recording."""
-        with torch.cuda.stream(self.shared.stream):
+    def _warm_up_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Run the first layer once. Libraries allocate memory at their first use on a stream, which a capture must not contain."""
+        with torch.cuda.stream(self.memory.stream):
             trained = [p for p in self.layers[0].parameters() if p.requires_grad]
-            with twins_of(self.layers[0], trained) as twins:
+            with parameter_aliases(self.layers[0], trained) as aliases:
                 out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
-                torch.autograd.grad(out.sum(), [p for p in (first, *twins) if p.requires_grad], allow_unused=True)
+                torch.autograd.grad(out.sum(), [p for p in (first, *aliases) if p.requires_grad], allow_unused=True)
         torch.cuda.synchronize()
