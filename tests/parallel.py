@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parent
 
 # The files that take longest, longest first: a worker that started one of them last would keep the others waiting.
-LONGEST = ["test_readme", "test_doctor", "test_classify", "test_errors", "test_stop", "test_recipes", "test_launch"]
+LONGEST = ["test_docs", "test_doctor", "test_classify", "test_errors", "test_stop", "test_recipes", "test_launch"]
 # Their tests share no launch, so that any worker may take any of them.
 INDEPENDENT = {"test_recipes"}
 

@@ -1,0 +1,326 @@
+"""Commands, options, links, excerpts and generated tables in README.md and docs/ are right.
+
+The word after ```bash states what is done with a block:
+
+    bash              it runs, with `runs/` replaced by a temporary folder
+    bash node0/node1  both run at the same time, with this machine as both nodes
+    bash every node   it runs on two nodes at the same time
+    bash parsed       its options are parsed, because it needs files, names or machines that are not here
+    bash sbatch       the same for a Slurm script
+
+The options of all blocks are parsed. A block that several pages show runs once.
+"""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from accel_ddp import cli, recipe_files
+from accel_ddp.doctor.codes import CODES
+from accel_ddp.doctor.command import add_options
+from accel_ddp.doctor.options import load_recipe_config
+from accel_ddp.options import properties_of
+from accel_ddp.tune.options import build_parser
+from tests.conftest import ROOT, clean_environment, free_port, run_all
+
+USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PAGES = [
+    ROOT / name
+    for name in ("CONTRIBUTING.md", "recipes/README.md", "accelerate_configs/README.md", "accelerate_configs/NETWORKS.md")
+]
+CODE_FOLDERS = "accel_ddp|recipes|tests|benchmarks|accelerate_configs|docs"
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"^```(.*)\n((?:.*\n)*?)```$", page.read_text(), flags=re.MULTILINE)]
+
+
+def prose_of(page: Path) -> str:
+    """Return a page without its code blocks."""
+    return re.sub(r"^```.*\n(?:.*\n)*?```$", "", page.read_text(), flags=re.MULTILINE)
+
+
+def blocks(kind: str) -> list[str]:
+    """Return the texts of all blocks of one kind in README and docs/, each of them once."""
+    return list(dict.fromkeys(block.text for page in USER_PAGES for block in blocks_of(page) if block.kind == kind))
+
+
+# ---- commands run
+
+SET_UP_AND_TRAIN, SET_UP_AND_TEST = blocks("bash")[:2]
+
+
+@pytest.mark.alone  # it installs the package again, which is missing for a moment
+def test_the_first_command_sets_up_trains_and_prints_what_to_try_next():
+    """As typed. In a clone that has its .venv, as CI's has, everything is already installed."""
+    assert "pip install -q -c constraints.txt -e" in SET_UP_AND_TRAIN
+    ended = run_all([["bash", "-ec", SET_UP_AND_TRAIN]], [clean_environment()], timeout=600).well()
+    before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
+    assert accuracy > 0.7, "far above chance, which is 0.5"
+    assert accuracy > before + 0.1
+    assert "model saved in runs/classify/" in ended.text
+    tried = re.search(r"^try:  (.*)$", ended.text, flags=re.MULTILINE)[1]
+    tried = run_all([["bash", "-ec", f". .venv/bin/activate && {tried}"]], [clean_environment()]).well()
+    assert "'label': 'positive'" in tried.text
+
+
+def test_the_test_command_is_what_ci_runs():
+    assert SET_UP_AND_TEST.strip() in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.usefixtures("default_port")
+@pytest.mark.parametrize("command", blocks("bash")[2:])
+def test_a_command_runs(command, tmp_path):
+    command = command.replace("runs/", f"{tmp_path}/")
+    if "1node.yaml" in command:  # a model that is loaded in no time; README has `classify` on two ranks
+        command = command.replace("recipes/classify.py", "recipes/own_model.py").replace(" --max_eval_items 50", "")
+    run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
+
+
+def test_the_two_node_commands_run(tmp_path):
+    """With this machine as both nodes."""
+    more = f"--main_process_port {free_port()} recipes/classify.py --steps 2 --max_eval_items 50 --output_dir {tmp_path}/run"
+    (node0,), (node1,) = blocks("bash node0"), blocks("bash node1")
+    scripts = [text.replace("10.0.0.1", "127.0.0.1").replace("recipes/classify.py", more) for text in (node0, node1)]
+    ended = run_all([["bash", "-ec", script] for script in scripts], [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
+    assert "2 nodes x 1 rank" in ended.texts[0]
+
+
+def test_commands_for_every_node_run_there(tmp_path):
+    """`tune` runs for a smaller model and in less time. The last command uses the files that it writes."""
+    ends = {"doctor": "verdict: healthy", "tune": "tuned.yaml", "launch": "model saved in"}
+    found = blocks("bash every node")
+    assert len(found) == len(ends)
+    for command, (word, end) in zip(found, ends.items()):
+        assert f" {word} " in command
+        command = command.replace("10.0.0.1", "127.0.0.1").replace("accelerate_configs/tuned", f"{tmp_path}/tuned")
+        options = f"--main_process_port {free_port()}"
+        if word == "tune":
+            options += f" --minutes 0.05 --trial_seconds 1 --out {tmp_path}"
+        command = command.replace("recipes/classify.py", f"{options} recipes/{'classify' if word == 'doctor' else 'sft'}.py")
+        if word == "launch":
+            command = f"{command.rstrip()} --steps 2 --max_eval_items 8 --output_dir {tmp_path}/run"
+        environments = [clean_environment(NODE_RANK=str(node)) for node in (0, 1)]
+        ended = run_all([["bash", "-ec", command]] * 2, environments).well()
+        assert end in ended.text
+
+
+# ---- options are parsed
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Return the commands of a script, each as its words. Variables become numbers."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    text = re.sub(r"^#.*$|\s# .*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\$\(\(.*?\)\)", "16", text)
+    text = re.sub(r"\$\(.*?\)|\$\w+", "1", text)
+    reader = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    reader.whitespace, reader.whitespace_split, reader.commenters = " \t", True, ""
+    commands: list[list[str]] = [[]]
+    for word in reader:
+        if word and set(word) <= set(";&|\n"):
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    found = []
+    for words in filter(None, commands):
+        if words[:1] == ["srun"]:
+            found += commands_in(words[words.index("-c") + 1])
+        else:
+            found.append(words[1:] if words[0] == "exec" else words)
+    return found
+
+
+@cache
+def launcher_parsers() -> dict:
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    return {"accelerate": launch_command_parser(), "torchrun": get_args_parser()}
+
+
+def parse(words: list[str]) -> bool:
+    """Parse the options of a command. Return whether it is one of ours. Wrong options end in UserError or SystemExit."""
+    program, rest = words[0], words[1:]
+    if program == "accel-ddp":
+        command, rest = rest[0] if rest else "", rest[1:]
+        assert command in cli.COMMANDS, words
+        if command == "run":
+            launch, recipe, options = cli.split_run(rest)
+            return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
+        at = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
+        if command == "doctor":
+            import argparse
+
+            add_options(argparse.ArgumentParser()).parse_args(rest[:at])
+        elif command == "tune":
+            build_parser().parse_args(rest[:at])
+        elif command == "verify":
+            return parse(["accelerate", "launch", *rest])
+        elif command == "copy":
+            recipe_files.recipe_path(rest[0])
+        if rest[at:]:
+            assert load_recipe_config(rest[at:])
+        return True
+    if program == "python" and rest[0].startswith("recipes/"):
+        assert load_recipe_config(rest)
+    elif program in ("accelerate", "torchrun"):
+        given = launcher_parsers()[program].parse_args(rest[1:] if program == "accelerate" else rest)
+        assert not getattr(given, "config_file", None) or Path(ROOT, given.config_file).is_file(), words
+        assert load_recipe_config([given.training_script, *given.training_script_args]), words
+    else:
+        return False
+    return True
+
+
+def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "tuned.yaml").write_text("bucket_cap_mb: 100\n")
+    texts = [
+        (page, block.text) for page in [*USER_PAGES, *OTHER_PAGES] for block in blocks_of(page) if block.kind.startswith("bash")
+    ]
+    for page in USER_PAGES:  # a manifest of Kubernetes has one command in lines of its own
+        manifests = [block.text for block in blocks_of(page) if block.kind == "yaml"]
+        texts += [(page, " ".join(text[text.index("accelerate launch") :].split())) for text in manifests]
+    for name in recipe_files.recipe_names():
+        path = recipe_files.recipe_path(name)
+        examples = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", " ")
+        texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
+    known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
+             "make", "scontrol"}  # fmt: skip
+    ours, seen = 0, set()
+    for page, text in texts:
+        for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):
+            if "--help" in words or tuple(words) in seen:
+                continue
+            seen.add(tuple(words))
+            try:
+                is_ours = parse(words)
+            except (Exception, SystemExit) as error:
+                pytest.fail(f"{page.name}: {' '.join(words)}\n{type(error).__name__}: {error}")
+            ours += is_ours
+            assert is_ours or words[0] in known, f"{page.name}: {words[0]} is not a command that this test knows"
+    assert ours > 30, "most commands are found"
+
+
+def test_options_in_the_text_exist():
+    """Names in other toolkits are listed as such in options.md."""
+    names = {"config", "help"}
+    sys.path.insert(0, str(ROOT / "recipes"))
+    for recipe in recipe_files.recipe_names():
+        options = properties_of(__import__(recipe).Config)
+        names |= {*options, *(f"no_{name}" for name in options)}
+    import argparse
+
+    parsers = [add_options(argparse.ArgumentParser()), build_parser(), *launcher_parsers().values()]
+    names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
+    names |= set(re.findall(r'add_argument\("--(\w+)"', (ROOT / "accel_ddp" / "cli.py").read_text()))
+    names |= {"learning_rate"}  # an example of a name that is not an option
+    names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps"}  # nvidia-smi, docker, firewall-cmd, sbatch, pip
+    for page in [*USER_PAGES, *OTHER_PAGES]:
+        text = prose_of(page).split("## Names in other toolkits")[0]
+        for name in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text):
+            assert name.replace("-", "_") in names, f"{page.name}: --{name}"
+
+
+# ---- pages agree with the code and with each other
+
+
+def test_every_block_has_a_kind_that_this_test_knows():
+    kinds = {"bash", "bash node0", "bash node1", "bash every node", "bash parsed", "bash sbatch", "text", "yaml", "python"}
+    for page in USER_PAGES:
+        for block in blocks_of(page):
+            assert block.kind in kinds or re.fullmatch(r"python recipes/\w+\.py", block.kind), f"{page.name}: {block.kind}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py"])
+def test_generated_tables_are_current(script):
+    done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_diagnostic_code_has_a_fix_on_the_page():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for name, code in CODES.items():
+        assert f"| `{name}` | {code.meaning} | {code.fix} |" in text, name
+
+
+def test_excerpts_are_in_their_files():
+    """Lines may be left out, but their order is that of the file."""
+    plain = lambda text: [line.removesuffix("  # fmt: skip") for line in text.splitlines() if line.strip()]
+    for page in USER_PAGES:
+        for block in blocks_of(page):
+            if block.kind.startswith("python "):
+                rest = iter(plain((ROOT / block.kind.split()[1]).read_text()))
+                for line in plain(block.text):
+                    assert line in rest, f"{page.name}: {line!r} is not in {block.kind.split()[1]}, or not in this order"
+            elif block.kind == "python":
+                ast.parse(textwrap.dedent(block.text))
+
+
+def test_messages_in_the_table_are_messages_of_the_code():
+    """Words in capitals stand for values."""
+    files = [*(ROOT / "accel_ddp").rglob("*.py")]
+    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)  # strings over several lines
+    section = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Frequent messages")[1].split("\n## ")[0]
+    messages = re.findall(r"^\| `(.*?)` \|", section, flags=re.MULTILINE)
+    assert len(messages) > 5
+    for message in messages:
+        for part in re.split(r"\b[A-Z]+\b|\.\.\.", message):
+            assert part in code, f"no message contains {part!r}: {message}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes from headings."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_and_files_exist():
+    for page in [*USER_PAGES, *OTHER_PAGES]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+            path, _, anchor = target.partition("#")
+            linked = Path(os.path.normpath(page.parent / path)) if path else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}"
+        for name in re.findall(rf"(?<![\w/.-])((?:{CODE_FOLDERS})/[\w./-]*\w)", page.read_text()):
+            is_written_by_tune = name.startswith("accelerate_configs/tuned.")
+            assert is_written_by_tune or (ROOT / name).exists(), f"{page.name}: {name}"
+        for name in re.findall(r"`((?:training|saving|ranks|speed|sources|tasks|doctor|tune)/[\w./]*)`", page.read_text()):
+            assert (ROOT / "accel_ddp" / name).exists(), f"{page.name}: {name}"
+
+
+def test_contributing_names_functions_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    found = re.findall(r"`(\w+)`(?: and `(\w+)`)? in `(accel_ddp/[\w/]+\.py|tests/\w+\.py)`", text)
+    assert len(found) > 8
+    for *names, file in found:
+        for name in filter(None, names):
+            assert re.search(rf"^(def|class) {name}\b|^{name}\b.*=", (ROOT / file).read_text(), flags=re.MULTILINE), (
+                f"{name} in {file}"
+            )
+
+
+def test_every_recipe_is_in_the_tables():
+    readme, data = ((ROOT / name).read_text() for name in ("README.md", "docs/own_data.md"))
+    for name in recipe_files.recipe_names():
+        assert f"| `{name}` |" in readme, name
+        assert name.startswith("own_") or f"| `{name}` |" in data, name
