@@ -219,8 +219,9 @@ class _Verification:
         print(
             "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
             "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
-            f"{ALLOWED[precision]:.0e},\nbecause sums in another order are rounded differently. In the last two steps weights moved by up "
-            f"to {moved:.0e}.\nA run that was killed and resumed uses your options. Its weights and optimizer must be bit-identical."
+            f"{ALLOWED[precision]:.0e},\nbecause sums in another order are rounded differently. In the last two steps weights moved by "
+            f"up to {moved:.0e}.\nA run that was killed and resumed uses your options. Its weights and optimizer must be "
+            "bit-identical."
         )
         for line in lines:
             if line.problem:
