@@ -642,3 +642,58 @@ def test_the_micro_batch_size_is_a_number_or_auto():
     assert parse_config(TrainConfig, ["--micro_batch_size", "4"]).split(2) == (4, 4)
     with pytest.raises(UserError, match="micro_batch_size 0"):
         parse_config(TrainConfig, ["--micro_batch_size", "0"])
+
+
+# ---------------------------------------------------------------------------------- with and without the package
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[int, dict]:
+    """The results of tests/programs/speedups.py with 1 and with 2 ranks."""
+    folder = tmp_path_factory.mktemp("speedups")
+    for ranks in (1, 2):
+        options = ["--out", folder / f"{ranks}.pt", "--output_dir", folder / str(ranks)]
+        run_ranks(ranks, PROGRAMS / "speedups.py", *options).well()
+    return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2)}
+
+
+def test_fit_without_speedups_learns_the_same_weights(trained):
+    """In float32, for 1 and 2 ranks."""
+    reference = trained[1]["plain"]
+    assert max(float((reference["before"][n] - w).abs().max()) for n, w in reference["weights"].items()) > 0.01, "no training"
+    for run in (trained[1]["fast"], trained[2]["plain"], trained[2]["fast"]):
+        assert all(torch.equal(reference["before"][name], value) for name, value in run["before"].items())
+        assert max(float((reference["weights"][n] - w).abs().max()) for n, w in run["weights"].items()) < 1e-5
+        assert run["accuracy"] == reference["accuracy"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fit_without_speedups_computes_the_padding_too(trained, ranks):
+    plain, fast = trained[ranks]["plain"]["positions"], trained[ranks]["fast"]["positions"]
+    fast = fast[2:]  # `attach` compares a sample with and without padding first
+    assert len(plain) == len(fast)
+    assert all(a >= b for a, b in zip(plain, fast))
+    assert sum(plain) > 1.2 * sum(fast)
+
+
+def test_evaluation_of_a_recipe_is_padding_free(monkeypatch, cache, tiny_model):
+    """The layers get only the tokens of the evaluation texts, although the recipe calls `accel_ddp.evaluate` itself."""
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    import classify
+
+    results = {}
+    for padding_free_option in ("on", "off"):
+        options = ["--max_train_items", "16", "--max_eval_items", "50", "--eval_batch_size", "16", "--padding_free"]
+        cfg = parse_config(classify.Config, ["--model", tiny_model, *options, padding_free_option])
+        accelerator = Accelerator(cpu=True)
+        task = classify.Task(cfg, accelerator)
+        attach.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps=1)
+        positions = []
+        linear = next(m for name, m in task.model.named_modules() if name.endswith("layer.1.intermediate.dense"))
+        linear.register_forward_hook(lambda module, inputs, output, seen=positions: seen.append(output.shape[:-1].numel()))
+        results[padding_free_option] = task.evaluate(task.model), positions
+        lengths = [len(ids) for ids in task.eval_rows["input_ids"]]
+    batches = [lengths[start : start + 16] for start in range(0, 50, 16)]
+    assert results["on"][1] == [sum(batch) for batch in batches]
+    assert results["off"][1] == [len(batch) * max(batch) for batch in batches]
+    assert results["on"][0] == pytest.approx(results["off"][0], rel=1e-5)
