@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py > first_run.txt
     python docs/make_picture.py first_run.txt docs/first_run.svg
 
-The text is that of the run. Most lines of single steps are left out.
+The text is that of the run. Most lines of single steps, and the long lines after `model saved in`, are left out.
 """
 
 import re
@@ -18,7 +18,7 @@ PLAIN, DIM, GREEN, BLUE, YELLOW = "#d4d4d4", "#8b949e", "#7ee787", "#79c0ff", "#
 
 def shown_lines(output: str) -> list[str]:
     """Return the lines of the picture: the command, and the output with three dots instead of most steps."""
-    lines = [line.rstrip() for line in output.splitlines()]
+    lines = [line.rstrip() for line in output.partition("\ntry: ")[0].splitlines()]
     steps = [i for i, line in enumerate(lines) if line.startswith("step ") and "evaluation" not in line]
     left_out = steps[3:-1]
     return [COMMAND, *(line if i not in left_out else "..." for i, line in enumerate(lines) if i not in left_out[1:])]
