@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
+EXPORT = [sys.executable, BIN / "accel-ddp", "export"]
 SENTENCES = {
     "good": ["a fine film", "a warm and funny story", "great acting"],
     "bad": ["a dull film", "a cold mess", "poor acting"],
@@ -210,13 +211,9 @@ def test_a_checkpoint_exports_what_the_run_did(one, tmp_path):
     """`accel-ddp export` of the last checkpoint, alone on another machine, beside OUTPUT_DIR/model."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(one / "step_00000012", moved)
-    environments = [clean_environment()] * 3
-    commands = [
-        [BIN / "accel-ddp", "export", moved, tmp_path / "out"],
-        [BIN / "accel-ddp", "export", one / "step_00000006", tmp_path / "earlier"],
-        [BIN / "accel-ddp", "export", one, tmp_path / "newest"],
-    ]
-    ended = run_all(commands, environments).well()
+    places = {"out": moved, "earlier": one / "step_00000006", "newest": one}
+    commands = [[*EXPORT, checkpoint, tmp_path / name] for name, checkpoint in places.items()]
+    ended = run_all(commands, [clean_environment()] * 3).well()
     assert "exporting the newest checkpoint, step_00000012" in ended.texts[2]
     there = {path.name for path in (one / "model").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= there
@@ -243,20 +240,23 @@ def test_what_cannot_be_exported_or_uploaded_is_said_before_it_costs_anything(on
     with (damaged / "model.safetensors").open("r+b") as file:
         file.seek(1000)
         file.write(b"x")
+    exports = {
+        "no such folder": [*EXPORT, tmp_path / "nowhere", tmp_path / "out"],
+        "model.safetensors is damaged": [*EXPORT, damaged, tmp_path / "out"],
+        "exists already": [*EXPORT, one, one],
+    }
     environment = clean_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hub"))
     with_token = {**environment, "HF_TOKEN": "hf_none"}
-    commands = {
-        "no such folder": [BIN / "accel-ddp", "export", tmp_path / "nowhere", tmp_path / "out"],
-        "model.safetensors is damaged": [BIN / "accel-ddp", "export", damaged, tmp_path / "out"],
-        "exists already": [BIN / "accel-ddp", "export", one, one],
+    uploads = {
         "has no Hub token": [sys.executable, CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir", tmp_path / "a"],
         "The model is in": [sys.executable, CLASSIFY, *arguments, "--steps", "1", "--push_to_hub", "me/it", "--output_dir",
                             tmp_path / "b"],
     }  # fmt: skip
-    ended = run_all(list(commands.values()), [environment] * 4 + [with_token])
-    assert ended.codes == [2] * 5, ended.text
-    for words, text in zip(commands, ended.texts):
-        assert words in text
-        assert "Traceback" not in text
+    for commands, environments in ((exports, [clean_environment()] * 3), (uploads, [environment, with_token])):
+        ended = run_all(list(commands.values()), environments)
+        assert ended.codes == [2] * len(commands), ended.text
+        for words, text in zip(commands, ended.texts):
+            assert words in text
+            assert "Traceback" not in text
     assert (tmp_path / "b" / "model" / "config.json").is_file(), "what could not be uploaded is still there"
-    assert "step 1" not in ended.texts[3]
+    assert "step 1" not in ended.texts[0]

@@ -526,7 +526,7 @@ def test_a_node_that_hangs_is_reported(nodes):
         assert re.search(r"^E_SILENT  node1 \(machine_rank 1\) did not answer within", one.text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("times", [20])
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_healthy_cluster_passes_every_time_while_two_other_processes_use_the_cpus(nodes, times):
     nodes.require("host names")
     busy = [psutil.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

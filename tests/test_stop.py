@@ -88,7 +88,7 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
     for text in ended.texts:
         assert f"stopped: requested by SIGTERM on rank 1 ({os.uname().nodename}). Step {stopped[0]} of 12 is saved" in text
     assert "exitcode  : 75" in ended.texts[0], "torchrun's report has the code of the ranks"
-    again = nodes("--output_dir", folder, "--resume").ended().well()
+    again = run_all([[sys.executable, TRAINS, *WORDS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
     assert f"resumed at step {stopped[0]}" in again.texts[0]
     assert last(folder) == straight
 
