@@ -13,10 +13,10 @@ import pytest
 
 FOLDER = Path(__file__).parent
 
-# The files that take longest, longest first: a worker that started one of them last would keep the others waiting.
-LONGEST = ["test_docs", "test_doctor", "test_classify", "test_errors", "test_stop", "test_recipes", "test_launch"]
-# Their tests share no launch, so that any worker may take any of them.
-INDEPENDENT = {"test_recipes"}
+# These files come first: a worker that started a long one last would keep the others waiting.
+LONGEST = ["test_stop", "test_classify", "test_doctor", "test_errors", "test_docs", "test_checkpoint", "test_recipes"]
+# The tests of these files share no launch, so that any worker may take any of them.
+INDEPENDENT = {"test_docs", "test_launch", "test_recipes"}
 
 
 def file_of(nodeid: str) -> str:
