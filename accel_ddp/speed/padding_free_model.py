@@ -1,6 +1,7 @@
 """Lets the layers of a transformers model compute without padding, if that gives the same result as padding."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -266,6 +267,8 @@ class PaddingFree:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a transformer that is a single stack, in their order. Raise NeedsPadding for other models."""
+    if "transformers.modeling_layers" not in sys.modules:  # not imported here, because that takes seconds
+        raise NeedsPadding("its layers were not found")
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     stacks = [
