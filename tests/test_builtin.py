@@ -168,12 +168,15 @@ def test_a_longer_conversation_begins_with_the_shorter_one(cache):
         assert tokenizer(answered, add_special_tokens=False)["input_ids"][: len(ids)] == ids
 
 
-def test_making_a_model_draws_nothing_from_the_callers_generator(tmp_path):
+def test_making_a_model_depends_on_neither_the_generator_nor_the_device_of_the_caller(tmp_path, cache):
     import torch
 
     before = torch.get_rng_state()
-    builtin.model_folder("builtin:tiny-t5", str(tmp_path))
+    with torch.device("meta"):  # as in tasks/gradient_shapes.py
+        folder = builtin.model_folder("builtin:tiny-t5", str(tmp_path))
     assert torch.equal(before, torch.get_rng_state())
+    expected = builtin.model_folder("builtin:tiny-t5", str(cache))
+    assert (folder / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 
 
 def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):

@@ -43,6 +43,7 @@ def _make_once(write: Callable[[Path], None], depends_on: tuple[Callable, ...], 
     The folder's name contains a digest of the source of `write` and `depends_on`. On each node one process writes under a file
     lock, and the others wait. The folder is renamed when it is complete, so that no process reads a part of it.
     """
+    import torch
     from filelock import FileLock, Timeout
 
     sources = "".join([platform.python_version(), *map(inspect.getsource, (write, *depends_on))])
@@ -55,7 +56,8 @@ def _make_once(write: Callable[[Path], None], depends_on: tuple[Callable, ...], 
             try:
                 with lock.acquire(timeout=10):
                     if not final.exists():
-                        write(partial_folder)
+                        with torch.device("cpu"):  # the caller may have set another device, such as meta
+                            write(partial_folder)
                         partial_folder.rename(final)
             except Timeout:
                 waited = time.monotonic() - began

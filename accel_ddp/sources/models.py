@@ -131,6 +131,10 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
         return auto_class.from_pretrained(place, **options)
     except Exception as error:  # many types: damaged weights, a damaged tokenizer, no such model, no network
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if lines[0].startswith("Unrecognized configuration class"):
+            raise UserError(
+                f"--model {name}: this type of model cannot be loaded as {auto_class.__name__}. Use a model for this task."
+            ) from error
         if Path(place).is_dir():
             raise UserError(f"--model {name}: the folder cannot be loaded: {lines[0]}") from error
         no_copy = f"there is no network to the Hub ({offline}), and no copy in the local cache"
