@@ -153,7 +153,7 @@ def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_time
         "--global_batch_size", 2, "--output_dir", tmp_path / "run",
     ).well()  # fmt: skip
     assert ended.text.count("tokenised 3 rows") == 1
-    assert ended.text.count("sees [1, 2, 3]") == 2
+    assert ended.text.count("received [1, 2, 3]") == 2
     assert "waiting for another process to tokenise" in ended.text
 
 

@@ -153,8 +153,7 @@ def prepare_for_words(tokenizer: Any, model: str) -> Any:
 
     if not tokenizer.is_fast:
         raise UserError(
-            f"--model {model}: its tokenizer does not tell which token belongs to which word, because it has no fast version. "
-            "Use another model."
+            f"--model {model}: its tokenizer has no fast version, which is needed to map tokens to words. Use another model."
         )
     part = tokenizer.backend_tokenizer.pre_tokenizer
     for step in part if isinstance(part, pre_tokenizers.Sequence) else [part]:

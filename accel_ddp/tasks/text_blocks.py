@@ -37,8 +37,7 @@ class BlockTokenizer:
             raise UserError(f"--model {model}: its tokenizer has no mask token. Use a masked language model such as BERT.")
         if not tokenizer.is_fast:
             raise UserError(
-                f"--model {model}: its tokenizer does not tell which token belongs to which word, because it has no fast version. "
-                "Use another model."
+                f"--model {model}: its tokenizer has no fast version, which is needed to map tokens to words. Use another model."
             )
         probe = tokenizer("a", return_special_tokens_mask=True)
         first, last = (tokens.index(0) for tokens in (probe["special_tokens_mask"], probe["special_tokens_mask"][::-1]))

@@ -21,7 +21,7 @@ def main(cfg: TrainConfig) -> None:
         rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
         done = accel_ddp.tokenisation.map_once(rows, slow, depends_on=None, cfg=cfg)
     accelerator.wait_for_everyone()
-    print(f"rank {accelerator.process_index} sees {list(done['n'])}")
+    print(f"rank {accelerator.process_index} received {list(done['n'])}")
 
 
 if __name__ == "__main__":
