@@ -1,15 +1,15 @@
-"""How long a save holds up training, beside a save that waits for the disk, and beside the peers.
+"""How long a save blocks training, compared with a save that waits for the disk and with other libraries.
 
     python benchmarks/checkpoint.py
 
-One process trains Linear layers with AdamW on one device and saves weights and optimizer again and again: with us,
-with Accelerate's `save_state`, and with torch's DCP (`async_save` with its default stager, which does not pin memory).
-They take turns, so that a disk that slows down slows all. A save is charged for the time until it returns, and for the
-steps from then until it is on the disk: by how much they are slower than steps beside which nothing is written.
+One process trains linear layers with AdamW on one device. It saves weights and optimizer repeatedly: with `Checkpoints`, with
+Accelerate's `save_state`, and with torch's DCP (`async_save` with its default stager, which does not pin memory). They take turns,
+so that a disk that slows down slows all of them. The cost of a save is the time until the call returns, plus the delay of the
+steps from then until the save is on the disk. The delay is measured against steps during which nothing is written.
 
-Ours is hashed and synced to the disk, and what it supersedes is removed. DCP syncs too, `save_state` does not.
-Aim: 0.10 or less of our own save with a wait for the disk. On a CPU, where the writer takes cores from training,
-the figures only show that the script works.
+Our save computes hashes, syncs to the disk, and removes old checkpoints. DCP syncs too, `save_state` does not. The goal is at most
+0.10 of our own save with a wait for the disk. On a CPU the writer takes cores from training, so that the numbers there only show
+that the script works.
 """
 
 import argparse
@@ -43,17 +43,17 @@ SAVE_STATE, DCP_ASYNC = "accelerator.save_state", "DCP async_save"
 
 
 class Save(NamedTuple):
-    """Seconds of one save."""
+    """The seconds of one save."""
 
-    returned: float  # until the call came back
-    blocked: float  # by which training is later than without the save
-    finished: float  # until nothing was left to do in the background
+    returned: float  # until the call returned
+    blocked: float  # by which training is delayed
+    finished: float  # until the background work was done
 
 
 class Layers(nn.ModuleList):
     def forward(self, rows: Tensor) -> Tensor:
         for layer in self:
-            rows = F.layer_norm(rows + layer(rows), (WIDTH,))  # any number of layers without vanishing or growing
+            rows = F.layer_norm(rows + layer(rows), (WIDTH,))  # keeps the scale for any number of layers
         return rows
 
 
@@ -67,7 +67,7 @@ class Training:
         self.size = sum(p.numel() for p in self.model.parameters()) * BYTES_PER_PARAMETER / 1e6
 
     def step(self) -> float:
-        """Seconds of one update, until the device is done: copies for a save stand in its queue before the update."""
+        """Do one update and return its seconds. They include copies for a save, which are queued on the device before it."""
         began = time.perf_counter()
         update(self.accelerator, self.model, self.optimizer, [self.rows], loss_sum, len)
         if self.accelerator.device.type == "cuda":
@@ -82,17 +82,17 @@ def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
 
 def main(cfg: accel_ddp.TrainConfig, megabytes: float, rounds: int, undisturbed_steps: int) -> None:
     accelerator = accel_ddp.start(cfg)
-    # DCP wants a process group. Opened after `start`, so that Accelerate sees a single process.
+    # DCP needs a process group. It is opened after `start`, so that Accelerate sees a single process.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     training = Training(accelerator, cfg, megabytes)
-    for _ in range(5):  # the first makes the optimizer's state
+    for _ in range(5):  # the first one allocates the optimizer's state
         training.step()
     saved = Checkpoints(accelerator, cfg, training.model, training.optimizer)
     sleeper, peers_folder = ThreadPoolExecutor(max_workers=1), Path(cfg.output_dir) / "peers"
 
     def ours() -> list[Future]:
         saved.save(training.steps)
-        return list(saved._pending)  # and not `committed()`: the removal of older ones comes after the commit
+        return list(saved._pending)  # they end after the removal of old checkpoints, which follows the commit
 
     def ours_blocking() -> list[Future]:
         saved.save(training.steps)
@@ -108,37 +108,37 @@ def main(cfg: accel_ddp.TrainConfig, megabytes: float, rounds: int, undisturbed_
         return [dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=peers_folder)]
 
     def nothing() -> list[Future]:
-        return [sleeper.submit(time.sleep, found[OURS][-1].finished)]  # shows how far from 0 chance alone gets
+        return [sleeper.submit(time.sleep, found[OURS][-1].finished)]  # its result shows the noise
 
-    # Ours first: its blocking saves use the same host memory, and must not be charged for it.
+    # Ours is the first, because it allocates the host memory that its blocking variant also uses.
     ways = {OURS: ours, OURS_BLOCKING: ours_blocking, SAVE_STATE: save_state, DCP_ASYNC: dcp_async, NOTHING: nothing}
     found: dict[str, list[Save]] = {way: [] for way in ways}
     for _ in range(1 + rounds):
         for way, save in ways.items():
-            found[way].append(measured(training, save, undisturbed_steps))
+            found[way].append(measure(training, save, undisturbed_steps))
             if saved.failed:
                 sys.exit(saved.failed)
             shutil.rmtree(peers_folder, ignore_errors=True)
     saved.close()
     sleeper.shutdown()
 
-    # Of safetensors because one that holds Python's lock while it writes (0.7 does, 0.8 does not) stops training meanwhile.
+    # safetensors 0.7 holds Python's lock while it writes, which stops training. Version 0.8 does not.
     print(*(f"{package} {version(package)}" for package in ("torch", "accelerate", "safetensors")), sep=", ")
-    print(f"\n{training.size:,.0f} MB of state in {len(training.model)} layers, {rounds} rounds; ms: median (from least to most)")
-    print(f"{'':28}{'returns after':>30}{'blocks training in all':>30}{'finished after':>30}")
+    print(f"\n{training.size:,.0f} MB of state in {len(training.model)} layers, {rounds} rounds; ms: median (min to max)")
+    print(f"{'':28}{'returns after':>30}{'blocks training for':>30}{'finished after':>30}")
     for way, saves in found.items():
         if way in (OURS, DCP_ASYNC):
             print_row(f"{way}, first save", saves[:1])
         print_row(way, saves[1:])
-    print("\nblocks training in all: ours / other, of the same round; median (from least to most)")
+    print("\nblocks training for: ours / other, in the same round; median (min to max)")
     for other, goal in ((SAVE_STATE, ""), (DCP_ASYNC, ""), (OURS_BLOCKING, "   goal: at most 0.10")):
         ratios = [our.blocked / their.blocked for our, their in zip(found[OURS][1:], found[other][1:])]
         print(f"{f'ours / {other}':34}{spread(ratios, '.3f'):>26}{goal}")
 
 
-def measured(training: Training, save: Callable[[], list[Future]], undisturbed_steps: int) -> Save:
-    """What `save` costs, which returns what is still to be done when it returns."""
-    os.sync()  # nobody pays for what the one before left to be written
+def measure(training: Training, save: Callable[[], list[Future]], undisturbed_steps: int) -> Save:
+    """Return the cost of `save`, which returns its work in the background."""
+    os.sync()  # so that data of the save before are not written during this one
     undisturbed = [training.step() for _ in range(undisturbed_steps)]
     began = time.perf_counter()
     unfinished = save()
@@ -148,10 +148,10 @@ def measured(training: Training, save: Callable[[], list[Future]], undisturbed_s
         disturbed.append(training.step())
     finished = time.perf_counter() - began
     for writing in unfinished:
-        writing.result()  # raises what went wrong
-    undisturbed += [training.step() for _ in range(undisturbed_steps)]  # on both sides: the machine may change its pace
-    usual = statistics.median(undisturbed)
-    return Save(returned, returned + sum(seconds - usual for seconds in disturbed), finished)
+        writing.result()  # raises its exception, if there was one
+    undisturbed += [training.step() for _ in range(undisturbed_steps)]  # before and after, because the speed may change
+    typical = statistics.median(undisturbed)
+    return Save(returned, returned + sum(seconds - typical for seconds in disturbed), finished)
 
 
 def print_row(way: str, saves: list[Save]) -> None:
@@ -167,11 +167,13 @@ def spread(values: list[float], form: str) -> str:
 if __name__ == "__main__":
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=500, help="weights and optimizer; a third of it are the weights")
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind, after the first")
-    parser.add_argument("--folder", help="saves go to a temporary folder in it, so that it chooses the disk")
-    parser.add_argument("--rows", type=int, default=4096 if on_gpu else 64, help="of a step: more make it longer")
-    parser.add_argument("--undisturbed_steps", type=int, default=30 if on_gpu else 5, help="before and after a save, to compare")
+    parser.add_argument("--megabytes", type=float, default=500, help="size of weights and optimizer; a third are weights")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind, after the first one")
+    parser.add_argument("--folder", help="folder on the disk to test; default: the temporary folder")
+    parser.add_argument("--rows", type=int, default=4096 if on_gpu else 64, help="rows of a step; more rows make it longer")
+    parser.add_argument(
+        "--undisturbed_steps", type=int, default=30 if on_gpu else 5, help="steps before and after a save, to compare with"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         batch = {"micro_batch_size": options.rows, "global_batch_size": options.rows}

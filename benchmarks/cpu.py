@@ -1,12 +1,13 @@
-"""Two gloo ranks beside one process, and beside HF Trainer in one process, on the same cores: `recipes/classify.py` as it comes.
+"""Two gloo ranks compared with one process, and with HF Trainer in one process, on the same cores.
 
     python benchmarks/cpu.py --steps 24 --repeats 3
 
-MiniLM (22.7 million pretrained weights) on film reviews, float32, 16 texts of at most 128 tokens in a batch, the same rows in the
-same order on all sides. One process has the threads of all cores, two ranks have half of them each. The sides take turns and the
-ratios are of each turn, because the speed of a shared machine varies. Turns alone do not help against another job that comes and
-goes: the CPU time of others is measured with every run, of any side. A run beside more than --quiet cores of it is done again, up
-to --tries times; a turn in which one is still not quiet is shown in brackets and not counted.
+The job is `recipes/classify.py` with its defaults: MiniLM (22.7 million pretrained weights) on film reviews, in float32, with 16
+texts of at most 128 tokens in a batch. All sides get the same rows in the same order. One process has the threads of all cores, and
+two ranks have half of them each. The sides take turns, and ratios are computed within a turn, because the speed of a shared machine
+varies. Turns do not help against another job that starts and stops. Therefore the CPU time of other processes is measured during
+every run. If other processes used more than --quiet cores, the run is repeated, up to --tries times. A turn with a run that is
+still not quiet is shown in brackets and not counted.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SIDES = {"two ranks": ["-m", "torch.distributed.run", "--nproc_per_node", "2", R
 
 
 def prepare(work: Path, words: list[str]) -> str:
-    """The recipe's own tokens on disk, for Trainer; returns the folder of the model."""
+    """Write the tokens of the recipe to disk for Trainer. Return the folder of the model."""
     sys.path.append(str(vs_trainer.ROOT / "recipes"))
     import classify
 
@@ -70,7 +71,7 @@ def main(options: argparse.Namespace, work: Path) -> None:
                 run = vs_trainer.run_ours if command else vs_trainer.run_trainer
                 found = turn[side] = run(spec, work / "run", work, options.timeout)
                 what = f"failed: {found['failed']}" if found["failed"] else f"{found['samples_per_second']:.2f} samples/s"
-                print(f"turn {number}, {side}: {what}, beside {found['others_cores']:.2f} cores of others", flush=True)
+                print(f"turn {number}, {side}: {what}; other processes used {found['others_cores']:.2f} cores", flush=True)
                 if found["failed"] or found["others_cores"] <= options.quiet:
                     break
         turns.append(turn)
@@ -81,7 +82,7 @@ def main(options: argparse.Namespace, work: Path) -> None:
 
 def print_table(turns: list[dict[str, Any]], quiet: float) -> None:
     is_quiet = lambda turn: all(found["others_cores"] <= quiet for found in turn.values())
-    print("\n| | samples/s | two ranks to this | in each turn |\n|---|---|---|---|")
+    print("\n| | samples/s | two ranks / this | in each turn |\n|---|---|---|---|")
     for side in SIDES:
         whole = [turn for turn in turns if not turn[side]["failed"] and not turn["two ranks"]["failed"]]
         if not whole:
@@ -93,21 +94,23 @@ def print_table(turns: list[dict[str, Any]], quiet: float) -> None:
         counted = [turn for turn in whole if is_quiet(turn)]
         middle = lambda value, some=counted: f"{statistics.median(map(value, some)):.2f}" if some else "no quiet turn"
         print(f"| {side} | {middle(rate)} | {middle(ratio)} | {each} |")
-    print(f"{sum(map(is_quiet, turns))} of {len(turns)} turns were quiet and are counted.")
+    print(f"Counted: {sum(map(is_quiet, turns))} of {len(turns)} turns, which were quiet.")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24, help="of each run, at least 10")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each run, at least 10")
     parser.add_argument("--warm", type=int, default=4, help="steps before the measured ones")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quiet", type=float, default=0.15, help="cores that others may use during a run")
-    parser.add_argument("--tries", type=int, default=3, help="times that a run is done until it is quiet")
-    parser.add_argument("--ours", default="", help='more options of the recipe, for example "--compile off"')
+    parser.add_argument("--quiet", type=float, default=0.15, help="cores that other processes may use during a run")
+    parser.add_argument("--tries", type=int, default=3, help="how often a run is repeated until it is quiet")
+    parser.add_argument("--ours", default="", help='further options of the recipe, for example "--padding_free off"')
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--out", type=Path, help="a .json file for all results")
     options = parser.parse_args()
     if options.steps < 10 or not 0 < options.warm < options.steps:
-        parser.error("--steps is 10 or more, and --warm is at least 1 and less than that")
+        parser.error(
+            f"--steps {options.steps} --warm {options.warm}: --steps must be at least 10, and --warm from 1 to --steps - 1"
+        )
     with tempfile.TemporaryDirectory() as folder:
         main(options, Path(folder))

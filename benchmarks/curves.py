@@ -1,4 +1,4 @@
-"""Loss curves of several seeds: a table, and a drawing of both sides."""
+"""Loss curves of several seeds, as a table and as an image. vs_trainer.py uses it."""
 
 import statistics
 from pathlib import Path
@@ -27,10 +27,13 @@ def curve_table(found: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_curves(found: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Losses over steps: each seed thin, their mean thick; with PIL, which is installed wherever the recipes are."""
+    """Write an image of the losses over steps: a thin line for each seed, and a thick one for their mean.
+
+    It uses PIL, which is installed with the recipes.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
-    zoom, width, height, left, right, top, bottom = 2, 900, 560, 70, 20, 40, 50  # drawn large, shown half as large: smooth lines
+    zoom, width, height, left, right, top, bottom = 2, 900, 560, 70, 20, 40, 50  # scaled down for smooth lines
     image = Image.new("RGB", (width * zoom, height * zoom), "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=14 * zoom)
     by_variant: dict[str, list[np.ndarray]] = {}

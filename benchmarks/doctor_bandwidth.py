@@ -1,9 +1,9 @@
-"""The bandwidth that `accel-ddp doctor` tells, beside a bare loop of all-reduces. Aim: within 5 %.
+"""The bandwidth that `accel-ddp doctor` reports, compared with a plain loop of all-reduces. The goal is a difference within 5 %.
 
     python benchmarks/doctor_bandwidth.py --rounds 5
 
-Two nodes on this machine: with a GPU two NCCL nodes that talk TCP (each has its own NCCL_HOSTID), else gloo. The doctor and
-the bare loop take turns; the ratio is of each round, so that a machine that slows down slows both.
+There are two nodes on this machine. With a GPU they use NCCL over TCP, each with its own NCCL_HOSTID, and otherwise gloo. The
+doctor and the plain loop take turns. The ratio is computed within each round, so that a machine that slows down slows both.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-BARE = """
+PLAIN_LOOP = """
 import os, statistics, sys, time, torch, torch.distributed as dist
 gpu, size = sys.argv[1] == "nccl", int(sys.argv[2])
 device = torch.device("cuda", 0) if gpu else torch.device("cpu")
@@ -43,8 +43,8 @@ def free_port() -> str:
         return str(sock.getsockname()[1])
 
 
-def two(words: list[str], port: str) -> str:
-    """What node 0 prints; both must end well."""
+def run_two_nodes(words: list[str], port: str) -> str:
+    """Run the command on both nodes and return what node 0 prints. Raise an error if one of them fails."""
     started = []
     for node in (0, 1):
         env = {
@@ -65,17 +65,17 @@ def main() -> None:
     ratios = []
     for number in range(1, rounds + 1):
         port, began = free_port(), time.monotonic()
-        report = json.loads(two(["-m", "accel_ddp.doctor", "--json", "--main_process_port", port], port))
+        report = json.loads(run_two_nodes(["-m", "accel_ddp.doctor", "--json", "--main_process_port", port], port))
         took = time.monotonic() - began
         figures = report["collective"]
         largest = figures["bandwidth"][-1]
-        bare = ["-c", BARE, figures["backend"], str(largest["bytes"]), str(largest["times"])]
-        seconds = float(two(bare, free_port()).split()[1])
+        plain = ["-c", PLAIN_LOOP, figures["backend"], str(largest["bytes"]), str(largest["times"])]
+        seconds = float(run_two_nodes(plain, free_port()).split()[1])
         ratios.append(seconds / largest["seconds"])
         print(
             f"round {number}: {largest['bytes'] // 10**6} MB over {figures['backend']} ({figures['transport']}): "
-            f"doctor {largest['seconds'] * 1e3:.2f} ms, bare loop {seconds * 1e3:.2f} ms, ratio of bandwidths {ratios[-1]:.3f}; "
-            f"whole doctor {took:.1f} s"
+            f"doctor {largest['seconds'] * 1e3:.2f} ms, plain loop {seconds * 1e3:.2f} ms, ratio of bandwidths {ratios[-1]:.3f}; "
+            f"the whole doctor took {took:.1f} s"
         )
     print(f"median ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 

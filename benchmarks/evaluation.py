@@ -16,8 +16,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `accel_ddp.run` sets it; torch reads it when it is imported
 
-import made
 import numpy as np
+import synthetic
 import torch
 from accelerate import Accelerator
 from transformers import BertConfig, BertForSequenceClassification
@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import accel_ddp
 
 CLASSES = 4
-FAMILY = made.Family(
+FAMILY = synthetic.Family(
     30522,
     {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     rows=0,
@@ -80,7 +80,7 @@ class Side:
 def main(options: argparse.Namespace) -> None:
     accelerator = Accelerator()
     rng = np.random.default_rng(0)
-    lengths = made.lengths_of_texts(rng, options.texts, FAMILY)
+    lengths = synthetic.lengths_of_texts(rng, options.texts, FAMILY)
     texts = [rng.integers(1000, FAMILY.vocabulary, length) for length in lengths]
     sides = {option: Side(accelerator, texts, options.batch, option) for option in ("on", "off")}
     batches = [lengths[start : start + options.batch] for start in range(0, len(lengths), options.batch)]

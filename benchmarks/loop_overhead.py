@@ -1,12 +1,12 @@
-"""What a step of our loop costs beside a step of a bare PyTorch loop that does the same work.
+"""The time of a step of `fit`, compared with a step of a plain PyTorch loop that does the same work.
 
     python benchmarks/loop_overhead.py
     torchrun --nproc_per_node 2 benchmarks/loop_overhead.py
 
-Both train a copy of the same model on the same micro-batches, with the same optimizer, clipping, precision, DDP
-options and data loading. Ours also draws dropout from a seed of its own for every step, reads and checks every loss,
-and writes the log. They take turns of a few steps in one process, so that a machine that slows down slows both.
-Aim: 1.02 or less.
+Both train a copy of the same model on the same micro-batches, with the same optimizer, clipping, precision, DDP options and data
+loading. `fit` runs with `speedups=None`, so that it computes the padding too. In addition `fit` seeds dropout in every step, reads
+and checks every loss, and writes the log. They take turns of a few steps in one process, so that a machine that slows down slows
+both. The goal is a ratio of at most 1.02.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from classify import Config, Task
 def main(cfg: Config, steps_per_round: int) -> None:
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
-    batches = TurnTaking(task.train, bare_loop(cfg, accelerator, copy.deepcopy(task.model), task.train), steps_per_round)
-    with contextlib.redirect_stdout(io.StringIO()):  # the lines of both loops are made, but would hide the table
+    batches = TurnTaking(task.train, plain_loop(cfg, accelerator, copy.deepcopy(task.model), task.train), steps_per_round)
+    with contextlib.redirect_stdout(io.StringIO()):  # both loops format their log lines, which would hide the table
         accel_ddp.fit(
             accelerator,
             cfg,
@@ -49,30 +49,32 @@ def main(cfg: Config, steps_per_round: int) -> None:
             loss_sum=task.loss_sum,
             count=task.count,
             hooks=accel_ddp.hooks.standard(accelerator, cfg),
+            speedups=None,
         )
-    accelerator.print(f"\n{'ms per step':14}{'ours':>10}{'bare':>10}{'ours / bare':>14}")
-    ratios = [ours / bare for ours, bare in batches.seconds]
+    accelerator.print(f"\n{'ms per step':14}{'ours':>10}{'plain':>10}{'ours / plain':>14}")
+    ratios = [ours / plain for ours, plain in batches.seconds]
     for turn, (ratio, seconds) in enumerate(zip(ratios, batches.seconds)):
-        ours, bare = (1000 * value / steps_per_round for value in seconds)
-        accelerator.print(f"{f'round {turn}' if turn else 'warm-up':14}{ours:10.2f}{bare:10.2f}{ratio:14.3f}")
+        ours, plain = (1000 * value / steps_per_round for value in seconds)
+        accelerator.print(f"{f'round {turn}' if turn else 'warm-up':14}{ours:10.2f}{plain:10.2f}{ratio:14.3f}")
     counted = ratios[1:]
     accelerator.print(
-        f"median ours / bare over {len(counted)} rounds of {steps_per_round} steps: {statistics.median(counted):.3f} "
-        f"(from {min(counted):.3f} to {max(counted):.3f})"
+        f"median ours / plain over {len(counted)} rounds of {steps_per_round} steps: {statistics.median(counted):.3f} "
+        f"({min(counted):.3f} to {max(counted):.3f})"
     )
 
 
 class TurnTaking(accel_ddp.TrainBatches):
-    """Gives `fit` its data; whenever `fit` asks for those of a new round, first lets the bare loop do the round before.
+    """Yields the batches of `fit`. Before the batches of a new round, it runs the last round of the plain loop.
 
-    The clock runs from one such moment to the next, so that all that `fit` does in a round is paid for: also
-    fetching the data, and the hooks.
+    The time of `fit` is measured from one such moment to the next, so that it contains everything that `fit` does in a round,
+    including the data loading and the hooks.
     """
 
-    def __init__(self, train: accel_ddp.TrainBatches, bare: Iterator[None], steps_per_round: int):
-        super().__init__(train.dataset, train.collate)
-        self.bare, self.steps_per_round = bare, steps_per_round
-        self.seconds: list[tuple[float, float]] = []  # (ours, bare) of each round
+    def __init__(self, train: accel_ddp.TrainBatches, plain: Iterator[None], steps_per_round: int):
+        # Without lengths, so that items stay in the order of the stream, as in the plain loop.
+        super().__init__(train.dataset, train.collate, lengths=lambda dataset: None)
+        self.plain, self.steps_per_round = plain, steps_per_round
+        self.seconds: list[tuple[float, float]] = []  # (ours, plain) of each round
 
     def starting_at(self, step, accelerator, cfg):
         stream = super().starting_at(step, accelerator, cfg)
@@ -81,22 +83,22 @@ class TurnTaking(accel_ddp.TrainBatches):
             if done and done % self.steps_per_round == 0:
                 ours_ended = now(accelerator.device)
                 for _ in range(self.steps_per_round):
-                    next(self.bare)
-                bare_ended = now(accelerator.device)
-                self.seconds.append((ours_ended - began, bare_ended - ours_ended))
+                    next(self.plain)
+                plain_ended = now(accelerator.device)
+                self.seconds.append((ours_ended - began, plain_ended - ours_ended))
                 began = now(accelerator.device)
             yield next(stream)
 
 
 def now(device: torch.device) -> float:
-    """The time, after everything that was asked of the device is done."""
+    """Return the time after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def bare_loop(cfg: Config, accelerator, model, train: accel_ddp.TrainBatches) -> Iterator[None]:
-    """The loop that one would write by hand, a step for every `next`: no Accelerate, no checks, every tenth loss read."""
+def plain_loop(cfg: Config, accelerator, model, train: accel_ddp.TrainBatches) -> Iterator[None]:
+    """Do one step for every `next`. The loop has no Accelerate and no checks, and it reads every tenth loss."""
     device, num_ranks = accelerator.device, accelerator.num_processes
     num_micro_batches = cfg.split(num_ranks)[1]
     model.to(device).train()
@@ -133,7 +135,7 @@ def bare_loop(cfg: Config, accelerator, model, train: accel_ddp.TrainBatches) ->
 
 
 def indices_of_our_batches(cfg: Config, accelerator, num_items: int) -> list[list[int]]:
-    """The rows that `TrainBatches` gives this rank: others would be padded to other lengths, which take other times."""
+    """Return the rows of this rank's micro-batches in `fit`. Other rows would be padded to other widths."""
     num_ranks, rank = accelerator.num_processes, accelerator.process_index
     micro, count = cfg.split(num_ranks)
     order = Shuffle(num_items, cfg.seed)
@@ -144,23 +146,23 @@ def indices_of_our_batches(cfg: Config, accelerator, num_items: int) -> list[lis
 if __name__ == "__main__":
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60 if on_gpu else 30)  # many short ones: single ones scatter by 10 %
+    parser.add_argument("--rounds", type=int, default=60 if on_gpu else 30)  # many, because a single one varies by 10 %
     parser.add_argument("--steps_per_round", type=int, default=20 if on_gpu else 3)
-    parser.add_argument("--micro_batch_size", type=int, default=32 if on_gpu else 16, help="items of a rank at once")
-    parser.add_argument("--global_batch_size", type=int, default=0, help="items of a step; default: one micro-batch a rank")
+    parser.add_argument("--micro_batch_size", type=int, default=32 if on_gpu else 16, help="items that a rank computes at once")
+    parser.add_argument("--global_batch_size", type=int, default=0, help="items of a step; default: one micro-batch per rank")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="bf16" if on_gpu else "no")
     parser.add_argument("--model", default=Config.model)
     parser.add_argument("--dataset", default=Config.dataset)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        # One round to warm up, and one step more than the rounds: with it `fit` asks for data after the last round.
+        # One more round for the warm-up, and one more step, so that `fit` asks for data after the last round.
         steps = (1 + options.rounds) * options.steps_per_round + 1
         cfg = Config(
             output_dir=folder,
             model=options.model,
             dataset=options.dataset,
             steps=steps,
-            save_every=steps,  # after the clock has stopped
+            save_every=steps,  # after the last round
             micro_batch_size=options.micro_batch_size,
             global_batch_size=options.global_batch_size or options.micro_batch_size * int(os.environ.get("WORLD_SIZE", 1)),
             mixed_precision=options.mixed_precision,

@@ -1,11 +1,12 @@
-"""Every recipe on real public data, beside what one would otherwise train with: Trainer, Seq2SeqTrainer, sentence-transformers.
+"""Every recipe on real public data, compared with a peer: HF Trainer, Seq2SeqTrainer or sentence-transformers.
 
     python benchmarks/recipes.py --data FOLDER --peer
     python benchmarks/recipes.py --data FOLDER --peer --only tag embed --seeds 0 1 2 --jobs 4 --out results.json
 
-FOLDER has the data as they are published; `read_data` names the files. A peer is given the recipe's own command line: model,
-data, batch, learning rates, epochs and precision are the same, but not the order of the data and the start of new weights, so
-that figures differ by chance. Both saved models are measured by the same functions; "before" is the recipe's own evaluation.
+FOLDER contains the data as they are published; see `read_data` for the names of the files. A peer gets the options of the recipe:
+model, data, batch, learning rates, epochs and precision are the same. The order of the data and the initial values of new weights
+differ, so that results differ by chance. The same functions evaluate the saved models of both sides. "before" is the recipe's own
+evaluation.
 """
 
 import argparse
@@ -41,25 +42,25 @@ from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClas
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 transformers.utils.logging.disable_progress_bar()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PADDING = {"pad_to_multiple_of": 8 if DEVICE == "cuda" else None}  # as the recipes
+PADDING = {"pad_to_multiple_of": 8 if DEVICE == "cuda" else None}  # as in the recipes
 Rows = list[dict[str, Any]]
 
 
 def read_data(name: str, data: Path) -> list[Rows]:
-    """Training rows and test rows."""
+    """Return training rows and test rows."""
     lines = lambda file: [line.strip() for line in (data / file).read_text("utf-8").split("\n") if line.strip()]
     labelled = lambda found: [dict(zip(("text", "label"), line.rsplit("\t", 1))) for line in found]
     match name:
         case "classify-sst2":
             return [labelled(lines(f"sst2/{part}.tsv")[1:]) for part in ("train", "dev")]
-        case "classify-agnews":  # the training texts have no titles, so that those of the test are left out
+        case "classify-agnews":  # the training texts have no titles, so that titles of test texts are not used
             classes, table = lines("ag_news/classes.txt"), csv.reader(lines("ag_news/test.csv"))
             test = [{"text": text, "label": classes[int(number) - 1]} for number, _, text in table]
             return [labelled(lines("ag_news/train10k.tsv")), test]
         case "classify-clinc150":
             whole = json.loads((data / "clinc150/data_full.json").read_text("utf-8"))
             return [[{"text": text, "label": intent} for text, intent in whole[part]] for part in ("train", "test")]
-        case "tag-wikigold":  # there is no split: the last fifth of the sentences is the test
+        case "tag-wikigold":  # there is no split; the last fifth of the sentences is the test set
             blocks = (data / "wikigold/wikigold.conll").read_text("utf-8").replace("-DOCSTART- O", "").split("\n\n")
             pairs = [[line.split() for line in block.split("\n") if line] for block in blocks]
             rows = [{"tokens": [word for word, _ in some], "tags": [tag for _, tag in some]} for some in pairs if some]
@@ -76,7 +77,7 @@ def read_data(name: str, data: Path) -> list[Rows]:
             return [[{"x": pixels, "y": label} for pixels, label in some] for some in pairs]
         case "mlm-wikitext2":
             return [[{"text": line} for line in lines(f"wikitext2/{part}.txt")] for part in ("valid", "test")]
-        case "embed-sick":  # pairs of which one sentence follows from the other, or says nearly the same
+        case "embed-sick":  # pairs in which one sentence follows from the other, or means nearly the same
             tables = [[line.split("\t") for line in lines(f"sick/{part}.tsv")[1:]] for part in ("train", "test")]
             near = [[(a, b) for _, a, b, score, kind in rows if kind == "ENTAILMENT" or float(score) >= 4.5] for rows in tables]
             positives = {b for _, b in near[1]}  # a test anchor that is also a positive would find itself
@@ -85,10 +86,10 @@ def read_data(name: str, data: Path) -> list[Rows]:
 
 
 def prepare(name: str, data: Path, folder: Path, quick: bool) -> dict[str, str]:
-    """The options that name the rows, which it writes, and for SCAN a model."""
+    """Write the rows, and a model for SCAN. Return the options that name them."""
     recipe, splits = TASKS[name][0].recipe, dict(zip(("train", "test"), read_data(name, data)))
     if quick:
-        few = {"sft": 6, "classify": 150}.get(recipe, 64)  # one of each of 150 intents
+        few = {"sft": 6, "classify": 150}.get(recipe, 64)  # there are 150 intents
         splits = {part: rows[:: max(1, len(rows) // few)][:few] for part, rows in splits.items()}
     folder.mkdir(parents=True, exist_ok=True)
     if recipe == "images":
@@ -101,7 +102,7 @@ def prepare(name: str, data: Path, folder: Path, quick: bool) -> dict[str, str]:
 
 
 def word_level_t5(folder: Path, rows: Rows) -> str:
-    """A small T5 of random weights, whose tokens are whole words."""
+    """Write a small T5 with random weights, whose tokens are whole words, and return its folder."""
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     words = [*special.values(), *sorted({word for row in rows for text in row.values() for word in text.split()})]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -111,7 +112,7 @@ def word_level_t5(folder: Path, rows: Rows) -> str:
     shape = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
     config = transformers.T5Config(vocab_size=len(words), decoder_start_token_id=0, dropout_rate=0.0, **shape)
     torch.manual_seed(0)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)  # T5 pads with 0 and ends with 1, as above
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)  # the ids 0 and 1 of <pad> and </s> are T5's
     return str(folder)
 
 
@@ -162,13 +163,15 @@ def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     for row in rows:
         inputs = padded(tokenizer, [row["tokens"]], cfg, is_split_into_words=True)
         pairs = zip(inputs.word_ids(), model(**inputs).logits[0].argmax(-1).tolist())
-        tags = {word: model.config.id2label[answer] for word, answer in reversed(list(pairs))}  # the first sub-word's stays
-        found.append([tags.get(word, "O") for word in range(len(row["tokens"]))])  # O: words beyond --max_length
+        tags = {
+            word: model.config.id2label[answer] for word, answer in reversed(list(pairs))
+        }  # the tag of the first sub-word remains
+        found.append([tags.get(word, "O") for word in range(len(row["tokens"]))])  # words beyond --max_length get O
     return {"f1": float(f1_score([row["tags"] for row in rows], found))}
 
 
 def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
-    """sft and pretrain_mlm: the recipe's own tokens and labels; hidden words are others each time."""
+    """For sft and pretrain_mlm. Tokens and labels are those of the recipe. Masked words differ in every epoch."""
     tokenizer.padding_side = "right"
     rows, is_masked = recipe.build_data(cfg, tokenizer)[0], hasattr(cfg, "mask_share")
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
@@ -182,13 +185,13 @@ def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]
 
 
 def score_lm(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
-    """Over all tokens of the held-out answers, or of the hidden words, which are the same for all models."""
+    """Average over all tokens of the test answers, or over the masked words, which are the same for all models."""
     is_masked, total, number = hasattr(cfg, "mask_share"), 0.0, 0
     model, tokenizer = loaded("AutoModelForMaskedLM" if is_masked else "AutoModelForCausalLM", folder)
     rows = recipe.build_data(cfg, tokenizer)[1]
     rows = MaskedBlocks(rows, tokenizer, cfg.mask_share, seed=0) if is_masked else rows
     for batch in DataLoader(rows, 16, collate_fn=transformers.DataCollatorForTokenClassification(tokenizer)):
-        labels = batch.pop("labels")[:, 0 if is_masked else 1 :].to(DEVICE)  # a causal model's are those of the next token
+        labels = batch.pop("labels")[:, 0 if is_masked else 1 :].to(DEVICE)  # a causal model predicts the next token
         logits = model(**batch.to(DEVICE)).logits[:, : labels.shape[1]]
         total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
         number += int((labels != -100).sum())
@@ -215,7 +218,7 @@ def score_seq2seq(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
 
 
 def pictures(path: str, part: str) -> Rows:
-    """All as tensors, of three colours and from -1 to 1. The recipe decodes them anew in every epoch, which costs it time."""
+    """Return all images as tensors of three channels from -1 to 1. The recipe decodes them in every epoch, which takes time."""
     arrays = np.load(path)
     pixels = torch.from_numpy(arrays[f"x_{part}"]).unsqueeze(1).expand(-1, 3, -1, -1) / 127.5 - 1
     return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, arrays[f"y_{part}"].tolist())]
@@ -234,7 +237,7 @@ def score_images(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
 
 
 def peer_embed(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
-    """Batches have no equal texts, as sentence-transformers advises; to the recipe such are no negatives either."""
+    """A batch has no equal texts, as sentence-transformers recommends. The recipe does not use equal texts as negatives either."""
     import sentence_transformers as st
     from datasets import Dataset
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -247,7 +250,7 @@ def peer_embed(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, A
 
 
 def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
-    """Each anchor looks for its positive among all different positives."""
+    """Rank the positive of each anchor among all different positives."""
     from sentence_transformers import SentenceTransformer
 
     rows, model = read_rows(cfg.eval_file), SentenceTransformer(str(folder), device=DEVICE)
@@ -258,7 +261,9 @@ def score_embed(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     return {"recall_at_1": float((rank == 1).double().mean()), "mrr": float(torch.where(rank <= 10, 1 / rank, 0.0).mean())}
 
 
-Kind = namedtuple("Kind", ["recipe", "peer", "score", "metrics"])  # `peer` is what it trains, `score` measures either side
+Kind = namedtuple(
+    "Kind", ["recipe", "peer", "score", "metrics"]
+)  # `peer` returns what a peer trains, `score` evaluates both sides
 CLASSIFY = Kind("classify", peer_classify, score_classify, ["accuracy"])
 TAG = Kind("tag", peer_tag, score_tag, ["f1"])
 SFT = Kind("sft", peer_lm, score_lm, ["perplexity"])
@@ -267,7 +272,7 @@ IMAGES = Kind("images", peer_images, score_images, ["accuracy"])
 EMBED = Kind("embed", peer_embed, score_embed, ["recall_at_1", "mrr"])
 MLM = Kind("pretrain_mlm", peer_lm, score_lm, ["loss"])
 SMOLLM2 = {"model": "builtin:SmolLM2-135M-Instruct", "max_length": 512, "global_batch_size": 16, "epochs": 2}
-TASKS = {  # the longest first, so that with --jobs the others fill the gaps
+TASKS = {  # the longest first, so that with --jobs all end at about the same time
     "seq2seq-scan": (SEQ2SEQ, {"global_batch_size": 64, "epochs": 20, "lr": 1e-3, "max_new_tokens": 56, "eval_batch_size": 512}),
     "classify-sst2": (CLASSIFY, {"global_batch_size": 32, "epochs": 1, "lr": 5e-5}),
     "classify-clinc150": (CLASSIFY, {"global_batch_size": 64, "epochs": 10, "lr": 2e-4, "warmup_ratio": 0.1, "max_length": 64}),
@@ -283,13 +288,13 @@ TASKS = {  # the longest first, so that with --jobs the others fill the gaps
 
 def main(options: argparse.Namespace, work: Path) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
-    # On the first GPU: with several, Trainer would spread the batch over them.
+    # Only the first GPU, because Trainer would use several.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     names = [name for name in TASKS if not options.only or name.startswith(tuple(options.only))]
     files = {name: prepare(name, options.data, work / name, options.quick) for name in names}
     shared = {"mixed_precision": "bf16" if DEVICE == "cuda" else "no"}
     shared |= {"steps": 3, "global_batch_size": 4} if options.quick else {}
-    never = ["--eval_every", str(10**9), "--save_every", str(10**9)]  # but at the end, as the peer
+    never = ["--eval_every", str(10**9), "--save_every", str(10**9)]  # except at the end, like the peer
     found, one_at_a_time = [], threading.Lock()
 
     def run(job: tuple[int, str, str]) -> None:
@@ -301,7 +306,7 @@ def main(options: argparse.Namespace, work: Path) -> None:
         ours = [str(RECIPES / f"{kind.recipe}.py"), *words, *never, "--output_dir", str(folder)]
         command = ours if side == "ours" else [__file__, "--peer_of", name, "--work", str(folder), *words]
         try:
-            if not (folder / "result.json").exists():  # else of an earlier call with the same --work
+            if not (folder / "result.json").exists():  # otherwise an earlier call with the same --work has done it
                 shutil.rmtree(folder, ignore_errors=True)
                 with folder.with_suffix(".log").open("w") as log:
                     subprocess.run([sys.executable, *command], check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -314,7 +319,7 @@ def main(options: argparse.Namespace, work: Path) -> None:
                 print(f"{name} {side} {seed}: {found[-1]['scores']}", flush=True)
                 if options.out:
                     options.out.write_text(json.dumps({"jobs": options.jobs, "runs": found}, indent=1))
-        except Exception as error:  # the other runs go on
+        except Exception as error:  # the other runs continue
             print(f"{name} {side} {seed} failed, see {folder.with_suffix('.log')}: ...{str(error)[-200:]}", flush=True)
 
     jobs = [(seed, name, side) for seed in options.seeds for name in names for side in ("ours", "peer")[: 1 + options.peer]]
@@ -342,8 +347,8 @@ def print_table(found: list[dict[str, Any]], names: list[str], with_seconds: boo
         cells = [*(f"{mean(values):.4f}{span(values):20}  " for values in (a, b)), f"{mean(a) - mean(b):+10.4f}"]
         cells += [f"{mean([run['seconds'] for run in runs]):12.1f}" for runs in (ours, peer) if with_seconds]
         print(f"{name:19}{metric:12}{mean([run['before'][metric] for run in ours]):9.4f}  {''.join(cells)}")
-    why = "" if with_seconds else " Runs shared the device (--jobs), so that no seconds are shown."
-    print(f"Several seeds: mean (least to most). Of loss and perplexity less is better.{why}")
+    note = "" if with_seconds else " Seconds are not shown, because runs shared the device (--jobs)."
+    print(f"Several seeds: mean (min to max). Lower is better for loss and perplexity.{note}")
 
 
 def recipe_and_options(name: str, words: list[str]) -> tuple[Any, Any]:
@@ -353,14 +358,14 @@ def recipe_and_options(name: str, words: list[str]) -> tuple[Any, Any]:
 
 
 def train_peer(name: str, words: list[str], folder: Path) -> None:
-    """With transformers' Trainer, unless the peer names another; what else it names is for the trainer."""
+    """Train with transformers' Trainer, or with the trainer that the peer returns, and save the model to `folder`/model."""
     recipe, cfg = recipe_and_options(name, words)
     transformers.set_seed(cfg.seed)
     place = "" if cfg.model == "mini-resnet" else locate(cfg.model, cfg.cache_dir)
-    tokenizer = load_tokenizer(cfg) if place else None  # with a padding token where the model has none
+    tokenizer = load_tokenizer(cfg) if place else None  # adds a padding token if the model has none
     parts = TASKS[name][0].peer(recipe, cfg, place, tokenizer)
     on_gpu, steps = DEVICE == "cuda", cfg.steps or math.ceil(len(parts["train_dataset"]) / cfg.global_batch_size) * cfg.epochs
-    num_workers = max(1, min(4, (os.cpu_count() or 1) - 1)) if on_gpu else 0  # as the recipe
+    num_workers = max(1, min(4, (os.cpu_count() or 1) - 1)) if on_gpu else 0  # as in the recipe
     arguments = parts.pop("arguments", transformers.TrainingArguments)(
         output_dir=str(folder), seed=cfg.seed, use_cpu=not on_gpu, num_train_epochs=cfg.epochs, max_steps=cfg.steps or -1,
         per_device_train_batch_size=cfg.global_batch_size, learning_rate=cfg.lr, lr_scheduler_type=cfg.lr_schedule,
@@ -380,21 +385,23 @@ def train_peer(name: str, words: list[str], folder: Path) -> None:
 
 if __name__ == "__main__":
     kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)  # --seed is a recipe's
-    parser.add_argument("--data", type=Path, help="the folder of the data")
-    parser.add_argument("--only", nargs="+", help=f"tasks, or how their names begin; there are {', '.join(TASKS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=kind, allow_abbrev=False
+    )  # --seed is an option of the recipe
+    parser.add_argument("--data", type=Path, help="folder of the data")
+    parser.add_argument("--only", nargs="+", help=f"tasks, or beginnings of their names: {', '.join(TASKS)}")
     parser.add_argument("--peer", action="store_true", help="train the peers too")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once on one device; then no seconds are shown")
-    parser.add_argument("--out", type=Path, help="a .json file for the results, written after every run")
-    parser.add_argument("--work", type=Path, help="keep everything here; a run that is whole there is not done again")
-    parser.add_argument("--quick", action="store_true", help="three steps of four rows, to see that it works")
-    parser.add_argument("--peer_of", choices=TASKS, help=argparse.SUPPRESS)  # a peer's own process, in --work
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time on one device; seconds are then not shown")
+    parser.add_argument("--out", type=Path, help="a .json file for the results, written after each run")
+    parser.add_argument("--work", type=Path, help="keep all files in this folder; complete runs there are not repeated")
+    parser.add_argument("--quick", action="store_true", help="three steps of four rows, to test the script")
+    parser.add_argument("--peer_of", choices=TASKS, help=argparse.SUPPRESS)  # in the process of a peer, which writes to --work
     options, words = parser.parse_known_args()
     if options.peer_of:
         train_peer(options.peer_of, words, options.work)
     elif words or not options.data:
-        parser.error(f"unknown: {' '.join(words)}" if words else "--data is needed")
+        parser.error(f"unknown options: {' '.join(words)}" if words else "--data FOLDER is required")
     else:
         with tempfile.TemporaryDirectory() as temporary:
             main(options, options.work or Path(temporary))

@@ -1,9 +1,10 @@
-"""How long a recipe takes to its first finished step, beside a process that only imports the libraries it needs.
+"""The time until a recipe has finished its first step, compared with a process that only imports the libraries.
 
     python benchmarks/startup.py
+    python benchmarks/startup.py -- --model my_folder      # options after `--` are passed to the recipe
 
-Both are timed from their launch, in turns, with the tokenised data in the cache. Then one launch is taken apart into
-stages. Aim: 1.3 or less. What follows `--` is handed to the recipe: python benchmarks/startup.py -- --model my_folder
+Both are timed from their launch and take turns. The tokenised data are in the cache. The time of one more launch is shown by stages.
+The goal is a ratio of at most 1.3.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 
 def main(rounds: int, recipe_options: list[str]) -> None:
-    launch_recipe([str(RECIPES / "classify.py")], recipe_options)  # fills the caches: of the data, and of the files' pages
+    launch_recipe([str(RECIPES / "classify.py")], recipe_options)  # fills the cache of tokenised data and the page cache
     launch_imports()
     print(f"{'seconds':14}{'recipe':>10}{'imports':>10}{'recipe / imports':>20}", flush=True)
     ratios = []
@@ -36,27 +37,28 @@ def main(rounds: int, recipe_options: list[str]) -> None:
     spread = f"from {min(ratios):.3f} to {max(ratios):.3f}"
     print(f"median recipe / imports over {rounds} rounds: {statistics.median(ratios):.3f} ({spread})\n")
 
-    print(f"{'where one launch spends them':44}{'seconds':>10}")
-    for stage, seconds in stages_of_a_launch(recipe_options):
+    print(f"{'stages of one launch':44}{'seconds':>10}")
+    for stage, seconds in measure_stages(recipe_options):
         print(f"{stage:44}{seconds:10.2f}")
 
 
-def stages_of_a_launch(recipe_options: list[str]) -> list[tuple[str, float]]:
+def measure_stages(recipe_options: list[str]) -> list[tuple[str, float]]:
+    """Launch the recipe and return (stage, seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "stages.jsonl"
-        recipe = launch_recipe([__file__, "--take_apart", str(file)], recipe_options)
+        recipe = launch_recipe([__file__, "--stages_file", str(file)], recipe_options)
         moments = [json.loads(line) for line in file.read_text().splitlines()]
     began = {moment["stage"]: moment["time"] for moment in moments if moment["event"] == "began"}
     ended = {moment["stage"]: moment["time"] for moment in moments if moment["event"] == "ended"}
     stages = [("interpreter, options, torch, accelerate", began["other imports"] - recipe["launched"])]
     stages += [(stage, ended[stage] - began[stage]) for stage in ended]
     stages += [("fit, before the first step", recipe["fit"] - began["fit"]), ("first step", recipe["step"] - recipe["fit"])]
-    in_all = recipe["step"] - recipe["launched"]
-    return [*stages, ("the rest", in_all - sum(seconds for _, seconds in stages)), ("in all", in_all)]
+    total = recipe["step"] - recipe["launched"]
+    return [*stages, ("other", total - sum(seconds for _, seconds in stages)), ("total", total)]
 
 
 def launch_recipe(command: list[str], recipe_options: list[str]) -> dict[str, float]:
-    """The times of its launch, of fit's start and of the end of the first step, after which it is ended."""
+    """Return the times of the launch, of the start of `fit` and of the end of the first step. Then kill the recipe."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run" / "log.jsonl"
         options = ["--steps", "1", "--log_every", "1", "--output_dir", str(log.parent), *recipe_options]
@@ -78,16 +80,16 @@ def launch_recipe(command: list[str], recipe_options: list[str]) -> dict[str, fl
 
 
 def launch_imports() -> float:
-    """Without the end of the process: freeing what was imported takes a while, and the recipe's clock stops before."""
+    """Return the seconds until everything is imported. The exit is not included, because it is not in the recipe's time either."""
     launched = time.time()
     ended = subprocess.run([sys.executable, "-c", f"{IMPORTS}import time; print(time.time())"], capture_output=True, check=True)
     return float(ended.stdout) - launched
 
 
-def take_apart(file: Path, recipe_options: list[str]) -> None:
-    """Run the recipe in this process, and note when each of its stages began and ended.
+def run_with_stages(file: Path, recipe_options: list[str]) -> None:
+    """Run the recipe in this process, and write to `file` when each of its stages began and ended.
 
-    The libraries are imported first: otherwise each stage would pay for those that it is the first to use.
+    The libraries are imported first. Otherwise the stage that uses a library first would contain its import.
     """
     sys.path.insert(0, str(RECIPES))
     sys.argv = [str(RECIPES / "classify.py"), *recipe_options]
@@ -95,34 +97,34 @@ def take_apart(file: Path, recipe_options: list[str]) -> None:
 
     import accel_ddp
 
-    def note(stage: str, event: str) -> None:
+    def write(stage: str, event: str) -> None:
         with file.open("a") as out:
             out.write(json.dumps({"stage": stage, "event": event, "time": time.time()}) + "\n")
 
-    def watch(owner: object, name: str, stage: str) -> None:
+    def time_calls(owner: object, name: str, stage: str) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
-        def watched(*args, **kwargs):
-            note(stage, "began")
+        def timed(*args, **kwargs):
+            write(stage, "began")
             result = function(*args, **kwargs)
-            note(stage, "ended")
+            write(stage, "ended")
             return result
 
-        setattr(owner, name, watched)
+        setattr(owner, name, timed)
 
     def main(cfg) -> None:
-        note("other imports", "began")
+        write("other imports", "began")
         exec(IMPORTS)
-        import accel_ddp.loop
+        import accel_ddp.recipe
 
-        note("other imports", "ended")
-        watch(accel_ddp.runtime, "start", "start")
-        watch(accel_ddp.models, "load_tokenizer", "tokenizer")
-        watch(classify, "build_data", "data")
-        watch(classify, "build_model", "model")
-        watch(accel_ddp.optim, "build", "optimizer")
-        watch(accel_ddp.loop, "fit", "fit")
+        write("other imports", "ended")
+        time_calls(accel_ddp.recipe, "start", "start")
+        time_calls(accel_ddp.models, "load_tokenizer", "tokenizer")
+        time_calls(classify, "build_data", "data")
+        time_calls(classify, "build_model", "model")
+        time_calls(accel_ddp.optim, "build", "optimizer")
+        time_calls(accel_ddp.recipe, "fit", "fit")
         classify.main(cfg)
 
     accel_ddp.run(classify.Config, main)
@@ -131,7 +133,7 @@ def take_apart(file: Path, recipe_options: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--take_apart", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stages_file", type=Path, help=argparse.SUPPRESS)  # in the process of `measure_stages`
     options, recipe_options = parser.parse_known_args()
     recipe_options = [word for word in recipe_options if word != "--"]
-    take_apart(options.take_apart, recipe_options) if options.take_apart else main(options.rounds, recipe_options)
+    run_with_stages(options.stages_file, recipe_options) if options.stages_file else main(options.rounds, recipe_options)

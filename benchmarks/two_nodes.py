@@ -1,14 +1,16 @@
-"""What helps between two nodes: a BERT-base classifier on two NCCL nodes that talk TCP, both on one GPU.
+"""What makes two nodes faster: a BERT-base classifier on two NCCL nodes that share one GPU and are connected over TCP.
 
     python benchmarks/two_nodes.py --work DIR --batches 32:32 --out nodes32.json
-    python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; settings of your own
-    python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" packing --no_share      # on a CPU, over gloo
+    python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; your own settings
+    python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" padding-free --no_share      # on a CPU, over gloo
 
-Each rank is a node: two `accelerate launch`, each with its own NCCL_HOSTID, over the loopback interface. Data and model are those
-of made.py. Rates are read from rank 0's log.jsonl, after the warm-up. The share of communication is 1 - (step without it /
-step). The step without it is that of two runs of one rank each, of the same options and half the batch, *at the same time on the
-same GPU*: they share it as the two nodes do, but never wait for each other. A GPU of its own for each node would compute faster,
-so that there the share would be larger. Kernels of torch.compile are kept between runs: only steady states are compared.
+Each node is one rank, started by its own `accelerate launch` with its own NCCL_HOSTID, over the loopback interface. Data and model
+come from synthetic.py. Rates are read from rank 0's log.jsonl, after the warm-up.
+
+The share of communication is 1 - (step without communication / step). The step without communication is measured with two runs of
+one rank each, with the same options and half the batch, *at the same time on the same GPU*. They share the GPU as the two nodes do,
+but never wait for each other. Nodes with their own GPUs would compute faster, so that the share would be larger there. Compiled
+kernels are cached between runs, because only steady states are compared.
 """
 
 import argparse
@@ -23,24 +25,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-import made
+import synthetic
 import vs_trainer
 
+# The default of --env_file: settings that were fast for two nodes over the loopback interface.
 TUNED = "NCCL_MIN_NCHANNELS=8 NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=4 NCCL_ALGO=Ring NCCL_PROTO=Simple"
 
 
 @dataclasses.dataclass
 class Row:
     compile: str = "off"
-    packing: str = "off"
+    padding_free: str = "off"
     hook: str = "none"
     is_tuned: bool = False
-    bucket: int = 25  # MB; the default
+    bucket: int = 25  # MB; DDP's default
     nodes: int = 2
 
     def computing(self) -> tuple[str, str]:
-        """What a rank's own work depends on."""
-        return self.compile, self.packing
+        """Return the options on which the computation of a rank depends."""
+        return self.compile, self.padding_free
 
 
 ROWS = {
@@ -50,20 +53,20 @@ ROWS = {
     "fp16 hook": Row(hook="fp16"),
     "powersgd hook": Row(hook="powersgd"),
     "tuned NCCL": Row(is_tuned=True),
-    "packing": Row(packing="on"),
-    "packing, recorded": Row(packing="on", compile="auto"),  # so few steps are not compiled
-    "packing, recorded, tuned, bf16 hook": Row(packing="on", compile="auto", is_tuned=True, hook="bf16"),
-    "packing, recorded, tuned, bf16 hook, buckets of 100 MB": Row(
-        packing="on", compile="auto", is_tuned=True, hook="bf16", bucket=100
+    "padding-free": Row(padding_free="on"),
+    "padding-free, CUDA graphs": Row(padding_free="on", compile="auto"),  # a run of so few steps is not compiled
+    "padding-free, CUDA graphs, tuned, bf16 hook": Row(padding_free="on", compile="auto", is_tuned=True, hook="bf16"),
+    "padding-free, CUDA graphs, tuned, bf16 hook, buckets of 100 MB": Row(
+        padding_free="on", compile="auto", is_tuned=True, hook="bf16", bucket=100
     ),
-    "all, float32 gradients": Row(compile="on", packing="on", is_tuned=True),
-    "all, bf16 hook": Row(compile="on", packing="on", is_tuned=True, hook="bf16"),
-    "all, bf16 hook, buckets of 100 MB": Row(compile="on", packing="on", is_tuned=True, hook="bf16", bucket=100),
+    "all, float32 gradients": Row(compile="on", padding_free="on", is_tuned=True),
+    "all, bf16 hook": Row(compile="on", padding_free="on", is_tuned=True, hook="bf16"),
+    "all, bf16 hook, buckets of 100 MB": Row(compile="on", padding_free="on", is_tuned=True, hook="bf16", bucket=100),
 }
 
 
 def read_env(path: Path | None) -> dict[str, str]:
-    """NAME=VALUE, one a line, also after `export`; by default what served two nodes over loopback."""
+    """Return the variables of a file with one NAME=VALUE per line, also after `export`. Without a file, return TUNED."""
     lines = path.read_text().splitlines() if path else TUNED.split()
     lines = [line.strip().removeprefix("export ").strip() for line in lines]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
@@ -82,25 +85,27 @@ class Bench:
         import torch
 
         self.precision = "bf16" if torch.cuda.device_count() else "no"
-        families, jobs = (made.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (made.FAMILIES, vs_trainer.JOBS)
+        families, jobs = (
+            (synthetic.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (synthetic.FAMILIES, vs_trainer.JOBS)
+        )
         self.family, self.job = families["bert"], jobs["bert32"]
-        self.data = made.make_data(self.work, "bert", self.family)
-        self.model = made.make_model(self.work, "bert", self.family, 0)
+        self.data = synthetic.make_data(self.work, "bert", self.family)
+        self.model = synthetic.make_model(self.work, "bert", self.family, 0)
         self.tuned = read_env(options.env_file)
         vs_trainer.fill_our_cache(self.job, self.words(Row(), 32, 32, options.steps)[1:])
 
     def words(self, row: Row, batch: int, micro: int, steps: int) -> list[str]:
         extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
         extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
-        extra += f" --compile {row.compile} --padding_free {row.packing}"
-        # A later option wins over an earlier one.
+        extra += f" --compile {row.compile} --padding_free {row.padding_free}"
+        # A later option overrides an earlier one.
         return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, steps, 0, extra)
 
     def result(self, name: str, row: Row, batch: int, micro: int, apart: bool = False) -> dict[str, Any] | None:
-        """Of an earlier call if it is there; none if this call has no time left."""
+        """Return the result of an earlier call, or run it. Return None if this call has no time left."""
         folder = self.work / "two_nodes" / f"{name.replace(' ', '_').replace(',', '')}-{batch}-{micro}"
         env = self.tuned if row.is_tuned else {}
-        # Only recording, a length at a time, and compiling need all steps; and runs apart, to be under way at the same time.
+        # All steps are needed to capture each length as a CUDA graph, to compile, and for separate runs to train at the same time.
         steps, warm = self.options.steps, self.options.warm
         steps, warm = (steps // 2, warm // 2) if row.compile == "off" and not apart else (steps, warm)
         command = self.words(row, batch // 2 if apart else batch, micro, steps)
@@ -110,7 +115,7 @@ class Bench:
             if result["spec"] == spec and not (result["failed"] and self.options.retry):
                 return result
         if self.options.limit and time.monotonic() - self.began > self.options.limit:
-            print(f"{name}, batch {batch}: left for the next call (--limit)", flush=True)
+            print(f"{name}, batch {batch}: not started because of --limit", flush=True)
             return None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -119,16 +124,16 @@ class Bench:
         if not result["failed"]:
             result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), warm)
             if not result["seconds_per_step"]:
-                result["failed"] = "the runs did not train at the same time; give more --steps"
+                result["failed"] = "the runs did not train at the same time; use more --steps"
         for run in folder.glob("run*"):
-            shutil.rmtree(run)  # with its checkpoint
+            shutil.rmtree(run)  # it contains a checkpoint
         (folder / "result.json").write_text(json.dumps(result))
-        what = result["failed"] or f"{result['seconds_per_step'] * 1e3:.1f} ms a step"
-        print(f"{name}, batch {batch}: {what} ({result['seconds']:.0f} s in all)", flush=True)
+        what = result["failed"] or f"{result['seconds_per_step'] * 1e3:.1f} ms per step"
+        print(f"{name}, batch {batch}: {what} (the run took {result['seconds']:.0f} s)", flush=True)
         return result
 
     def run(self, spec: dict[str, Any], folder: Path) -> str:
-        """Why it failed, or nothing."""
+        """Run the nodes, and return why they failed, or "" if they did not."""
         env = {**os.environ, **spec["env"], "TORCHINDUCTOR_CACHE_DIR": str(self.work / "cache" / "inductor")}
         env |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1" if self.precision == "no" else "4"}
         port, started = str(free_port()), []
@@ -154,7 +159,10 @@ class Bench:
 
 
 def seconds_per_step(logs: list[Path], warm: int) -> float:
-    """After the warm-up; of several runs, in the time in which all of them were past it, their mean; 0 where there is none."""
+    """Return the seconds per step after the warm-up, or 0 if there are too few steps.
+
+    For several runs it is their mean over the time in which all of them were past the warm-up and still running.
+    """
     times = [{e["step"]: e["time"] for e in vs_trainer.read_events(log.parent) if e["event"] == "update"} for log in logs]
     first, last = max(found[warm] for found in times), min(max(found.values()) for found in times)
     spans = []
@@ -194,7 +202,7 @@ def main(options: argparse.Namespace) -> None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 whole = {"machine": vs_trainer.about_the_machine(), "tuned": bench.tuned, "rows": found}
                 options.out.write_text(json.dumps(whole, indent=1))
-    print("\n| batch | | samples/s | ratio to plain DDP | ms a step | ms without communication | share of it |")
+    print("\n| batch | | samples/s | ratio to plain DDP | ms per step | ms without communication | share of communication |")
     print("|---" * 7 + "|")
     for line in found:
         first = f"| {line['batch']} ({line['micro']} at once) | {line['name']} |"
@@ -208,16 +216,18 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/vs_trainer"), help="as of vs_trainer.py; whole runs are kept")
-    parser.add_argument("--batches", nargs="+", default=["32:32", "256:32"], help="global batch : most texts of a rank at once")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/vs_trainer"), help="folder as in vs_trainer.py; complete runs are kept"
+    )
+    parser.add_argument("--batches", nargs="+", default=["32:32", "256:32"], help="global batch : largest micro-batch of a rank")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
-    parser.add_argument("--steps", type=int, default=120, help="half as many where nothing is recorded")
-    parser.add_argument("--warm", type=int, default=80, help="steps before the measured ones; half as many, too")
-    parser.add_argument("--env_file", type=Path, help="NCCL's settings, as `accel-ddp tune` writes them; default: ones of ours")
-    parser.add_argument("--no_share", action="store_true", help="only rates: do not measure the share of communication")
+    parser.add_argument("--steps", type=int, default=120, help="half as many without CUDA graphs")
+    parser.add_argument("--warm", type=int, default=80, help="steps before the measured ones; half as many without CUDA graphs")
+    parser.add_argument("--env_file", type=Path, help="NCCL settings as `accel-ddp tune` writes them; default: TUNED")
+    parser.add_argument("--no_share", action="store_true", help="do not measure the share of communication")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and texts, for a CPU")
     parser.add_argument("--out", type=Path, help="a .json file for all results")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
-    parser.add_argument("--retry", action="store_true", help="do runs again that failed in an earlier call")
+    parser.add_argument("--retry", action="store_true", help="repeat runs that failed in an earlier call")
     main(parser.parse_args())

@@ -1,17 +1,19 @@
-"""HF Trainer beside our recipes on one GPU: samples and tokens a second, warm-up, a whole job's seconds, memory, loss curves.
+"""Our recipes compared with HF Trainer on one GPU: samples/s, tokens/s, warm-up, seconds of whole jobs, memory, loss curves.
 
-    python benchmarks/vs_trainer.py --work DIR --out speed.json                         # each variant's steady state
+    python benchmarks/vs_trainer.py --work DIR --out speed.json                         # steady state of each variant
     python benchmarks/vs_trainer.py --work DIR --only bert32 --ours "eager=--compile off" --ours "rows=--padding_free off"
-    python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, start-up included
-    python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both
-    python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to see that it works
+    python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, including the start
+    python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both sides
+    python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to test the script
 
-Jobs: a BERT-base classifier with 32 and with 128 texts in a batch, and a decoder of SmolLM2-135M's shape with 16. Models (random
-weights) and texts (lognormal lengths, mean 232 tokens, at most 512) are made from seeds; both sides start from the same folder.
-Both sides: the same rows in the same order (Trainer is given our order, but where it groups by length), AdamW with the same
-rates, bf16 autocast over float32 weights, a log line every 10 steps, tokenised data in a warm cache, and an empty cache of
-compiled kernels. Each variant has a process of its own. A run that is whole in DIR is not done again, so that a call may be cut
-off and repeated; a run that fails is a row that says why. "To the end of training" leaves out the last evaluation and saving.
+The jobs are a BERT-base classifier with batches of 32 and of 128 texts, and a decoder of SmolLM2-135M's shape with batches of 16.
+Models (random weights) and texts (lognormal lengths, mean 232 tokens, at most 512) are generated from seeds. Both sides load the
+same model folder. They train on the same rows in the same order, except where Trainer groups by length. Both use AdamW with the
+same learning rates, bf16 autocast over float32 weights, a log line every 10 steps, tokenised data in a warm cache, and an empty
+cache of compiled kernels. Each variant runs in its own process.
+
+A run that is complete in DIR is not repeated, so that a call can be interrupted and started again. The table shows why a run
+failed. "To the end of training" does not include the last evaluation and save.
 """
 
 import argparse
@@ -32,21 +34,21 @@ from typing import Any
 
 import numpy as np
 from curves import curve_table, draw_curves
-from made import FAMILIES, TINY_FAMILIES, Family, make_data, make_model
+from synthetic import FAMILIES, TINY_FAMILIES, Family, make_data, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 NEVER = str(10**9)  # steps until an evaluation or a save
-LOG_EVERY = 10  # steps; the default of our recipes, and given to Trainer
+LOG_EVERY = 10  # steps; the default of our recipes, which Trainer gets too
 Spec = dict[str, Any]
 
 
 @dataclasses.dataclass
 class Job:
-    family: str  # of the model and its data
+    family: str  # key of FAMILIES: the model and its data
     recipe: str
     batch: int
-    steps: int  # of a timing
-    warm: int  # steps before the measured ones; both are multiples of 50, which is how far Trainer's grouping by length reaches
+    steps: int  # of a run that is timed
+    warm: int  # steps before the measured ones; both are multiples of 50, because Trainer groups 50 batches by length
     curve_steps: int
     lr: float
 
@@ -56,7 +58,7 @@ JOBS = {
     "bert128": Job("bert", "classify", 128, steps=150, warm=50, curve_steps=200, lr=1e-4),
     "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4),
 }
-# Trainer's AdamW is fused by default where torch is 2.8 or newer, and pins memory by default: both are in every row.
+# Trainer uses fused AdamW by default with torch 2.8 or newer, and pins memory by default. Every variant has both.
 TRAINER = {
     "trainer": {},
     "trainer+group": {"group": True},
@@ -74,7 +76,7 @@ TINY_JOBS = {
 
 
 def fill_our_cache(job: Job, words: list[str]) -> None:
-    """Tokenise as the recipe would: Trainer's tokens are on disk too before anyone is timed."""
+    """Tokenise as the recipe does. The tokens of both sides are on disk before a run is timed."""
     sys.path.append(str(ROOT / "recipes"))
     from importlib import import_module
 
@@ -87,17 +89,17 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
 
 
 def our_order(num_rows: int, seed: int, number: int) -> np.ndarray:
-    """The first rows of our stream: any number of ranks takes them in this order, step after step."""
+    """Return the first rows of our data stream, in the order in which any number of ranks trains on them."""
     from accel_ddp.training.stream import Shuffle
 
     return np.array(Shuffle(num_rows, seed).items(0, number))
 
 
-# --------------------------------------------------------------------------------- one run in a process
+# ---------------------------------------------------------------------------------- one run in its process
 
 
 def environment(work: Path) -> dict[str, str]:
-    """Of every process: the first GPU only, because Trainer would spread the batch over several; no hub; caches in `work`."""
+    """Return variables for every process: no Hub, caches in `work`, and only the first GPU, because Trainer would use several."""
     return {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(work / "cache" / "datasets"),
@@ -108,20 +110,20 @@ def environment(work: Path) -> dict[str, str]:
     }
 
 
-# Python imports a module of this name at its start: a recipe that knows nothing of it leaves the peak of its memory behind.
+# Content of sitecustomize.py, which Python imports at its start. It writes the peak of GPU memory at the exit of any process.
 PEAK_AT_EXIT = """
 import atexit, json, os, sys
-def tell():
+def write_peak():
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         open(os.environ["PEAK_MEMORY_FILE"], "w").write(json.dumps(peak))
-atexit.register(tell)
+atexit.register(write_peak)
 """
 
 
 def busy_seconds() -> tuple[float, float]:
-    """CPU seconds so far of the whole machine, and of processes that were started here and have ended."""
+    """Return the CPU seconds of the whole machine, and those of ended processes that this process has started."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _idle, _waiting, *interrupts = ticks[:7]
     own = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -129,12 +131,12 @@ def busy_seconds() -> tuple[float, float]:
 
 
 def run_process(command: list[str], folder: Path, work: Path, timeout: float) -> dict[str, Any]:
-    """When it began, and how it ended; its words are in log.txt."""
+    """Run a process and return when it began and how it ended. Its output is in log.txt."""
     (folder / "site").mkdir(parents=True)
     (folder / "site" / "sitecustomize.py").write_text(PEAK_AT_EXIT)
     env = {**os.environ, **environment(work), "PEAK_MEMORY_FILE": str(folder / "peak.json")}
     env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
-    # Empty: else the second run of a kind would start with what the first has compiled.
+    # An empty folder. Otherwise the second run of a variant would use the kernels that the first one has compiled.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     began, before = time.time(), busy_seconds()
     with (folder / "log.txt").open("w") as log:
@@ -151,7 +153,7 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
     return {
         "began": began,
         "process_seconds": ended - began,
-        # Cores that others kept busy meanwhile: on a shared machine a run beside them says nothing.
+        # Cores that other processes used during the run. If they used many, the time of the run means nothing.
         "others_cores": max(0.0, (after[0] - before[0]) - (after[1] - before[1])) / (ended - began),
         "peak": json.loads(peak.read_text()) if peak.exists() else None,
         "failed": "" if code == 0 else f"{code}: {reason_in(folder / 'log.txt')}",
@@ -159,12 +161,12 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
 
 
 def reason_in(log: Path) -> str:
-    """The line that says why a process failed: ours say `error:`, of a traceback the last is the one."""
-    lines = [line.strip(" │╭╮╰╯─") for line in log.read_text(errors="replace").splitlines()]  # options are refused in a frame
+    """Return the line of a log that states why the process failed: one with `error:`, or the last line of a traceback."""
+    lines = [line.strip(" │╭╮╰╯─") for line in log.read_text(errors="replace").splitlines()]  # tyro draws a frame around errors
     lines = [line for line in lines if line]
     words = ("error: ", " failed: ", "Error: ", "Unrecognized", "invalid choice", "Missing value")
     named = [line for line in lines if any(word in line for word in words)]
-    return (named or lines or ["it said nothing"])[-1][:200]
+    return (named or lines or ["it printed nothing"])[-1][:200]
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -172,21 +174,21 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def figures(times: dict[int, float], began: float, batch: int, warm: int, tokens_of_step: np.ndarray) -> dict[str, float]:
-    """Of the times at which steps were done. The steady state is measured from step `warm` to the last."""
+    """Return rates and durations, given the time at which each step ended. The steady state begins after step `warm`."""
     last = max(times)
     seconds = times[last] - times[warm]
     rate = (last - warm) / seconds
     grid = sorted(step for step in times if step % LOG_EVERY == 0)
     spans = [(b, (times[b] - times[a]) / (b - a)) for a, b in itertools.pairwise(grid)]
-    usual = statistics.median([span for step, span in spans if step > warm] or [seconds / (last - warm)])
-    slow = [step for step, span in spans if span > 1.5 * usual and step <= warm]
+    typical = statistics.median([span for step, span in spans if step > warm] or [seconds / (last - warm)])
+    slow = [step for step, span in spans if span > 1.5 * typical and step <= warm]
     return {
         "samples_per_second": rate * batch,
         "tokens_per_second": float(tokens_of_step[warm:last].sum()) / seconds,
         "to_step_10": times[grid[0]] - began,
-        # After which no ten steps took half as long again as usual.
+        # From then on, no ten steps took 1.5 times as long as typical ones.
         "to_steady": times[max(slow, default=grid[0])] - began,
-        "start_cost": times[last] - began - last / rate,  # what the job takes beyond its steps at the steady rate
+        "start_cost": times[last] - began - last / rate,  # seconds in addition to those of all steps at the steady rate
         "to_end_of_training": times[last] - began,
         "steps": last,
     }
@@ -201,14 +203,14 @@ def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, 
     order = our_order(len(lengths), spec["seed"], spec["steps"] * spec["batch"])
     tokens_of_step = lengths[order].reshape(spec["steps"], spec["batch"]).sum(1)
     if spec["recipe"] == "sft" and any(e["items"] != tokens_of_step[e["step"] - 1] - spec["batch"] for e in updates):
-        result["note"] = "rows came in another order than expected: tokens/s are of the mean length"
+        result["note"] = "rows came in an unexpected order, so that tokens/s are computed with the mean length"
         tokens_of_step = np.full(spec["steps"], lengths.mean() * spec["batch"])
     times = {event["step"]: event["time"] for event in updates}
     if spec["kind"] == "curve":
         result["losses"] = [event["loss"] for event in updates]
         (folder / "run" / "model").rename(folder / "model")
     result |= figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)
-    shutil.rmtree(folder / "run")  # with a checkpoint of a gigabyte
+    shutil.rmtree(folder / "run")  # it contains a checkpoint of a gigabyte
     return result
 
 
@@ -218,17 +220,17 @@ def run_trainer(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[st
     result = run_process([__file__, "--trainer_in", str(folder)], folder, work, timeout)
     if result["failed"]:
         return result
-    told = json.loads((folder / "told.json").read_text())
+    measured = json.loads((folder / "measured.json").read_text())
     lengths = np.load(Path(spec["data"]) / "train_lengths.npy")
-    tokens_of_step = lengths[np.array(told["rows"])].reshape(-1, spec["batch"]).sum(1)
-    times = {step: moment for step, moment in enumerate(told["times"], start=1)}
+    tokens_of_step = lengths[np.array(measured["rows"])].reshape(-1, spec["batch"]).sum(1)
+    times = {step: moment for step, moment in enumerate(measured["times"], start=1)}
     if spec["kind"] == "curve":
-        result["losses"] = told["losses"]
+        result["losses"] = measured["losses"]
     return {**result, **figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)}
 
 
 def train_with_trainer(folder: Path) -> None:
-    """In a process of its own: torch_compile, for one, stays switched on in the process."""
+    """Train as spec.json in the folder says. It has its own process, because some flags, such as torch_compile, stay in effect."""
     spec = json.loads((folder / "spec.json").read_text())
     import datasets
     import torch
@@ -250,17 +252,17 @@ def train_with_trainer(folder: Path) -> None:
         collate = transformers.DataCollatorWithPadding(tokenizer)
     flags = dict(spec["flags"])
     is_grouped = flags.pop("group", False)
-    if is_grouped:  # the flag has another name since transformers 5
+    if is_grouped:  # transformers 5 has renamed the flag
         known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
         is_new = "train_sampling_strategy" in known
         flags |= {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
     order, seen = np.load(spec["order"]).tolist(), []
 
-    class Recorded(Sampler):
-        """Our order, or groups of one length; which rows were asked for is kept, as they are counted afterwards."""
+    class StoringSampler(Sampler):
+        """Yields rows in our order or grouped by length, and stores them, because their tokens are counted afterwards."""
 
         def __init__(self):
-            # What the flag makes, given the lengths; it would count them at the start by reading every row.
+            # The sampler that the flag creates. Here it gets the lengths; otherwise it would read every row at the start.
             self.inner = LengthGroupedSampler(batch, lengths=lengths.tolist()) if is_grouped else None
             self.epoch = 0
 
@@ -276,10 +278,10 @@ def train_with_trainer(folder: Path) -> None:
 
     class Timed(transformers.Trainer):
         def _get_train_sampler(self, *args, **kwargs):
-            return Recorded()
+            return StoringSampler()
 
         def create_scheduler(self, num_training_steps, optimizer=None):
-            """Linear, as ours: Trainer's own rise begins with a step of rate 0, and curves would be one step apart."""
+            """Use our linear schedule. Trainer's own begins with a rate of 0, so that its curve would be one step behind."""
             warm, total = spec["warmup_steps"], spec["steps"]
             share = lambda step: min((step + 1) / max(warm, 1), (total - step) / (total - warm))
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, share)
@@ -311,12 +313,12 @@ def train_with_trainer(folder: Path) -> None:
     if spec["kind"] == "curve":
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-    told = {"times": times, "losses": losses, "rows": seen[: spec["steps"] * batch]}
-    (folder / "told.json").write_text(json.dumps(told))
+    measured = {"times": times, "losses": losses, "rows": seen[: spec["steps"] * batch]}
+    (folder / "measured.json").write_text(json.dumps(measured))
 
 
 def score_models(folders: list[Path]) -> None:
-    """The loss of each saved model over the evaluation rows, by one code for both sides: a mean over rows, or over tokens."""
+    """Write the evaluation loss of each saved model to its result.json: a mean over rows, or over tokens of a decoder."""
     import datasets
     import torch
     import torch.nn.functional as F
@@ -346,7 +348,7 @@ def score_models(folders: list[Path]) -> None:
         shutil.rmtree(folder / "model")
 
 
-# -------------------------------------------------------------------------------------- which runs
+# ----------------------------------------------------------------------------------------- which runs to do
 
 
 def our_command(
@@ -371,28 +373,28 @@ def our_command(
 
 
 class Bench:
-    """The runs of one call, and those of earlier ones in the same folder."""
+    """The runs of this call, and those of earlier calls in the same folder."""
 
     def __init__(self, options: argparse.Namespace):
-        os.environ |= environment(options.work.resolve())  # before the libraries are imported that read it
+        os.environ |= environment(options.work.resolve())  # libraries read it when they are imported
         import torch
 
         self.options, self.work, self.began = options, options.work.resolve(), time.monotonic()
         self.jobs, self.families = (TINY_JOBS, TINY_FAMILIES) if options.tiny else (JOBS, FAMILIES)
         if options.rows:
             self.families = {name: dataclasses.replace(family, rows=options.rows) for name, family in self.families.items()}
-        # Looked up without starting CUDA here, where it would hold memory.
+        # This does not initialise CUDA, which would take GPU memory.
         self.precision = "bf16" if torch.cuda.device_count() else "no"
         self.ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
         names = [*TRAINER, *self.ours]
         unknown = [name for name in options.variants or [] if name not in names]
         if unknown:
-            sys.exit(f"--variants {' '.join(unknown)}: there are {', '.join(names)}")
+            sys.exit(f"--variants {' '.join(unknown)}: must be some of {', '.join(names)}")
         self.variants = [name for name in names if not options.variants or name in options.variants]
         self.cached: set[str] = set()
 
     def spec(self, kind: str, name: str, variant: str, steps: int, warm: int, seed: int = 0) -> Spec:
-        """All that a run depends on: where it has changed, the run is done again."""
+        """Return everything on which a run depends. If it has changed, the run is repeated."""
         job = self.jobs[name]
         family = self.families[job.family]
         data = make_data(self.work, job.family, family)
@@ -405,7 +407,7 @@ class Bench:
         }  # fmt: skip
         if variant in TRAINER:
             order = self.work / "data" / f"order-{name}-{seed}-{steps}.npy"
-            if not order.exists():  # whole epochs, and one more for what Trainer asks for ahead
+            if not order.exists():  # whole epochs, and one more because Trainer reads ahead
                 rows = family.rows
                 np.save(order, our_order(rows, seed, (steps * job.batch // rows + 2) * rows))
             return {**spec, "flags": TRAINER[variant], "order": str(order)}
@@ -419,7 +421,7 @@ class Bench:
         return self.work / "runs" / f"{spec['kind']}-{spec['job']}-{spec['variant']}-seed{spec['seed']}-round{round_number}"
 
     def run(self, spec: Spec, round_number: int = 0) -> dict[str, Any] | None:
-        """The result: of an earlier call if it is there, none if this call has no time left."""
+        """Return the result of an earlier call, or run it. Return None if this call has no time left."""
         folder = self.folder_of(spec, round_number)
         name, file = folder.name, folder / "result.json"
         if file.exists():
@@ -427,7 +429,7 @@ class Bench:
             if result["spec"] == spec and not (result["failed"] and self.options.retry):
                 return result
         if self.options.limit and time.monotonic() - self.began > self.options.limit:
-            print(f"{name}: left for the next call (--limit)", flush=True)
+            print(f"{name}: not started because of --limit", flush=True)
             return None
         shutil.rmtree(folder, ignore_errors=True)
         run = run_trainer if spec["variant"] in TRAINER else run_ours
@@ -438,7 +440,7 @@ class Bench:
         return result
 
     def timings(self, name: str) -> list[dict[str, Any]]:
-        """Rounds one after the other, so that a machine that slows down slows all variants."""
+        """Time all variants in each round, so that a machine that slows down slows all of them."""
         job = self.jobs[name]
         steps = self.options.steps or job.steps
         warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
@@ -449,7 +451,7 @@ class Bench:
         return [result for result in found if result]
 
     def long_jobs(self, name: str) -> list[dict[str, Any]]:
-        """As many steps as Trainer's default does in --seconds_job, by its timing; the number is kept for later calls."""
+        """Run whole jobs of as many steps as Trainer's default does in --seconds_job. The number is stored for later calls."""
         job = self.jobs[name]
         file = self.work / f"long-{name}-{self.options.seconds_job:g}.json"
         if not file.exists():
@@ -472,7 +474,7 @@ class Bench:
             for variant in chosen:
                 warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
                 found.append(self.run(self.spec("curve", name, variant, steps, warm, seed)))
-        folders = [self.folder_of(result["spec"]) for result in found if result]  # not those of calls beside this one
+        folders = [self.folder_of(result["spec"]) for result in found if result]  # not those of another call that runs now
         unscored = [str(folder) for folder in folders if (folder / "model").is_dir()]
         if unscored:
             env = {**os.environ, **environment(self.work)}
@@ -480,11 +482,11 @@ class Bench:
         return [self.run(result["spec"]) for result in found if result]
 
 
-# ---------------------------------------------------------------------------------------- what is shown
+# ------------------------------------------------------------------------------------------------ output
 
 
 def speed_table(found: list[dict[str, Any]]) -> list[str]:
-    """One row for each job and variant, medians of the rounds; the ratio is to Trainer's default."""
+    """Return a table with a row for each job and variant: medians over the rounds, and ratios to Trainer's default."""
     titles = ["job", "variant", "samples/s", "tokens/s", "ratio", "to step 10, s", "to steady, s", "start cost, s", "steps"]
     titles += ["to the end of training, s", "ratio of times", "peak GB", ""]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -500,7 +502,9 @@ def speed_table(found: list[dict[str, Any]]) -> list[str]:
         times = f"{middle('to_end_of_training') / middle('to_end_of_training', base):.2f}" if base else ""
         peak = f"{statistics.median(r['peak']['allocated'] for r in whole) / 1e9:.2f}" if whole[0]["peak"] else ""
         cells = [f"{middle('samples_per_second'):,.1f}", f"{middle('tokens_per_second'):,.0f}", ratio]
-        to_steady = "" if "group" in key[1] or "all" in key[1] else f"{middle('to_steady'):.1f}"  # else long texts look slow
+        to_steady = (
+            "" if "group" in key[1] or "all" in key[1] else f"{middle('to_steady'):.1f}"
+        )  # with groups, long texts look slow
         cells += [f"{middle('to_step_10'):.1f}", to_steady, f"{middle('start_cost'):.1f}"]
         cells += [str(whole[0]["steps"]), f"{middle('to_end_of_training'):.1f}", times, peak, whole[0].get("note", "")]
         lines.append(f"| {' | '.join([*key, *cells])} |")
@@ -542,29 +546,35 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/vs_trainer"), help="data, models and runs are made here once")
-    parser.add_argument("--only", nargs="+", choices=JOBS, help="jobs; default: all")
-    parser.add_argument("--variants", nargs="+", help=f"of {', '.join([*TRAINER, 'ours'])}, and the names of --ours")
-    parser.add_argument("--ours", action="append", default=[], metavar="NAME=OPTIONS", help="one more row of ours; repeatable")
-    parser.add_argument("--steps", type=int, default=0, help="of each run, a multiple of 10; default: as the job has")
-    parser.add_argument("--rows", type=int, default=0, help="of training data, if fewer are to be made")
-    parser.add_argument("--rounds", type=int, default=1, help="times that all variants are timed, in turns")
-    parser.add_argument("--long", action="store_true", help="whole jobs, of as many steps as Trainer does in --seconds_job")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/vs_trainer"), help="folder for data, models and runs, which are reused"
+    )
+    parser.add_argument("--only", nargs="+", choices=JOBS, help="jobs to run; default: all")
+    parser.add_argument("--variants", nargs="+", help=f"some of {', '.join([*TRAINER, 'ours'])}, and names of --ours")
+    parser.add_argument(
+        "--ours", action="append", default=[], metavar="NAME=OPTIONS", help="one more variant of our recipe; repeatable"
+    )
+    parser.add_argument("--steps", type=int, default=0, help="steps of each run, a multiple of 10; default: those of the job")
+    parser.add_argument("--rows", type=int, default=0, help="number of training rows; default: that of the job")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all variants are timed")
+    parser.add_argument("--long", action="store_true", help="time whole jobs of as many steps as Trainer does in --seconds_job")
     parser.add_argument("--seconds_job", type=float, default=180)
-    parser.add_argument("--seeds", type=int, nargs="+", help="loss curves with these seeds (weights, order, dropout), no timing")
+    parser.add_argument("--seeds", type=int, nargs="+", help="draw loss curves with these seeds instead of timing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and texts, for a CPU")
-    parser.add_argument("--out", type=Path, help="a .json file for all results; curves are drawn beside it")
+    parser.add_argument("--out", type=Path, help="a .json file for all results; images of curves go to the same folder")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
     parser.add_argument("--timeout", type=float, default=540, help="seconds that one run may take")
-    parser.add_argument("--retry", action="store_true", help="do runs again that failed in an earlier call")
-    parser.add_argument("--trainer_in", type=Path, help=argparse.SUPPRESS)  # the folder of Trainer's own process
-    parser.add_argument("--score", type=Path, nargs="+", help=argparse.SUPPRESS)  # folders of runs whose models are measured
+    parser.add_argument("--retry", action="store_true", help="repeat runs that failed in an earlier call")
+    parser.add_argument("--trainer_in", type=Path, help=argparse.SUPPRESS)  # in the process of a Trainer: its folder
+    parser.add_argument(
+        "--score", type=Path, nargs="+", help=argparse.SUPPRESS
+    )  # in the process of `score_models`: folders of runs
     options = parser.parse_args()
     if options.trainer_in:
         train_with_trainer(options.trainer_in)
     elif options.score:
         score_models(options.score)
     elif options.steps % LOG_EVERY or any("=" not in entry for entry in options.ours):
-        parser.error("--steps is a multiple of 10, and --ours is NAME=OPTIONS")
+        parser.error(f"--steps {options.steps} must be a multiple of {LOG_EVERY}, and --ours must have the form NAME=OPTIONS")
     else:
         main(options)

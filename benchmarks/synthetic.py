@@ -1,4 +1,7 @@
-"""What vs_trainer.py and two_nodes.py train on: texts of lognormal lengths and models of random weights, made from seeds."""
+"""Synthetic data and models: texts of lognormal lengths and models of random weights, generated from seeds.
+
+vs_trainer.py, two_nodes.py and evaluation.py use them.
+"""
 
 import dataclasses
 import json
@@ -37,10 +40,13 @@ TINY_FAMILIES = {name: Family(1000, SMALL, rows=1024, max_length=64, mean_length
 
 
 def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> np.ndarray:
-    """Lognormal, in tokens with the special ones; the spread is that of film reviews, and the mean is what remains when cut."""
+    """Return lognormal lengths in tokens, including special tokens. They vary as those of film reviews do.
+
+    Lengths are at most `family.max_length`, and their mean after that is `family.mean_length`.
+    """
     normal = rng.standard_normal(number)
     low, high = 0.0, math.log(family.max_length)
-    for _ in range(40):  # the middle that gives this mean
+    for _ in range(40):  # bisection
         middle = (low + high) / 2
         lengths = np.clip(np.exp(middle + 0.6 * normal), 8, family.max_length)
         low, high = (middle, high) if lengths.mean() < family.mean_length else (low, middle)
@@ -48,13 +54,16 @@ def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> n
 
 
 def zipf(rng: np.random.Generator, size: Any, num_words: int) -> np.ndarray:
-    """Numbers below `num_words`, the lower the more frequent, as words are."""
+    """Return numbers below `num_words`, in which low numbers are frequent, as words are (Zipf's law)."""
     heights = np.cumsum(1 / np.arange(1, num_words + 1))
     return np.searchsorted(heights, rng.random(size) * heights[-1])
 
 
 def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Words of each text, and which topic has most of them: by a hair in some, so that rare words have to be learned too."""
+    """Return the words of each text, and the topic that most of them belong to.
+
+    In some texts another topic has nearly as many words, so that a model has to learn rare words too.
+    """
     shape, common = (len(lengths), lengths.max()), num_words // 4
     each = (num_words - common) // TOPICS
     main, share = rng.integers(TOPICS, size=(len(lengths), 1)), rng.uniform(0.2, 0.8, (len(lengths), 1))
@@ -68,7 +77,7 @@ def texts_with_topics(rng: np.random.Generator, lengths: np.ndarray, num_words: 
 
 
 def texts_of_a_chain(rng: np.random.Generator, lengths: np.ndarray, num_words: int) -> list[np.ndarray]:
-    """A Markov chain: often one of two words that follow the last one, else any word, of which some belong to a topic."""
+    """Return texts of a Markov chain. A word is often one of two that follow the last one, and otherwise any word or one of a topic."""
     followers = zipf(np.random.default_rng(1), (num_words, 2), num_words)  # the same in training and evaluation
     words = np.empty((len(lengths), lengths.max()), dtype=int)
     shift = rng.integers(TOPICS, size=len(lengths)) * (num_words // TOPICS)
@@ -83,7 +92,7 @@ def texts_of_a_chain(rng: np.random.Generator, lengths: np.ndarray, num_words: i
 
 
 def make_tokenizer(name: str, family: Family) -> Any:
-    """Whole words, separated by spaces: as many as the model's vocabulary has."""
+    """Return a tokenizer of whole words, separated by spaces. It has as many words as the model's vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -103,8 +112,8 @@ def make_tokenizer(name: str, family: Family) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, **options, **special)
 
 
-def made_once(final: Path, make: Any) -> Path:
-    """The folder that `make` fills; whole or absent."""
+def make_once(final: Path, make: Any) -> Path:
+    """Let `make` fill the folder, unless it exists, and return it. A folder that is not complete does not exist under this name."""
     if not final.exists():
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -115,14 +124,14 @@ def made_once(final: Path, make: Any) -> Path:
 
 
 def make_data(work: Path, name: str, family: Family) -> Path:
-    """train.jsonl and eval.jsonl for our recipes; the same rows as tokens for Trainer; how many tokens each row has."""
+    """Write train.jsonl and eval.jsonl for our recipes, the same rows as tokens for Trainer, and their lengths. Return the folder."""
 
     def make(folder: Path) -> None:
         import datasets
 
         datasets.disable_progress_bars()
         tokenizer = make_tokenizer(name, family)
-        num_words, extra = family.vocabulary - 5, 2 if name == "bert" else 1  # special tokens in the vocabulary, and in a text
+        num_words, extra = family.vocabulary - 5, 2 if name == "bert" else 1  # special tokens of the vocabulary and of a text
         spelling = np.array([f"w{i}" for i in range(num_words)], dtype=object)
         for part, number, seed in (("train", family.rows, 2), ("eval", min(512, family.rows), 3)):
             rng = np.random.default_rng(seed)
@@ -144,11 +153,11 @@ def make_data(work: Path, name: str, family: Family) -> Path:
             table.save_to_disk(str(folder / f"{part}_tokens"))
             np.save(folder / f"{part}_lengths.npy", lengths)
 
-    return made_once(work / "data" / name, make)
+    return make_once(work / "data" / name, make)
 
 
 def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
-    """Random weights and the tokenizer, as `from_pretrained` takes them; the head of the classifier is among them."""
+    """Write random weights, including the head of the classifier, and the tokenizer for `from_pretrained`. Return the folder."""
 
     def make(folder: Path) -> None:
         import torch
@@ -169,4 +178,4 @@ def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return made_once(work / "models" / f"{name}-{seed}", make)
+    return make_once(work / "models" / f"{name}-{seed}", make)
