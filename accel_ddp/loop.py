@@ -1,4 +1,7 @@
-"""The schedule of a run. There is one, and it is meant to be read, and to be copied if you need another."""
+"""The loop of a run: update, log, evaluate, save, stop.
+
+It is the only one, and it is meant to be read. `recipes/own_loop.py` is a short copy to start from if you need another.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +54,7 @@ def fit(
 ) -> Outcome:
     """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
 
-    What step `s` learns depends on `s`, the seed and the weights, so that neither a restart nor the number of ranks changes it.
+    The update of step `s` depends on `s`, the seed and the weights, so that neither a restart nor the number of ranks changes it.
     `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is
     asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
     """
@@ -67,34 +70,35 @@ def fit(
     reader = LateReader(accelerator.device)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
     run = _Run(accelerator, cfg, model, evaluate, hooks, saved, pace, total_steps, len(train), first=step, step=step)
-    run.is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
+    run.is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])  # a list: every hook is called
 
     model.train(cfg.dropout)
     with signals.can_save(cfg), saved:
-        if (
-            run.evaluates_now() and step not in saved.evaluations
-        ):  # before the first step, or killed in an evaluation after a save
+        # Before the first step, or if the run was killed in an evaluation after a save.
+        if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
             pace.restart()
         if run.continues():
             seconds = speed.warm_up() if speed else None
-            for hook in hooks if seconds is not None else ():
-                hook.on_warm_up(step, seconds)
+            if seconds is not None:
+                for hook in hooks:
+                    hook.on_warm_up(step, seconds)
             pace.restart()
         while run.continues():
             lr = lr_at(run.step, cfg, total_steps)
             set_lr(optimizer, lr)
             seed = mixed(cfg.seed, "step", run.step)
-            batches, vote = next(updates), signals.is_stop_requested()
-            work = speed.work_of(batches) if speed else (0.0, 0.0)
+            batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
+            work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
             stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, vote, work)
             run.step += 1
             reader.push(run.step, lr, stats)
 
+            # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
             run.receive(reader.pop(wait_for_all=run.saves_now() or run.evaluates_now()))
             run.is_stopping = run.is_stopping or run.step == cfg.stop_after
             if run.is_stopping:
-                signals.mark_agreed()
+                signals.mark_agreed()  # from here on no time limit ends the save
                 run.receive(reader.pop(wait_for_all=True))
             if run.saves_now() or run.is_stopping:  # before the evaluation, which may fail
                 saved.save(run.step, is_last=run.is_stopping or run.step == total_steps)
@@ -149,10 +153,12 @@ class _Run:
         return epochs(self.step) > epochs(self.step - 1)
 
     def receive(self, updates: Iterator[Numbers]) -> None:
-        """Take in the numbers of updates that are done."""
+        """Check and log the numbers of completed updates."""
         for numbers in updates:
             self.skipped += _check(self.accelerator, numbers)
-            self.is_stopping = self.is_stopping or numbers.votes > 0  # the same sum on every rank, and so the same step
+            self.is_stopping = (
+                self.is_stopping or numbers.votes > 0
+            )  # the sum is the same on every rank, so that all stop after the same step
             pace = self.pace.after(numbers)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
@@ -165,7 +171,8 @@ class _Run:
             signals.mark_agreed()
             return
         self.saved.evaluated(self.step, self.metrics)
-        self.is_done = any([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
+        ends = [hook.on_evaluate(self.step, self.metrics) for hook in self.hooks]  # a list, so that every hook is called
+        self.is_done = self.is_done or any(ends)
 
     def report_saves(self) -> None:
         for step, path in self.saved.take_committed():
@@ -177,7 +184,7 @@ class _Run:
         cfg, saved = self.cfg, self.saved
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self.evaluate()
-        if self.is_stopping and self.step:  # also if it was asked for before a step was done
+        if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
             saved.save(self.step, is_last=True)
         unsaved = saved.close()
         self.report_saves()

@@ -23,11 +23,11 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Properties:
-    """What is known about an option besides its type and default."""
+    """The help text, the group and the constraints of an option."""
 
     help: str = ""
     group: str = ""  # of `--help`: a key of GROUPS
-    affects_result: bool = True  # a resumed run must keep the value, up to rounding and to what dropout draws
+    affects_result: bool = True  # a resumed run must keep the value; False: it changes only rounding or dropout masks
     per_node: bool = False  # nodes may have different values
     at_least: float | None = None
     also: tuple[str, ...] = ()  # names that users of other toolkits type, for "did you mean" messages

@@ -65,6 +65,8 @@ def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properti
 
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     groups = []
+    if unknown := [name for name, found in properties.items() if found.group not in (*GROUPS, "")]:
+        raise ValueError(f"the group of --{unknown[0]} is none of {', '.join(GROUPS)}")
     for group, title in GROUPS.items():
         names = [name for name in properties if (properties[name].group or "model") == group]
         names.sort(key=lambda name: name not in inspect.get_annotations(cls))  # the recipe's own options first

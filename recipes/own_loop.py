@@ -35,7 +35,7 @@ def main(cfg: Config):
         if (step + 1) % cfg.log_every == 0:
             accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
         if step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-            saved.save(step + 1)
+            saved.save(step + 1, is_last=step + 1 == total_steps)
     metrics = task.evaluate(model)
     accelerator.print(metrics)
     if problem := saved.close():

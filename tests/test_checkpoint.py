@@ -70,8 +70,8 @@ def test_a_newer_format_and_another_model_are_refused(damage):
     {
         "lr": "--lr was 0.01 and is now 0.02", "seed": "--seed was 0 and is now 1",
         "batch": "--global_batch_size was 4 and is now 8", "steps": "--steps was 6 and is now 8",
-        "data": "the training data had 40 items and have 40 now, or other content",
-        "fewer data": "the training data had 40 items and have 39 now",
+        "data": "the content of the training data has changed",
+        "fewer data": "the training data had 40 items and now have 39",
     }.items(),
 )  # fmt: skip
 def test_options_that_change_the_result_are_refused_by_name(damage, case, words):

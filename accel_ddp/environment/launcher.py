@@ -118,7 +118,7 @@ def warn_about_independent_tasks() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
         logger.warning(
-            "warning: srun has started %s processes, and each of them trains alone, because RANK, WORLD_SIZE, LOCAL_RANK, "
+            "srun has started %s processes, and each of them trains alone, because RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together, run one `accelerate launch` per node.",
             tasks,
         )

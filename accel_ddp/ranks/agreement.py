@@ -1,4 +1,4 @@
-"""Waits and agreements between ranks that may take long or fail on one rank."""
+"""Lets ranks wait for each other and exchange values, when the work may be slow or may fail on one rank."""
 
 import contextlib
 import json
@@ -98,6 +98,8 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
         if time.monotonic() - reported > REPORT_EVERY and process.is_local_main:
             reported = time.monotonic()
             missing = [rank for rank in range(process.num_ranks) if not store.check([f"{key}/{rank}"])]
-            log.warning("waiting for rank %s to %s (%.0f s)", missing, what, reported - began)
+            if missing:
+                ranks = ", ".join(map(str, missing))
+                log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
     barrier.wait()  # raises the error of the barrier, if there was one

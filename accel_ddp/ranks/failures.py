@@ -1,5 +1,6 @@
 """How a rank ends: the kinds of failures, their messages and their exit codes."""
 
+import contextlib
 import json
 import os
 import time
@@ -50,4 +51,5 @@ def write_error_file(text: str) -> None:
     """Let torchrun print `text` as the root cause. Without this file torchrun reports no reason."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message}))
+        with contextlib.suppress(OSError):  # a full disk must not change the exit code
+            Path(file).write_text(json.dumps({"message": message}))

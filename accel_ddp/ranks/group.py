@@ -79,7 +79,7 @@ def _check_gpus(ranks: list[dict]) -> bool:
     if 0 < len(without) < len(ranks):
         names = ", ".join(f"rank {rank['rank']} on {rank['host']}" for rank in without)
         raise UserError(
-            f"Some ranks have no GPU and the others have one: {names}. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
+            f"These ranks have no GPU, but the others have one: {names}. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
             "there, or set ACCELERATE_USE_CPU=true on every node to train on CPUs."
         )
     crowded = [rank for rank in ranks if 0 < rank["gpus"] < rank["local"]]
@@ -106,7 +106,10 @@ def _open_store(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
         except OSError as error:
             now = time.monotonic()
             if now - began > cfg.ddp_timeout_seconds:
-                raise UserError(f"{process.host}: the main node {address}:{port} cannot be reached: {error}.") from error
+                raise UserError(
+                    f"{process.host}: the main node {address}:{port} cannot be reached: {error}. Check --main_process_ip and the "
+                    "firewall, or run `accel-ddp doctor`."
+                ) from error
             if now - reported > REPORT_EVERY and process.is_local_main:
                 reported = now
                 log.warning("waiting for the main node %s:%s (%.0f s): %s", address, port, now - began, error)

@@ -1,7 +1,7 @@
 """Detects ranks that failed or died, on every other rank, within seconds.
 
 A rank that fails stores its failure, and a listener thread of every other rank reads it. A rank that is killed stores nothing;
-the rank before it in a ring keeps a receive from it open over gloo. The kernel of a dead process closes its connections, so that
+the rank before it in a ring keeps a receive from it open over gloo. When a process dies, the kernel closes its connections, so that
 this receive fails at once.
 """
 
@@ -63,7 +63,7 @@ class Watch:
         except Exception:
             deadline = time.monotonic() + GRACE_SECONDS
         with contextlib.suppress(Exception):  # the store may be lost with its host
-            # Other ranks may end soon after the first one, aborted by NCCL, among them the rank that watches it.
+            # NCCL may abort more ranks soon after the first one died. The rank that is stored first is reported.
             dead = int(process.store.compare_set("first_dead", "", str(dead)))
             while time.monotonic() < deadline:
                 if process.is_leaving.wait(0.05) or process.store.check(["failed"]) or process.store.add("leaving", 0):
@@ -113,7 +113,7 @@ def _listen() -> None:
 def store_failure(failure: Failure) -> Failure:
     """Store `failure` for all ranks, unless another rank was first. Return the first failure.
 
-    A rank that fails because another one is gone then reports the reason of that one.
+    A rank that fails because another rank died then reports the failure of the other rank.
     """
     with contextlib.suppress(Exception):  # the store may be lost with its host
         if process.store and not process.failure:

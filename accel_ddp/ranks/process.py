@@ -23,7 +23,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""  # why this rank was asked to stop; empty: it was not
-        self.reason_of_others = ""  # why another rank was, as received through the store
+        self.reason_of_others = ""  # why another rank was asked to stop, as read from the store
         self.is_agreed = False  # every rank has reached the stop and saves
         self.can_save = False  # true only while `fit` runs; otherwise a signal ends the rank at once
         self.file: Path | None = None  # OUTPUT_DIR/STOP
@@ -43,7 +43,7 @@ class Process:
         self.local_rank, self.local_ranks = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
         self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
 
-        # Set by `group.connect`. All of them are None with one rank.
+        # Set by `group.connect`. With one rank they keep these values.
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
         self.job_store: dist.Store | None = None  # the same, shared by all attempts of a launcher that restarts its ranks
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
@@ -51,7 +51,7 @@ class Process:
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 
         self.failure: Failure | None = None  # the first failure of any rank, once received
-        self.is_leaving = threading.Event()  # from now on it does not matter that other ranks end
+        self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.is_writing = False  # a checkpoint is being written; the process must not end before it is complete
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process

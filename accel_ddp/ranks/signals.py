@@ -26,7 +26,7 @@ SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the
 
 
 def listen(cfg: TrainConfig) -> None:
-    """Let signals ask for a stop from now on. A second Ctrl-C ends this rank at once, also inside a collective.
+    """Install handlers that turn signals into stop requests. A second Ctrl-C ends this rank at once, also inside a collective.
 
     Python runs signal handlers only between its own instructions, which a rank inside a collective does not reach. A thread
     that reads the wake-up pipe receives every signal from the C level.
@@ -60,14 +60,15 @@ def ignore_in_worker(*_: object) -> None:
     """
 
     def exit_with_rank(*_: object) -> None:
-        if select.select([process.stop.exit_pipe[0]], [], [], 0)[0]:
+        pipe = process.stop.exit_pipe[0]  # -1 in a program that does not use `run`
+        if pipe < 0 or select.select([pipe], [], [], 0)[0]:
             os._exit(0)
 
     for number in process.stop.handled_signals:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, exit_with_rank)  # Python ends the workers of a process at its exit with SIGTERM
     signal_on_parent_exit(signal.SIGKILL)
-    # If the rank was killed before that, this worker would run for ever and keep the rank's connections open.
+    # If the rank died before the line above, no signal arrives, and this worker would run forever with the rank's connections.
     if process.stop.pid and os.getppid() != process.stop.pid:
         os._exit(0)
 
@@ -111,7 +112,7 @@ def _handle_signals(reader: int) -> None:
         if is_repeated or not stop.can_save:
             failure = Failure(
                 "interrupted" if interrupted_at else "stopped",
-                f"{name} on {process.host}. Every rank ends now. Continue from the last checkpoint with --resume.",
+                f"received {name} on {process.host}. Every rank ends now. Continue from the last checkpoint with --resume.",
             )
             if number == signal.SIGTERM and not is_repeated and "TORCHELASTIC_RUN_ID" in os.environ:
                 # torchrun also sends SIGTERM when another rank has died.
@@ -119,18 +120,19 @@ def _handle_signals(reader: int) -> None:
             _exit_now(failure, is_urgent=is_repeated)
         elif not stop.reason:
             _request(f"{name} on rank {process.rank} ({process.host})")
-            if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ:
-                threading.Thread(target=_exit_before_the_launcher_kills, daemon=True).start()
+            if number in (signal.SIGTERM, signal.SIGINT) and "TORCHELASTIC_RUN_ID" in os.environ:
+                threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
             if process.is_local_main:
                 more = " Press Ctrl-C again to end at once without saving." if interrupted_at else ""
                 text = f"\n{process.host}: received {name}; saving after this step, then stopping.{more}"
                 print(text, file=sys.stderr, flush=True)
 
 
-def _exit_before_the_launcher_kills() -> None:
+def _exit_before_the_launcher_kills(name: str) -> None:
     """Exit with a message shortly before torchrun would send SIGKILL, if the current step does not end.
 
-    torchrun also sends SIGTERM when another of its ranks has died, and then no step of this rank can end.
+    torchrun sends SIGKILL some time after SIGTERM and after Ctrl-C. It also sends SIGTERM when another of its ranks has died, and
+    then no step of this rank can end.
     """
     seconds = 0.8 * float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
     time.sleep(seconds)
@@ -138,7 +140,7 @@ def _exit_before_the_launcher_kills() -> None:
         _exit_now(
             Failure(
                 "stopped",
-                f"SIGTERM on {process.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. Another "
+                f"received {name} on {process.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. Another "
                 "rank may have died (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT is too short. Continue from the last checkpoint "
                 "with --resume.",
             )
@@ -164,7 +166,7 @@ def _exit_now(failure: Failure, is_urgent: bool = False) -> None:
 
 @contextlib.contextmanager
 def can_save(cfg: TrainConfig) -> Iterator[None]:
-    """Agree on stops and save inside of the block. Outside of it a signal ends the rank at once: there is nothing to save."""
+    """Turn signals into a checkpoint and a stop of all ranks inside of the block. Outside of it a signal ends the rank at once."""
     process.stop.can_save, process.stop.file = True, Path(cfg.output_dir) / "STOP"
     try:
         yield

@@ -47,11 +47,16 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         return exit.code if isinstance(exit.code, int) else 1
     except UserError as error:
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
-        failure = Failure("unsaved", f"{process.unsaved} And: {text}") if process.unsaved else Failure("error", text)
+        failure = _with_unsaved(Failure("error", text))
         store_failure(failure)
         return _leave(failure)
     except Exception as error:
-        return _leave(_diagnose(error, cfg))
+        return _leave(_with_unsaved(_diagnose(error, cfg)))
+
+
+def _with_unsaved(failure: Failure) -> Failure:
+    """Return the failure together with the reason why the last checkpoint is missing, if it is."""
+    return Failure("unsaved", f"{process.unsaved} Another error followed: {failure.text}") if process.unsaved else failure
 
 
 def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
@@ -69,7 +74,7 @@ def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
             Failure(
                 "error",
                 f"rank {process.rank} on {process.host} is out of memory with --micro_batch_size {micro}. Use {advice}, "
-                f"--mixed_precision bf16, or shorter items. ({str(error).splitlines()[0]})",
+                f"--mixed_precision bf16, or shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})",
             )
         )
     failure = Failure("failed", f"rank {process.rank} on {process.host} failed: {type(error).__name__}: {error}")
@@ -77,6 +82,10 @@ def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
     if first == failure:
         traceback.print_exception(error)
     return first
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no text
 
 
 def _wait_for_last_collectives() -> None:
@@ -101,7 +110,8 @@ def _leave(failure: Failure) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
     process.is_leaving.set()
     text = str(failure)
-    store = process.store if failure != process.failure else None  # received some time ago: the store may be lost by now
+    # If the listener received this failure, that was some time ago, and the store may be lost by now.
+    store = process.store if failure != process.failure else None
     try:
         # The watcher thread has already printed which rank died.
         is_first = is_first_on_node(text) if store else process.is_local_main and failure.kind != "died"

@@ -80,8 +80,8 @@ class Checkpoints:
         if not self.accelerator.is_main_process:
             self.newest = step
             return
-        # One save at a time, because it uses the host memory. The other ranks wait in the next all-reduce, which has a timeout;
-        # after the last step they wait without one.
+        # Only one save runs at a time, because all saves use the same host buffers. The other ranks wait in the next all-reduce,
+        # which has a timeout; after the last step they wait without one.
         if not self.wait(None if is_last else self.cfg.ddp_timeout_seconds / 2):
             text = f"The previous checkpoint is still being written. The checkpoint of step {step} is skipped."
             print(text, file=sys.stderr, flush=True)
@@ -225,7 +225,7 @@ class Checkpoints:
         resume.load(self.accelerator, self.model, self.optimizer, path, run, source)
         self.run_id = run["run"]
         if source == 0 and path.parent.resolve() == self.folder.resolve():
-            self.newest = run["step"]  # otherwise a stop directly after this saves the state in the run's own folder
+            self.newest = run["step"]  # if it is elsewhere, a stop before the next step saves into this run's folder
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self._rank_steps()

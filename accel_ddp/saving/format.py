@@ -24,7 +24,7 @@ MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", 
 
 
 class NewerFormat(UserError):
-    """A checkpoint of a newer version. It is not damaged, and an older one instead of it would lose work."""
+    """A checkpoint of a newer version. It is not damaged, and using an older checkpoint instead would lose work."""
 
 
 def is_checkpoint_name(path: Path) -> bool:
@@ -71,7 +71,8 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
         if final.exists():  # written before the run was resumed from an earlier step
             set_aside(final, "replaced")
         partial.rename(final)  # from here on the checkpoint exists
-        _sync(final.parent)
+        with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
+            _sync(final.parent)
     except OSError:
         _remove(partial)
         raise
@@ -174,8 +175,13 @@ def find_problem(path: Path) -> str:
         return "there is no such folder"
     manifest = _manifest(path)
     if manifest is None:
-        is_there = (path / MANIFEST).is_file()
-        return f"{MANIFEST} is {'damaged' if is_there else 'missing'}"
+        try:
+            (path / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            return f"{MANIFEST} is missing"
+        except OSError as error:
+            return f"{MANIFEST} cannot be read: {error.strerror}"
+        return f"{MANIFEST} is damaged"
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
@@ -184,10 +190,10 @@ def find_problem(path: Path) -> str:
     for name, expected in manifest["files"].items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        size = (path / name).stat().st_size
-        if size != expected["size"]:
-            return f"{name} has {size:,} bytes instead of {expected['size']:,}"
         try:
+            size = (path / name).stat().st_size
+            if size != expected["size"]:
+                return f"{name} has {size:,} bytes instead of {expected['size']:,}"
             if _digest(path / name) != expected:
                 return f"{name} is damaged: its sha256 differs from the manifest"
         except OSError as error:

@@ -88,7 +88,7 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
         problem = broadcast_object(problem, rank)
         if not problem:
             for owner, other, why in damaged:
-                # Not if another node has a complete checkpoint at the same path, and not if a disk could not be read this time.
+                # It keeps its name if another node has a complete checkpoint at this path, or if the file could not be read.
                 if owner == process.rank and other != path and "cannot be read" not in why:
                     set_aside(Path(other), folder, "damaged")
             return rank, Path(path)
@@ -143,7 +143,7 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
         free |= {"steps", "epochs"}  # the learning rate does not depend on the last step
     before = run.get("data") or {}
     if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
-        free |= {"dataset", "train_file", "train_split"}  # these are places; their content is compared where it is known
+        free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
     changed = [
         f"--{name} was {then[name]!r} and is now {value!r}"
         for name, value in now.items() if name in then and name not in free and then[name] != value
@@ -151,7 +151,10 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     if precision and precision != run.get("precision"):
         changed.append(f"--mixed_precision was {run.get('precision')!r} and is now {precision!r}")
     if data and before and data != before:
-        changed.append(f"the training data had {before['items']:,} items and have {data['items']:,} now, or other content")
+        if data["items"] != before["items"]:
+            changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
+        else:
+            changed.append("the content of the training data has changed")
     if not changed:
         return
     if cfg.allow_config_change:
@@ -223,7 +226,7 @@ def report_differences(cfg: TrainConfig, run: dict[str, Any]) -> None:
         )  # fmt: skip
     for name in ("micro_batch_size", "padding_free", "compile"):
         if run["config"].get(name, "off") != getattr(cfg, name):
-            log.info("--%s has changed: the same result up to rounding, except for what dropout draws", name)
+            log.info("--%s has changed: results agree up to rounding, but dropout masks differ", name)
     if cfg.comm_hook == "powersgd":
         log.info("--comm_hook powersgd: its error feedback starts from zero, so that the resumed run is not bit-identical")
     then = run["versions"]

@@ -23,15 +23,17 @@ def claim(cfg: TrainConfig) -> IO[str]:
     folder = Path(cfg.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        was_claimed = (folder / ".lock").exists()
         lock = _lock(folder)
         found = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
         found += [path.name for path in format.list_checkpoints(folder)[-1:]]
-        if found == ["config.json", "log.jsonl"] and (folder / "log.jsonl").stat().st_size == 0:
-            found = []  # left by a run that was refused before it began
+        has_empty_log = "log.jsonl" in found and (folder / "log.jsonl").stat().st_size == 0
+        if (found == ["config.json", "log.jsonl"] and has_empty_log) or (found == ["config.json"] and was_claimed):
+            found = []  # left by a run that was refused before it began, for example because of a mistyped column
         if found and not resume.continues_run_in(folder, cfg):
             raise UserError(
-                f"--output_dir {folder} holds another run ({', '.join(found)}). Continue it with --resume alone, or choose another "
-                "folder."
+                f"--output_dir {folder} holds another run ({', '.join(found)}). Add --resume without a path to continue it, or "
+                "choose another --output_dir."
             )
         resume.check_options_early(cfg)
         format.sweep(folder)
@@ -57,7 +59,7 @@ def _lock(folder: Path) -> IO[str]:
                 ) from None
             time.sleep(0.2)
         except OSError:
-            log.warning("%s: this disk has no locks. Nothing prevents a second run from using the folder.", folder)
+            log.warning("the file system of %s does not support locks. Make sure that no second run uses this folder.", folder)
             break
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {process.host}")

@@ -27,14 +27,14 @@ class Hook:
         """`evaluations` are those before the run was resumed. Return True if they end the run."""
 
     def on_warm_up(self, step: int, seconds: float) -> None:
-        """The layers were compiled before the first step."""
+        """Called after the layers were compiled, before the first step."""
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None: ...
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Return True to end the run after this step."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """The checkpoint of `step` is complete. This is called on the main rank only, some steps after `step`."""
+        """Called when the checkpoint of `step` is complete, on the main rank only, some steps after `step`."""
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None: ...
 
@@ -145,7 +145,7 @@ class JsonlLog(Hook):
 
 
 class Trackers(Hook):
-    """Logs to wandb, tensorboard and trackio through Accelerate. A tracker that fails is reported and no longer used."""
+    """Logs to wandb, tensorboard and trackio through Accelerate. If one of them fails, it is reported and tracking ends."""
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
         self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
@@ -227,7 +227,7 @@ def _rates(numbers: Numbers, pace: Pace) -> dict[str, float]:
 def _wandb_id(cfg: TrainConfig) -> str:
     """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed, or a new one.
 
-    wandb keeps the first values of steps that are repeated after a resume, which are the same.
+    After a resume some steps are logged twice, with equal values. wandb keeps the first ones.
     """
     path = Path(cfg.output_dir) / "wandb_id.txt"
     known = os.environ.get("WANDB_RUN_ID", "")
@@ -244,4 +244,6 @@ def _wandb_can_log_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
         return True
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and "wandb" in netrc.read_text()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return netrc.is_file() and "wandb" in netrc.read_text()
+    return False

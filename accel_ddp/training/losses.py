@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """Return at least float32, because a sum over thousands of tokens has three digits in bf16 and overflows in fp16."""
+    """Return at least float32, because a sum over thousands of tokens has only three exact digits in bf16 and overflows in fp16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -22,7 +22,7 @@ def of_tokens(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Return for each token the label of the next one."""
+    """Return the labels shifted left by one. The last token gets -100."""
     return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 

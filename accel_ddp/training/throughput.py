@@ -9,7 +9,7 @@ from accel_ddp.training.late_reader import Numbers
 class Pace(NamedTuple):
     """Rates per second, over all ranks."""
 
-    samples: float  # of the data; a language model's loss is averaged over more items, its tokens
+    samples: float  # rows of the data; the items of a language model are tokens
     tokens: float  # without padding; 0 if items are not texts
     flops: float  # of the model; 0 if they are not counted
     mfu: float | None  # model FLOPs utilisation: the fraction of the GPUs' peak; None if the peak is not known

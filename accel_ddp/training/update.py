@@ -1,4 +1,4 @@
-"""One optimizer update. No other module touches gradients."""
+"""One optimizer update. Only this module computes and changes the gradients of parameters."""
 
 import contextlib
 import re
@@ -65,9 +65,9 @@ def update(
         summed = summed.to(device, non_blocking=True)
         if isinstance(items, Tensor):
             summed[0] += items
-        # It runs during the first forward pass, because only the first backward pass needs its result.
+        # The all-reduce runs during the first forward pass, because only the first backward pass needs its result.
         counting = dist.all_reduce(summed, async_op=True)
-        items, votes, tokens, flops = summed.unbind()
+        items, votes, tokens, flops = summed.unbind()  # views, which contain the sums after `counting.wait()`
 
     total = weight = None
     for i, batch in enumerate(batches):
@@ -91,7 +91,7 @@ def update(
     if accelerator.scaler:
         accelerator.unscale_gradients()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # The norm is logged, so that it is computed also if nothing is clipped.
+    # The norm is logged, so it is computed even if nothing is clipped.
     grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
     # Accelerate's wrapper of the optimizer is needed for the scaler only. It searches the disk for an optional package every step.
     stepper = optimizer if accelerator.scaler else getattr(optimizer, "optimizer", optimizer)
@@ -107,7 +107,7 @@ def update(
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
-    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would never synchronise one again.
+    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more.
     """
     with _buffers_restored(module):
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -117,8 +117,8 @@ def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) ->
 def _check_unused_parameters(model: nn.Module) -> None:
     """Raise UserError if a parameter got no gradient, because DDP then synchronises nothing for it and its bucket.
 
-    DDP itself reports this one step too late and without names. By then the next collective of this rank has met a different
-    one of another rank.
+    DDP itself reports this one step too late and without names. By then the next collective of this rank was
+    matched with a different collective of another rank.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
@@ -127,7 +127,9 @@ def _check_unused_parameters(model: nn.Module) -> None:
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         trained = [name for name, p in model.module.named_parameters() if p.requires_grad]
-        names = [trained[int(i)] for i in found[1].split()] if found else ["(DDP does not report their names)"]
+        if not found:
+            raise
+        names = [trained[int(i)] for i in found[1].split()]
         modules = dict.fromkeys(name.rsplit(".", 1)[0] for name in names[:3])
         raise UserError(
             f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}{', ...' if names[5:] else ''}. The "
@@ -166,7 +168,9 @@ def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch, in_pla
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, such as the running statistics of batch norm."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers):
-            buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers):
+                buffer.copy_(before)
