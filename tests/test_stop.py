@@ -204,7 +204,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     assert ended.codes[0] == 75
     assert ended.codes[1] != 0
     assert ended.seconds < 20
-    assert "stopped: SIGTERM on" in ended.texts[0]
+    assert "stopped: received SIGTERM on" in ended.texts[0]
     assert steps_saved(tmp_path / "run") == []
 
 
