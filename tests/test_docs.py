@@ -111,7 +111,7 @@ def test_commands_for_every_node_run_there(tmp_path):
         command = command.replace("10.0.0.1", "127.0.0.1").replace("accelerate_configs/tuned", f"{tmp_path}/tuned")
         options = f"--main_process_port {free_port()}"
         if word == "tune":
-            options += f" --minutes 0.05 --trial_seconds 1 --out {tmp_path}"
+            options += f" --minutes 0.25 --trial_seconds 1 --out {tmp_path}"
         command = command.replace("recipes/classify.py", f"{options} recipes/{'classify' if word == 'doctor' else 'sft'}.py")
         if word == "launch":
             command = f"{command.rstrip()} --steps 2 --max_eval_items 8 --output_dir {tmp_path}/run"

@@ -39,7 +39,12 @@ class DoctorRun:
         self.repeat = lambda: DoctorRun(nodes, commands, environments, timeout)
 
     def is_within(self, seconds: float) -> bool:
-        """Return whether the run took less time, including the start of Python. A busy machine gets two more attempts."""
+        """Return whether the run took less time, including the start of Python. A busy machine gets two more attempts.
+
+        On several workers the cores are shared with other tests, so that the limit is three times as long. Run this file alone to
+        check the limit itself.
+        """
+        seconds *= 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
         return self.seconds < seconds or any(self.repeat().seconds < seconds for _ in range(2))
 
     def verdict(self, node: int) -> str:
@@ -410,7 +415,8 @@ def test_a_mistyped_option_on_one_node_is_reported_on_the_other(nodes):
     envs = {n: srun_variables(n) for n in (0, 1)}
     ended = DoctorRun(nodes, {0: [sys.executable, RECIPE], 1: [sys.executable, RECIPE, "--stpes", 3]}, envs)
     assert ended.codes == {0: 2, 1: 2}
-    assert "E_OPTIONS  [node1, machine_rank 1] its command line is invalid" in ended.texts[0]
+    assert "E_OPTIONS  [node1, machine_rank 1] --stpes: there is no such option. Did you mean --steps " in ended.texts[0]
+    assert "preflight: 1 error\n" in ended.texts[0], "options of a node that could not be read are not compared"
     assert "--stpes" in ended.texts[1]
     assert "Traceback" not in ended.texts[0] + ended.texts[1]
     assert ended.seconds < 5

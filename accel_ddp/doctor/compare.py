@@ -83,6 +83,8 @@ def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[st
     found, rows = [], []
     for group, (code, fix) in {**_ERRORS, **_WARNINGS}.items():
         facts = [m["facts"].get(group) or {} for m in members]
+        if group == "recipe" and not all(facts):
+            continue  # the command line of a node is invalid, which that node reports; its options are not known
         for name in sorted({name for one in facts for name in one}):
             values = [str(one.get(name, "-")) for one in facts]
             is_hub_commit = name.startswith("hub commit")  # a node without it has not downloaded it yet
