@@ -39,14 +39,10 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def is_alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker("alone") is not None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> tuple[bool, int]:
+    def place(item: pytest.Item) -> int:
         file = file_of(item.nodeid)
-        return is_alone(item), LONGEST.index(file) if file in LONGEST else len(LONGEST)
+        return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
     if is_worker(config):
         items.sort(key=place)
@@ -61,21 +57,6 @@ def locked(file: str, how: int) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(opened, fcntl.LOCK_UN)  # closing is not enough: forks have the same file open
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that is marked `alone` waits until no other test runs, and lets no other one start.
-
-    Who waits for the second lock holds the first one. So a test that is to be alone is not kept waiting by tests that start
-    while others still run.
-    """
-    if not is_worker(item.config):
-        return (yield)
-    with contextlib.ExitStack() as stack:
-        with locked("__init__.py", fcntl.LOCK_EX):
-            stack.enter_context(locked("parallel.py", fcntl.LOCK_EX if is_alone(item) else fcntl.LOCK_SH))
-        return (yield)
 
 
 @pytest.fixture
