@@ -23,6 +23,8 @@ pytest_plugins = ["tests.nodes", "tests.parallel"]
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background, with all its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 OUTSIDE = dict(os.environ)  # libraries that a test imports here add to os.environ what processes of a user do not have
 
 
