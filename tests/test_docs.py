@@ -93,8 +93,14 @@ def test_a_command_runs(command, tmp_path, request):
     if re.search(r"--num_processes|1node\.yaml|torchrun", command):
         request.getfixturevalue("default_port")
     command = command.replace("runs/", f"{tmp_path}/")
-    if "1node.yaml" in command:  # a model that is loaded in no time; README has `classify` on two ranks
+    if re.search(r"1node\.yaml|verify", command):  # a model that is loaded in no time; README has `classify` on two ranks
         command = command.replace("recipes/classify.py", "recipes/own_model.py").replace(" --max_eval_items 50", "")
+    run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in blocks("bash") if "accel-ddp verify" in command])
+def test_verify_runs_as_typed(command):
     run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
 
 
