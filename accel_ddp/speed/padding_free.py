@@ -119,8 +119,8 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
-# These use the operators below transformers' and torch's own wrappers of flash attention. None of the wrappers supports dropout,
-# needs no further package, and sums gradients in a deterministic order. Each is one operator, so that a compiler does not trace it.
+# These call torch's operators of flash attention directly. No wrapper in torch or transformers has all three: dropout, no further
+# package, and a deterministic order of sums in the gradients. Each is one operator, so that a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, dropout: float, causal: bool, scale: float | None
