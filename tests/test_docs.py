@@ -123,13 +123,13 @@ def test_commands_for_every_node_run_there(tmp_path):
         command = command.replace("10.0.0.1", "127.0.0.1").replace("accelerate_configs/tuned", f"{tmp_path}/tuned")
         options = f"--main_process_port {free_port()}"
         if word == "tune":
-            options += f" --minutes 1 --trial_seconds 1 --out {tmp_path}"
+            options += f" --minutes 2 --trial_seconds 20 --out {tmp_path}"
         command = command.replace("recipes/classify.py", f"{options} recipes/{'classify' if word == 'doctor' else 'sft'}.py")
         if word == "launch":
             command = f"{command.rstrip()} --steps 2 --max_eval_items 8 --output_dir {tmp_path}/run"
         environments = [clean_environment(NODE_RANK=str(node)) for node in (0, 1)]
         ended = run_all([["bash", "-ec", command]] * 2, environments).well()
-        assert end in ended.text
+        assert end in ended.text, ended.text[-3000:]
 
 
 # ---- options are parsed
