@@ -156,9 +156,8 @@ class _Run:
         """Check and log the numbers of completed updates."""
         for numbers in updates:
             self.skipped += _check(self.accelerator, numbers)
-            self.is_stopping = (
-                self.is_stopping or numbers.votes > 0
-            )  # the sum is the same on every rank, so that all stop after the same step
+            # The sum of votes is the same on every rank, so that all stop after the same step.
+            self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)

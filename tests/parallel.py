@@ -1,21 +1,18 @@
 """Tests on several workers of pytest-xdist (`make test`). Plain `pytest` runs the same tests one after another.
 
-Most of a test's time is spent waiting: for an interpreter on another core, for a timeout, for a node that never comes. So there
-are more workers than cores. A worker takes a whole file, because the tests of a file share launches through module fixtures.
+Most tests wait for most of their time: for a timeout, for another process, for a node that never starts. There are therefore more
+workers than cores. A worker takes a whole file, because the tests of a file share launches through module fixtures.
 """
 
-import contextlib
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-
-# These files come first: a worker that started a long one last would keep the others waiting.
+# These files come first. The run would take longer if a worker started a long one last.
 LONGEST = ["test_stop", "test_classify", "test_doctor", "test_errors", "test_docs", "test_checkpoint", "test_recipes"]
-# The tests of these files share no launch, so that any worker may take any of them.
+# The tests of these files share no launch, so that each of them may run on any worker.
 INDEPENDENT = {"test_docs", "test_launch", "test_recipes"}
 
 
@@ -48,19 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=place)
 
 
-@contextlib.contextmanager
-def locked(file: str, how: int) -> Iterator[None]:
-    """Hold a lock on one of the files here, so that no file has to be made and removed for it."""
-    with (FOLDER / file).open() as opened:
-        fcntl.flock(opened, how)
+@pytest.fixture
+def default_port() -> Iterator[None]:
+    """Let one test at a time use port 29500, which launchers use if no port is given."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(opened, fcntl.LOCK_UN)  # closing is not enough: forks have the same file open
-
-
-@pytest.fixture
-def default_port() -> Iterator[None]:
-    """For tests of launchers without a port of their own: all of these use 29500."""
-    with locked("conftest.py", fcntl.LOCK_EX):
-        yield
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing the file is not enough, because forks have it open too

@@ -62,6 +62,15 @@ def test_no_name_of_another_toolkit_leads_to_two_options():
         assert len(spellings) == len(set(spellings)), [spelling for spelling in spellings if spellings.count(spelling) > 1]
 
 
+def test_a_misspelt_group_is_an_error_and_not_a_lost_option():
+    @dataclass(kw_only=True)
+    class Wrong(TrainConfig):
+        width: int = option(1, "units", group="modle")
+
+    with pytest.raises(ValueError, match="the group of --width is none of model, data"):
+        parse_config(Wrong, ["--width", "2"])
+
+
 def test_an_overridden_option_keeps_the_properties_that_are_not_given():
     assert properties_of(Config)["lr"] == properties_of(TrainConfig)["lr"]
     assert Config().lr == 1e-3

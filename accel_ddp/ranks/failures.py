@@ -31,16 +31,12 @@ class Failure(NamedTuple):
         return cls(*json.loads(stored))
 
 
-class RunFailure(Exception):
-    """Ends the run with the message and exit code of `failure`, which are the same on every rank."""
+class Stopped(Exception):
+    """The run was asked to stop before its last step, and every rank stopped after the same step with a checkpoint."""
 
     def __init__(self, failure: Failure):
         super().__init__(str(failure))
         self.failure = failure
-
-
-class Stopped(RunFailure):
-    """The run was asked to stop before its last step, and every rank stopped after the same step with a checkpoint."""
 
 
 class EvaluationStopped(Exception):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
-from accel_ddp.ranks.failures import Failure, RunFailure, write_error_file
+from accel_ddp.ranks.failures import Failure, Stopped, write_error_file
 from accel_ddp.ranks.liveness import find_dead_rank, is_first_on_node, store_failure
 from accel_ddp.ranks.process import process
 
@@ -39,8 +39,8 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         if dist.is_initialized():  # torchrun opens a process group for a single rank too
             dist.destroy_process_group()
         return 0
-    except RunFailure as error:
-        return _leave(error.failure)
+    except Stopped as stopped:
+        return _leave(stopped.failure)
     except SystemExit as exit:  # raised by the user's own code
         text = f"rank {process.rank} on {process.host} called sys.exit({exit.code!r})."
         _leave(store_failure(Failure("failed", text)))

@@ -2,11 +2,7 @@
 
 import hashlib
 import inspect
-import logging
-import os
 import platform
-import shutil
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +14,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.saving.tensors import unique
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.sources import builtin_data, standard_library
+from accel_ddp.sources.cache import write_once
 from accel_ddp.sources.packages import path_in_package
-
-log = logging.getLogger(__name__)
 
 
 def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: str) -> Path:
@@ -38,39 +33,17 @@ def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: s
 
 
 def _make_once(write: Callable[[Path], None], depends_on: tuple[Callable, ...], name: str, cache_dir: str) -> Path:
-    """Return the folder in the cache that `write` fills. It is written when it is first needed.
-
-    The folder's name contains a digest of the source of `write` and `depends_on`. On each node one process writes under a file
-    lock, and the others wait. The folder is renamed when it is complete, so that no process reads a part of it.
-    """
+    """Return the folder in the cache that `write` fills. Its name contains a digest of the source of `write` and `depends_on`."""
     import torch
-    from filelock import FileLock, Timeout
 
     sources = "".join([platform.python_version(), *map(inspect.getsource, (write, *depends_on))])
-    final = Path(cache_dir).expanduser() / "models" / f"{name.removeprefix('builtin:')}-{mixed(0, sources):016x}"
-    partial_folder = final.with_name(f".{final.name}.partial.{os.getpid()}")
-    lock, began = FileLock(f"{final}.lock"), time.monotonic()
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        while not final.exists():
-            try:
-                with lock.acquire(timeout=10):
-                    if not final.exists():
-                        with torch.device("cpu"):  # the caller may have set another device, such as meta
-                            write(partial_folder)
-                        partial_folder.rename(final)
-            except Timeout:
-                waited = time.monotonic() - began
-                log.warning(f"waiting for another process to make {name} ({waited:.0f} s): {final}.lock")
-    except OSError as error:
-        # If the folder exists, the file system has no working locks and another process has written the same folder.
-        if not final.exists():
-            raise UserError(
-                f"--cache_dir {cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
-            ) from error
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-    return final
+
+    def write_on_cpu(folder: Path) -> None:
+        with torch.device("cpu"):  # the caller may have set another device, such as meta
+            write(folder)
+
+    folder = f"models/{name.removeprefix('builtin:')}-{mixed(0, sources):016x}"
+    return write_once(cache_dir, folder, write_on_cpu, f"make {name}")
 
 
 def _new_model(model_class: type, config: Any) -> Any:

@@ -1,14 +1,10 @@
 """Tokenises rows once, caches the result on disk, and pads rows to micro-batches."""
 
-import functools
 import hashlib
 import inspect
 import json
-import logging
-import os
-import shutil
-import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +12,13 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig
-from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
+from accel_ddp.sources.cache import write_once
 from accel_ddp.sources.data import row_numbers, with_row_numbers
 from accel_ddp.sources.messages import warn
 
 if TYPE_CHECKING:
     import datasets
-
-log = logging.getLogger(__name__)
 
 SOURCE = "source row"  # a temporary column: the index of the row from which a row was made
 
@@ -43,7 +37,7 @@ def fingerprint(rows: "datasets.Dataset") -> str:
     return digest.hexdigest()
 
 
-@functools.cache
+@cache
 def _digest_of_code() -> str:
     """Return a digest of the code that tokenisation may call: `sources`, `tasks` and the seeds.
 
@@ -71,38 +65,18 @@ def map_once(
     The cache key consists of the content of `rows`, the source of `function`, the source of `accel_ddp.sources` and
     `accel_ddp.tasks`, and `depends_on`: everything else that changes the result, as JSON. A function that makes several rows
     from one returns a column SOURCE with the index of that row in the batch.
-
-    On each node one rank computes under a file lock, and the others wait for the file. They use no collective, so that no
-    timeout of the process group runs meanwhile.
     """
     import datasets
-    from filelock import FileLock, Timeout
 
-    final = Path(cfg.cache_dir).expanduser() / cache_key(rows, function, depends_on)
-    lock, began = FileLock(f"{final}.lock"), time.monotonic()
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        while not final.exists():
-            try:
-                with lock.acquire(timeout=10):
-                    if not final.exists():
-                        _map_into(final, rows, function)
-            except Timeout:
-                waited = time.monotonic() - began
-                log.warning(f"waiting for another process to tokenise ({waited:.0f} s): {final}.lock")
-    except OSError as error:
-        raise UserError(
-            f"--cache_dir {cfg.cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
-        ) from error
-    done = datasets.load_from_disk(str(final))
+    key = cache_key(rows, function, depends_on)
+    done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
     if SOURCE in done.column_names:  # a table without rows has no columns
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
         done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
     return done
 
 
-def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None:
-    partial = final.with_name(f"{final.name}.partial.{os.getpid()}")
+def _map_into(rows: "datasets.Dataset", function: Callable, key: str, folder: Path) -> None:
     options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
 
     def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -113,14 +87,8 @@ def _map_into(final: Path, rows: "datasets.Dataset", function: Callable) -> None
         return {**made, SOURCE: [indices[i] for i in source]}
 
     # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
-    done = rows.map(add_source, batched=True, with_indices=True, new_fingerprint=final.name, **options)
-    done.save_to_disk(str(partial))
-    try:
-        partial.rename(final)  # from here on it is in the cache
-    except OSError:  # without working locks another process may have written the same folder
-        shutil.rmtree(partial, ignore_errors=True)
-        if not final.exists():
-            raise
+    done = rows.map(add_source, batched=True, with_indices=True, new_fingerprint=key, **options)
+    done.save_to_disk(str(folder))
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

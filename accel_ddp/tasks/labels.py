@@ -98,14 +98,7 @@ class Labels:
             raise UserError(
                 f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of the names of the classes instead."
             )
-        for name, those in found.items():
-            unknown = sorted(those - set(values), key=str)
-            if unknown:
-                reason = "the dataset does not declare" if names else "do not occur in the training data"
-                raise UserError(
-                    f"--label_column {column}: the {name} data have labels that {reason}: {', '.join(map(str, unknown[:10]))}. "
-                    f"Known labels are: {', '.join(map(str, (names or values)[:20]))}."
-                )
+        check_known(f"--label_column {column}", "labels", found, values, names)
         if len(values) < 2 and not is_multi_label:
             raise UserError(f"--label_column {column}: all rows have the same label {values}, so that there is nothing to learn.")
         class_ids = {value: i for i, value in enumerate(values)}
@@ -145,3 +138,17 @@ def _distinct(rows: "datasets.Dataset", column: str, is_multi_label: bool) -> se
     if not is_multi_label:
         return set(rows.unique(column))
     return {value for row in rows[column][:] for value in (row if row is not None else [None])}
+
+
+def check_known(option: str, what: str, found: dict[str, set], values: list, names: list[str] | None) -> None:
+    """Raise UserError if training or evaluation data have labels or tags that are not among `values`.
+
+    `names` are those that the dataset declares, or None if it declares none.
+    """
+    for name, those in found.items():
+        if unknown := sorted(those - set(values), key=str):
+            reason = "the dataset does not declare" if names else "do not occur in the training data"
+            raise UserError(
+                f"{option}: the {name} data have {what} that {reason}: {', '.join(map(str, unknown[:10]))}. "
+                f"Known {what} are: {', '.join(map(str, (names or values)[:20]))}."
+            )

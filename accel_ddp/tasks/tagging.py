@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import FILE_FORMATS, load_file
 from accel_ddp.sources.messages import warn
+from accel_ddp.tasks.labels import check_known
 
 if TYPE_CHECKING:
     import datasets
@@ -96,14 +97,7 @@ class Tags:
             if names
             else sorted(found["training"] | (found["evaluation"] if use_both else set()), key=_sort_key)
         )
-        for name, those in found.items():
-            unknown = sorted(those - set(values), key=_sort_key)
-            if unknown:
-                reason = "the dataset does not declare" if names else "do not occur in the training data"
-                raise UserError(
-                    f"--tags_column {column}: the {name} data have tags that {reason}: {', '.join(map(str, unknown[:10]))}. "
-                    f"Known tags are: {', '.join(map(str, (names or values)[:20]))}."
-                )
+        check_known(f"--tags_column {column}", "tags", found, values, names)
         names = names or [str(value) for value in values]
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so that there is nothing to learn.")

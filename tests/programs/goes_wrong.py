@@ -30,6 +30,8 @@ def main(cfg: Config) -> None:
                 return loss * float("nan")
             if cfg.how == "memory":
                 torch.empty(1 << 50, dtype=torch.uint8)
+            if cfg.how == "host memory":
+                raise MemoryError  # without a text, as Python raises it
             if cfg.how == "exception":
                 raise ValueError("a bug in the user's loss")
             if cfg.how == "exit":

@@ -1,0 +1,308 @@
+"""Layers without padding and the loss over a large vocabulary give the same result as the plain model."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from accel_ddp.speed import flops, linear_cross_entropy, padding_free
+from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
+from accel_ddp.training import losses
+from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
+LENGTHS = [3, 17, 9, 30, 1]
+OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": 100}
+POSITIONS = {"max_position_embeddings": 64}
+KINDS = {
+    "bert": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SHAPE, **POSITIONS)),
+    "roberta": lambda: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**SHAPE, max_position_embeddings=80, pad_token_id=1)
+    ),
+    "distilbert": lambda: transformers.DistilBertForTokenClassification(
+        transformers.DistilBertConfig(dim=32, n_layers=3, n_heads=4, hidden_dim=64, vocab_size=100)
+    ),
+    "bert masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE, **POSITIONS)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **POSITIONS, num_key_value_heads=2)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE, **POSITIONS, num_key_value_heads=2)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=100, n_positions=64)
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SHAPE, **POSITIONS)),
+    "mistral, short texts": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=64)
+    ),
+}
+
+
+def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
+    drawn, width = torch.Generator().manual_seed(seed), max(lengths)
+    ids = torch.randint(5, 100, (len(lengths), width), generator=drawn)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    mask = mask.flip(1) if side == "left" else mask
+    rows = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    return with_sizes(CountingCollate(lambda _: rows)([]))
+
+
+def loss_of(model, batch):
+    scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    if scores.ndim == 2:
+        return losses.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
+    labels = batch["labels"]
+    return losses.of_tokens(scores, torch.where(labels < 0, -100, labels % scores.shape[-1]))
+
+
+def compute(model, batch, loss=loss_of):
+    """Return the loss and the gradient of each parameter."""
+    model.zero_grad()
+    with CurrentBatch(batch):
+        value = loss(model, batch)
+    value.backward()
+    return value.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(a, b):
+    """Return the largest difference of the loss and of each gradient, as a fraction of its largest value."""
+    assert all(bool(gradient.isfinite().all()) for _, gradients in (a, b) for gradient in gradients.values())
+    sizes = {name: max(float(gradient.abs().max()), 1e-3) for name, gradient in a[1].items()}
+    return max(abs(a[0] - b[0]) / abs(a[0]), *(float((a[1][n] - b[1][n]).abs().max()) / sizes[n] for n in a[1]))
+
+
+def tokens_per_layer(layers, model, batch):
+    """Return how many tokens each layer gets in one pass."""
+    seen, calls = [], layers.calls
+    layers.run = lambda number, hidden, args, kwargs: seen.append(hidden.shape[1]) or calls[number](hidden, *args, **kwargs)
+    compute(model, batch)
+    layers.run = None
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_free_layers_give_the_same_loss_and_gradients_as_padding(kind):
+    torch.manual_seed(0)
+    model = KINDS[kind]().eval()  # without dropout, which draws a number for each position of the padded batch
+    batch = a_batch()
+    padded = compute(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-4) == ""
+    found = compute(model, batch)
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3, "the layers got padding"
+    assert difference(padded, found) < 1e-5
+    other = a_batch(seed=1)
+    assert difference(padded, compute(model, other)) > 1e-2, "the comparison finds no difference at all"
+    layers.remove()
+    assert difference(padded, compute(model, batch)) == 0
+
+
+def test_texts_in_one_row_do_not_attend_to_each_other():
+    """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
+    model = KINDS["llama"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+    first, second = a_batch(seed=0), a_batch(seed=1)
+    second["input_ids"][1] = first["input_ids"][1]
+    with torch.no_grad():
+        scores = []
+        for batch in (first, second):
+            with CurrentBatch(batch):
+                scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+    assert torch.equal(scores[0][1, :17], scores[1][1, :17])
+    assert not torch.equal(scores[0][3], scores[1][3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
+    """Otherwise several layers could not be captured as one CUDA graph."""
+    model = KINDS[kind]()
+    layers, given = PaddingFree(model), []
+
+    def run(number, hidden, args, kwargs):
+        out = layers.calls[number](hidden, *args, **kwargs)
+        given.append((hidden, out))
+        return out
+
+    layers.install()
+    layers.run = run
+    batch = a_batch()
+    with CurrentBatch(batch):
+        loss_of(model, batch)
+    assert len(given) == 3
+    assert all(after[0] is before[1] for before, after in itertools.pairwise(given))
+
+
+def test_a_model_that_needs_padding_is_refused_with_the_reason():
+    t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
+    for model, why in (
+        (transformers.T5ForConditionalGeneration(t5), "2 stacks"),
+        (nn.Linear(2, 2), "not a transformers model"),
+        (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
+        (KINDS["bert"]().to(torch.float32), ""),
+    ):
+        if isinstance(model, transformers.BertForSequenceClassification):
+            model.set_attn_implementation("eager")
+            why = "eager"
+        with pytest.raises(padding_free.NeedsPadding, match=why):
+            PaddingFree(model)
+    # With a window that is shorter than the texts, the model is computed with padding.
+    config = transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=8)
+    model = transformers.MistralForCausalLM(config).eval()
+    batch = a_batch()
+    padded = compute(model, batch)
+    PaddingFree(model).install()
+    assert difference(padded, compute(model, batch)) == 0
+    # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
+    model = KINDS["bert"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch), a_batch("left"), 1e-4)
+
+
+def test_a_model_whose_layers_drop_arguments_needs_padding():
+    """Its texts would attend to each other, which hardly changes the loss of an untrained model."""
+    config = transformers.StableLmConfig(**SHAPE, **POSITIONS, num_key_value_heads=2)
+    model = transformers.StableLmForCausalLM(config).eval()
+    layers = PaddingFree(model)
+    layers.install()
+    assert "do not pass their arguments on" in layers.check(lambda batch: loss_of(model, batch), a_batch(), 1e-4)
+
+
+def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
+    """Here texts attend to each other, and the loss of the batch is the same."""
+    model = KINDS["bert"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+
+    def attend_to_all(module, query, key, value, *_, **__):
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, attend_to_all)
+    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
+
+
+def test_layers_get_no_cache_and_generation_uses_padding():
+    """Decoders pass a cache to their layers by default. It must not become part of a CUDA graph."""
+    config = transformers.Qwen2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, num_labels=3, pad_token_id=0)
+    model = transformers.Qwen2ForSequenceClassification(config).train()
+    layers = PaddingFree(model)
+    layers.install()
+    given = []
+    layers.run = lambda number, hidden, args, kwargs: given.append(kwargs) or layers.calls[number](hidden, *args, **kwargs)
+    compute(model, a_batch())
+    assert given
+    assert all(kwargs["past_key_values"] is None for kwargs in given)
+    model = KINDS["llama"]().eval()
+    PaddingFree(model).install()
+    compute(model, a_batch())
+    assert model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+def test_adapters_and_copies_of_a_padding_free_model():
+    import copy
+
+    import peft
+
+    torch.manual_seed(0)
+    base = KINDS["llama"]()
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"]))
+    model.eval()
+    batch = a_batch()
+    padded = compute(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    assert difference(padded, compute(model, batch)) < 1e-5
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3
+    assert model.generate(input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+    assert copy.deepcopy(model).merge_and_unload() is not None
+    counter = flops.FlopCounter(model)
+    frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
+    assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
+
+
+def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
+    model = KINDS["bert"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+    with CurrentBatch(a_batch()):
+        other = a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row of the current batch
+        layers.run = lambda *_: pytest.fail("the layers got no padding")
+        loss_of(model, other)
+
+
+def test_gradient_checkpointing_without_padding_gives_the_same_result():
+    model = KINDS["llama"]().train()
+    batch = a_batch()
+    layers = PaddingFree(model)
+    layers.install()
+    stored = compute(model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert difference(stored, compute(model, batch)) < 1e-6
+    assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 6, "the backward pass runs each layer once more"
+    with pytest.raises(RuntimeError, match="--padding_free off"):
+        compute(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
+
+
+def test_a_small_table_has_the_same_gradient_as_an_embedding():
+    table, places = torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randint(0, 3, (4, 5))
+    weight = torch.randn(4, 5, 8, dtype=torch.double)
+    (ours,) = torch.autograd.grad((_SmallTable.apply(places, table) * weight).sum(), table)
+    (theirs,) = torch.autograd.grad((F.embedding(places, table) * weight).sum(), table)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------- the loss over a large vocabulary
+
+
+@pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
+def test_a_loss_in_chunks_equals_the_loss_over_all_logits(monkeypatch, softmax):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 300 * 130)
+    torch.manual_seed(0)
+    values = [torch.randn(*size, dtype=torch.double, requires_grad=True) for size in ((700, 32), (130, 32), (130,))]
+    labels = torch.where(torch.arange(700) % 5 == 0, -100, torch.randint(0, 130, (700,)))
+    whole = F.cross_entropy(values[0] @ values[1].T + values[2], labels, reduction="sum")
+    in_chunks = linear_cross_entropy.linear_cross_entropy(*values, labels, softmax)
+    assert abs(whole.item() - in_chunks.item()) < 1e-9
+    with torch.no_grad():
+        assert linear_cross_entropy.linear_cross_entropy(*values, labels, softmax).item() == in_chunks.item()
+    for a, b in zip(torch.autograd.grad(whole * 0.3, values), torch.autograd.grad(in_chunks * 0.3, values)):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_micro_batch_without_labels_has_a_loss_of_zero():
+    model = KINDS["llama"]().eval()
+    batch = a_batch()
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    batch = with_sizes(CountingCollate(lambda _: {**inputs, "labels": torch.full_like(batch["labels"], -100)})([]))
+    head = linear_cross_entropy.OutputHead(model)
+    value, gradients = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, batch["labels"], batch))
+    assert value == 0
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert masked"])
+def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
+    torch.manual_seed(0)
+    model = KINDS[kind]().eval()
+    batch = a_batch()
+    labels = losses.next_tokens(batch["labels"])
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    whole = compute(model, batch, lambda model, batch: losses.of_tokens(model(**inputs).logits, labels))
+    head = linear_cross_entropy.OutputHead(model)
+    skipped = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, labels, batch))
+    assert head.is_last
+    assert difference(whole, skipped) < 1e-5
+
+
+def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
+    config = transformers.Gemma2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    batch = a_batch()
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    head = linear_cross_entropy.OutputHead(model)
+    labels = losses.next_tokens(batch["labels"])
+    assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
+    assert head.is_last is False
