@@ -301,8 +301,9 @@ def test_a_loss_that_is_not_a_number_is_reported_with_step_and_rank(tmp_path):
     assert "Traceback" not in ended.text
 
 
-def test_out_of_memory_names_the_option_to_lower(tmp_path):
-    ended = goes_wrong(tmp_path, "memory")
+@pytest.mark.parametrize("how", ["memory", "host memory"])
+def test_out_of_memory_names_the_option_to_lower(tmp_path, how):
+    ended = goes_wrong(tmp_path, how)
     assert ended.codes[1] == 2
     assert ended.codes[0] != 0, "the other rank does not wait forever"
     assert "rank 1 on" in ended.text
