@@ -1,4 +1,4 @@
-"""Helpers that start real processes. Nothing here is a stand-in for torch, accelerate, the network or the disk."""
+"""Helpers that start real processes. Nothing here mocks torch, accelerate, the network or the disk."""
 
 import contextlib
 import functools
@@ -23,17 +23,19 @@ pytest_plugins = ["tests.nodes", "tests.parallel"]
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background, with all its children
+# A shell starts background commands with SIGINT ignored, and child processes would inherit this.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-OUTSIDE = dict(os.environ)  # libraries that a test imports here add to os.environ what processes of a user do not have
+# The copy is taken here, because libraries that tests import later add variables that the processes of a user do not have.
+OUTSIDE = dict(os.environ)
 
 
 @dataclass
 class Ended:
-    """How the processes of one launch ended, in their order."""
+    """The results of the processes of one launch, in the order of their commands."""
 
     codes: list[int]
-    texts: list[str]  # stdout and stderr of each
+    texts: list[str]  # stdout and stderr of each process, in one text
     seconds: float
 
     @property
@@ -41,15 +43,16 @@ class Ended:
         return "\n".join(self.texts)
 
     def well(self) -> "Ended":
+        """Assert that every exit code is 0. Return self."""
         assert self.codes == [0] * len(self.codes), f"exit codes {self.codes}\n{self.text[-6000:]}"
         return self
 
 
-port_numbers = itertools.count(os.getpid() * 101)  # sessions and workers begin at different ports
+port_numbers = itertools.count(os.getpid() * 101)  # sessions and workers start at different ports
 
 
 def free_port() -> int:
-    """Return a free port below 32768: the kernel hands out none of these, so it stays free until a launcher takes it."""
+    """Return a free port below 32768. The kernel assigns none of these, so the port stays free until a launcher binds it."""
     while True:
         port = 10_000 + next(port_numbers) % 19_000
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -58,9 +61,9 @@ def free_port() -> int:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Of a new user: nothing left over that changes a run, and no GPU even where the machine has one."""
+    """Return the environment of a new user, without variables that change a run, and without GPUs."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "WANDB_API_KEY", "WANDB_MODE")
-    # Without compiled files every process would compile this package anew: a fifth of a second.
+    # Without compiled files, every process would compile this package again, which takes 0.2 s.
     env = {name: value for name, value in OUTSIDE.items() if name not in (*drop, "PYTHONDONTWRITEBYTECODE")}
     fixed = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return {**env, "PATH": f"{BIN}{os.pathsep}{env['PATH']}", **fixed, **more}
@@ -68,20 +71,25 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 @functools.cache
 def fork_server() -> forking.Server:
+    """Return the fork server of this pytest process. The first call starts it."""
     return forking.Server(clean_environment())
 
 
 def started(
     commands: list[list[str]], environments: list[dict[str, str]], folders: list[Path], new_session: bool, fresh: bool
 ) -> list[subprocess.Popen | forking.Forked]:
-    """Python scripts as forks, where their environments allow it. All or none: ranks have one parent, as from a launcher."""
-    places = list(zip(commands, environments, folders, strict=True))
+    """Start the commands and return their processes.
+
+    Python scripts are forked if their environments allow it. Either all commands are forked or none, because ranks have the same
+    parent process, as under a launcher.
+    """
+    starts = list(zip(commands, environments, folders, strict=True))
     scripts = (".py", str(BIN / "accel-ddp"))
     is_script = [command[0] == sys.executable and command[1].endswith(scripts) for command in commands]
     if not fresh and all(is_script) and all(fork_server().fits(env) for env in environments):
-        return [fork_server().fork(command[1:], env, cwd, new_session) for command, env, cwd in places]
+        return [fork_server().fork(command[1:], env, cwd, new_session) for command, env, cwd in starts]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, env=env, cwd=cwd, start_new_session=new_session, **pipes) for command, env, cwd in places]
+    return [subprocess.Popen(command, env=env, cwd=cwd, start_new_session=new_session, **pipes) for command, env, cwd in starts]
 
 
 def run_all(
@@ -91,37 +99,38 @@ def run_all(
     cwd: Path | list[Path] = ROOT,
     fresh: bool = False,
 ) -> Ended:
-    """Start the commands together; wait for all."""
+    """Start the commands at the same time, wait for all of them, and return their results."""
     return Running(commands, environments, cwd, new_session=False, fresh=fresh).ended(timeout)
 
 
 class Running:
-    """Processes that are watched while they run. `fresh`: each in an interpreter of its own, see tests/forking.py."""
+    """Processes whose output is read while they run. `fresh` starts a new interpreter for each; see tests/forking.py."""
 
     def __init__(
         self, commands: list[list], environments: list[dict[str, str]], cwd: Path | list[Path] = ROOT, new_session: bool = True,
         fresh: bool = False,
     ):  # fmt: skip
-        words = [[str(word) for word in command] for command in commands]
-        folders = cwd if isinstance(cwd, list) else [cwd] * len(words)
-        self.processes = started(words, environments, folders, new_session, fresh)
+        argvs = [[str(argument) for argument in command] for command in commands]
+        folders = cwd if isinstance(cwd, list) else [cwd] * len(argvs)
+        self.processes = started(argvs, environments, folders, new_session, fresh)
         self.read = [""] * len(commands)
 
-    def until(self, words: str, of: int = 0, timeout: float = 120) -> None:
-        """Until a process says this; the whole family is ended if it does not."""
-        late = threading.Timer(timeout, self.kill)
-        late.start()
+    def until(self, expected: str, of: int = 0, timeout: float = 120) -> None:
+        """Wait until process `of` prints a line that contains `expected`. Otherwise kill all processes and fail."""
+        timer = threading.Timer(timeout, self.kill)
+        timer.start()
         for line in self.processes[of].stdout:
             self.read[of] += line
-            if words in line:
-                late.cancel()
+            if expected in line:
+                timer.cancel()
                 return
-        late.cancel()
-        late.join()
+        timer.cancel()
+        timer.join()
         self.kill()
-        raise AssertionError(f"{words!r} was never said:\n{self.read[of]}")
+        raise AssertionError(f"process {of} has not printed {expected!r}. It printed:\n{self.read[of]}")
 
     def kill(self) -> None:
+        """Kill the processes that are still running, with all their descendants."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,27 +139,29 @@ class Running:
                 process.kill()
 
     def abort(self) -> str:
-        """End those that hang, and those that only keep the output open, so that they say where: each prints its stacks."""
+        """Send SIGABRT to every process that has the output open, so that it prints its stacks. Return a list of them as text."""
         pipes = {os.readlink(f"/proc/self/fd/{process.stdout.fileno()}") for process in self.processes}
         hang = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 files = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
                 if files & pipes and process.pid != os.getpid():
-                    hang.append(f"{process.pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())[:200]}")
+                    hang.append(
+                        f"{process.pid} (parent {process.ppid()}, {process.status()}): {' '.join(process.cmdline())[:200]}"
+                    )
                     process.send_signal(signal.SIGABRT)
         time.sleep(2)
-        return "\n".join(["these were there:", *hang])
+        return "\n".join(["processes that had the output open:", *hang])
 
     def ended(self, timeout: float = 120) -> Ended:
-        """Wait for all of them; their families are ended if they do not."""
+        """Wait for all processes and return their results. After the timeout, kill them with their descendants and fail."""
         began = time.monotonic()
 
-        def read_on(number: int) -> None:  # Popen.communicate leaves out what `until` has read ahead
+        def read_rest(number: int) -> None:  # Popen.communicate omits what `until` has buffered
             for line in self.processes[number].stdout:
                 self.read[number] += line
 
-        readers = [threading.Thread(target=read_on, args=(number,), daemon=True) for number in range(len(self.processes))]
+        readers = [threading.Thread(target=read_rest, args=(number,), daemon=True) for number in range(len(self.processes))]
         try:
             for reader in readers:
                 reader.start()
@@ -158,7 +169,7 @@ class Running:
                 reader.join(max(0, began + timeout - time.monotonic()))
             if any(reader.is_alive() for reader in readers):
                 hang = self.abort()
-                raise AssertionError(f"not ended after {timeout} s:\n" + "\n".join([*self.read, hang]))
+                raise AssertionError(f"the processes have not ended after {timeout} s:\n" + "\n".join([*self.read, hang]))
             codes = [process.wait(10) for process in self.processes]
         finally:
             self.kill()
@@ -166,6 +177,7 @@ class Running:
 
 
 def rank_environments(ranks: int, **more: str) -> list[dict[str, str]]:
+    """Return the environments of ranks on one node, as a launcher sets them. A single rank has no launcher."""
     port = str(free_port())
     if ranks == 1:
         return [clean_environment(**more)]
@@ -179,18 +191,18 @@ def rank_environments(ranks: int, **more: str) -> list[dict[str, str]]:
 
 
 def node_environments(nodes: int, **more: str) -> list[dict[str, str]]:
-    """Of ranks that are each alone on their node."""
+    """Return the environments of nodes with one rank each."""
     return [{**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for env in rank_environments(nodes, **more)]
 
 
 def run_ranks(ranks: int, script: Path | str, *args: object, timeout: float = 300, fresh: bool = False, **env: str) -> Ended:
-    """Each rank a process that we start ourselves, so that each one's exit code and words can be seen."""
+    """Run a script on several ranks without a launcher, so that the exit code and the output of each rank are available."""
     return run_all([[sys.executable, script, *args]] * ranks, rank_environments(ranks, **env), timeout, fresh=fresh)
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> str:
-    """One folder of tokenised data for all workers of the session: what one test tokenises is found by the next."""
+    """Return a folder for tokenised data that all workers of the session share, so that each data set is tokenised once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
     folder.mkdir(exist_ok=True)
@@ -200,7 +212,7 @@ def cache(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    """A folder with a tiny BERT and the tokenizer of the embedded model."""
+    """Return a folder with a tiny BERT and the tokenizer of the builtin model."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 

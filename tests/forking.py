@@ -1,9 +1,9 @@
-"""Processes that need not import torch and its like again: forks of one that has (programs/fork_server.py).
+"""Start processes as forks of a server that has already imported torch and the other libraries (programs/fork_server.py).
 
-They are real processes, with an environment, pipes, signals, sockets and an end of their own; but importing takes some
-seconds of a core, and a training in these tests a fraction of one. What is not covered by them is the start of an interpreter:
-what the libraries read from their environment when they are imported, in which order they are, and the seed of hashes, which
-all forks share. The tests of launchers, of the README's commands and of `verify` start interpreters.
+Forks are real processes with their own environment, pipes, signals, sockets and exit code. They save time: the imports take
+several seconds of CPU time, and training in these tests takes less than one. Forks do not test the start of an interpreter: the
+variables that libraries read when they are imported, the order of the imports, and the hash seed, which all forks share. The
+tests of launchers, of the commands in the README and of `verify` start new interpreters.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from pathlib import Path
 
 SERVER = Path(__file__).parent / "programs" / "fork_server.py"
 
-# All variables in which a process may differ from the server: what reads them does so after the fork.
+# A fork may have other values of these variables than the server, because they are read after the fork.
 READ_LATE = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
     "ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS",
@@ -30,56 +30,60 @@ READ_LATE = {
 
 class Server:
     def __init__(self, environment: dict[str, str]):
-        """For processes of this environment, but for what is READ_LATE."""
+        """Start the server. Its forks may differ from this environment only in the variables of READ_LATE."""
         self.environment = environment
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.connection.settimeout(300)  # the first answer comes when everything is imported
-        self.said = tempfile.TemporaryFile("w+")
+        self.connection.settimeout(300)  # the first answer comes after all imports
+        self.output = tempfile.TemporaryFile("w+")
         # accel_ddp sets this before it imports torch.
         own = {"OMP_WAIT_POLICY": "PASSIVE", **environment}
-        # Those of numpy and of pyarrow start no threads when they are imported.
+        # With these, numpy and pyarrow start no threads when they are imported. A process with threads cannot be forked safely.
         own.update(OPENBLAS_NUM_THREADS="1", JE_ARROW_MALLOC_CONF="background_thread:false")
-        own.pop("OMP_NUM_THREADS", None)  # the forks set what they are to have
+        own.pop("OMP_NUM_THREADS", None)  # each fork sets its own number of threads
         self.process = subprocess.Popen(
-            [sys.executable, SERVER, str(other.fileno())], env=own, stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said,
+            [sys.executable, SERVER, str(other.fileno())], env=own, stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
             pass_fds=[other.fileno()],
         )  # fmt: skip
         other.close()
-        self.one_at_a_time = threading.Lock()
+        self.lock = threading.Lock()  # one request at a time
         atexit.register(self.end)
 
     def end(self) -> None:
+        """Kill the server. Its forks continue."""
         self.process.kill()
         self.process.wait()
 
     def fits(self, environment: dict[str, str]) -> bool:
+        """Return whether a fork can have this environment."""
         changed = {name for name, _ in environment.items() ^ self.environment.items()}
         return changed <= READ_LATE
 
-    def fork(self, words: list[str], environment: dict[str, str], cwd: Path, new_session: bool) -> "Forked":
+    def fork(self, argv: list[str], environment: dict[str, str], cwd: Path, new_session: bool) -> "Forked":
+        """Start a Python script with its arguments as a fork of the server, and return its process."""
         reader, output = os.pipe()
         report, reporter = os.pipe()
-        wanted = {"words": words, "environment": environment, "cwd": str(cwd), "new_session": new_session}
+        request = {"argv": argv, "environment": environment, "cwd": str(cwd), "new_session": new_session}
         try:
-            with self.one_at_a_time:
-                socket.send_fds(self.connection, [json.dumps(wanted).encode()], [output, reporter])
+            with self.lock:
+                socket.send_fds(self.connection, [json.dumps(request).encode()], [output, reporter])
                 answer = self.connection.recv(100)
         except OSError as error:
-            raise self.is_gone() from error
+            raise self.no_answer() from error
         finally:
             os.close(output)
             os.close(reporter)
         if not answer:
-            raise self.is_gone()
+            raise self.no_answer()
         return Forked(self, int(answer), reader, report)
 
-    def is_gone(self) -> RuntimeError:
-        self.said.seek(0)
-        return RuntimeError(f"{SERVER} has ended or hangs, exit code {self.process.poll()}. It said: {self.said.read()}")
+    def no_answer(self) -> RuntimeError:
+        """Return the error for a server that does not answer, with its exit code and its output."""
+        self.output.seek(0)
+        return RuntimeError(f"{SERVER} has ended or hangs (exit code {self.process.poll()}). Its output: {self.output.read()}")
 
 
 class Forked:
-    """A process that the server has forked, with what the tests use of a subprocess.Popen."""
+    """A process that the server has forked. It has those methods of subprocess.Popen that the tests use."""
 
     def __init__(self, server: Server, pid: int, output: int, report: int):
         self.server = server
@@ -89,12 +93,13 @@ class Forked:
         self.report = open(report, "rb", buffering=0)
 
     def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, or minus the number of the signal that ended the process."""
         if self.returncode is None:
             if not select.select([self.report], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             code = self.report.read(10)
             if not code:
-                raise self.server.is_gone()
+                raise self.server.no_answer()
             self.returncode = int(code)
             self.report.close()
         return self.returncode

@@ -1,4 +1,4 @@
-"""What other tests rely on: a fork of tests/forking.py starts and ends as an interpreter of its own does."""
+"""A fork of tests/forking.py, on which other tests rely, starts and ends as a new interpreter does."""
 
 import json
 import os
@@ -16,11 +16,11 @@ AS_STARTED = PROGRAMS / "as_started.py"
 
 
 @pytest.mark.parametrize("how", ["end", "exit", "words", "exception", "at once", "SIGKILL", "SIGTERM"])
-def test_it_starts_and_ends_as_an_interpreter_of_its_own(how, tmp_path):
-    def started(fresh: bool) -> Ended:
+def test_a_fork_starts_and_ends_as_a_new_interpreter(how, tmp_path):
+    def launch(fresh: bool) -> Ended:
         return run_ranks(1, AS_STARTED, how, 'a "word"\nof two lines', fresh=fresh, ACCEL_DDP_CACHE=str(tmp_path))
 
-    forked, real = started(fresh=False), started(fresh=True)
+    forked, real = launch(fresh=False), launch(fresh=True)
     assert forked.codes == real.codes
     facts, expected = (json.loads(ended.text.splitlines()[0]) for ended in (forked, real))
     assert facts == expected
@@ -28,7 +28,7 @@ def test_it_starts_and_ends_as_an_interpreter_of_its_own(how, tmp_path):
     assert forked.text.splitlines()[-1] == (real.text.splitlines()[-1] if how in ("words", "exception") else forked.text[:-1])
 
 
-def test_what_is_read_when_libraries_are_imported_needs_an_interpreter_of_its_own():
+def test_variables_that_libraries_read_when_imported_need_a_new_interpreter():
     command = [sys.executable, AS_STARTED, "at once"]
     for environment, kind in [
         (clean_environment(RANK="1", OMP_NUM_THREADS="1"), forking.Forked),
@@ -40,7 +40,7 @@ def test_what_is_read_when_libraries_are_imported_needs_an_interpreter_of_its_ow
         assert running.ended().codes == [74]
 
 
-def test_its_pid_is_its_own_until_its_end_was_asked_for():
+def test_the_pid_of_a_fork_is_not_reused_before_its_exit_code_is_read():
     process = fork_server().fork([str(AS_STARTED), "at once"], clean_environment(), ROOT, new_session=True)
     facts = json.loads(process.stdout.read())
     assert facts["leads a session"]
@@ -53,7 +53,7 @@ def test_its_pid_is_its_own_until_its_end_was_asked_for():
         assert time.monotonic() < deadline
 
 
-def test_one_that_a_test_has_left_does_no_harm():
+def test_a_fork_that_a_test_does_not_wait_for_is_reaped():
     process = fork_server().fork([str(AS_STARTED), "at once"], clean_environment(), ROOT, new_session=True)
     process.report.close()
     deadline = time.monotonic() + 10
@@ -62,12 +62,12 @@ def test_one_that_a_test_has_left_does_no_harm():
     assert run_ranks(1, AS_STARTED, "exit").codes == [75]
 
 
-def test_nobody_waits_for_a_server_that_is_gone():
+def test_a_killed_server_raises_an_error_instead_of_a_hang():
     server = forking.Server(clean_environment())
     server.process.kill()
     with pytest.raises(RuntimeError, match="has ended"):
         server.fork([str(AS_STARTED), "end"], clean_environment(), ROOT, new_session=False)
     reader, writer = os.pipe()
-    os.close(writer)  # the server had it
+    os.close(writer)  # as if the server, which has this end, were killed
     with pytest.raises(RuntimeError, match="has ended"):
         forking.Forked(server, os.getpid(), os.open(os.devnull, os.O_RDONLY), reader).wait()

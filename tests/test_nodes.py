@@ -47,8 +47,8 @@ def pair(shared):
     return shared
 
 
-def output_of(node: Node, *words: object) -> str:
-    return subprocess.run(node.command(list(words)), capture_output=True, text=True, check=True).stdout.strip()
+def output_of(node: Node, *command: object) -> str:
+    return subprocess.run(node.command(list(command)), capture_output=True, text=True, check=True).stdout.strip()
 
 
 def connection_result(node: Node, host: str, port: int, patience: float = 10) -> str:
@@ -208,8 +208,8 @@ def test_a_session_removes_what_a_killed_session_has_left(pair):
     """Processes of the killed session end with it. The next session removes its names and folders."""
     running = Running([[sys.executable, "-c", IN_ANOTHER_SESSION + WAITS, pair.kind]], [clean_environment()])
     running.until("\n")
-    words = running.read[0].split()
-    handles, identities = words[::2], [int(identity) for identity in words[1::2]]
+    fields = running.read[0].split()
+    handles, identities = fields[::2], [int(identity) for identity in fields[1::2]]
     running.processes[0].kill()
     running.ended(10)
     Nodes(1, pair.kind).close()

@@ -1,4 +1,4 @@
-"""Asked to stop, every rank ends after the same step with one checkpoint; killed, the run goes on as if it had not been."""
+"""A stop request ends all ranks after the same step with one checkpoint. A killed run, resumed, has the same result."""
 
 import json
 import os
@@ -27,15 +27,15 @@ from tests.conftest import (
 
 TRAINS = PROGRAMS / "trains.py"
 DIED = rf"error: rank 1 \({os.uname().nodename}, pid \d+\) died without an error message"
-WORDS = ["--num_workers", "2"]  # of every run, so that they can be compared
+OPTIONS = ["--num_workers", "2"]  # options of every run whose result is compared
 
 
-def ranks(number: int, *arguments: object, **env: str) -> Running:
-    return Running([[sys.executable, TRAINS, *WORDS, *arguments]] * number, rank_environments(number, **env))
+def start_ranks(number: int, *arguments: object, **env: str) -> Running:
+    return Running([[sys.executable, TRAINS, *OPTIONS, *arguments]] * number, rank_environments(number, **env))
 
 
-def nodes(*arguments: object) -> Running:
-    """Two `accelerate launch`, as typed on two machines."""
+def start_nodes(*arguments: object) -> Running:
+    """Start `accelerate launch` twice, as on two machines."""
     common = [
         "--config_file",
         "accelerate_configs/2node.yaml",
@@ -44,12 +44,12 @@ def nodes(*arguments: object) -> Running:
         "--main_process_port",
         free_port(),
     ]
-    commands = [[BIN / "accelerate-launch", *common, "--machine_rank", node, TRAINS, *WORDS, *arguments] for node in (0, 1)]
+    commands = [[BIN / "accelerate-launch", *common, "--machine_rank", node, TRAINS, *OPTIONS, *arguments] for node in (0, 1)]
     return Running(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")] * 2)
 
 
-def last(folder: Path) -> dict[str, bytes]:
-    """The files of the checkpoint after the last step that must not depend on the way to it."""
+def last_checkpoint(folder: Path) -> dict[str, bytes]:
+    """Return those files of the checkpoint of step 12 that must not depend on interruptions."""
     path = folder / "step_00000012"
     return {name: (path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
@@ -61,41 +61,41 @@ def steps_saved(folder: Path) -> list[int]:
 def wait_for(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while step not in steps_saved(folder):
-        assert time.monotonic() < deadline, f"step {step} was never saved"
+        assert time.monotonic() < deadline, f"step {step} was not saved within 60 s"
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> dict[str, bytes]:
-    """What a run on two ranks ends with that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    ranks(2, "--output_dir", folder).ended().well()
+def uninterrupted(tmp_path_factory) -> dict[str, bytes]:
+    """Return the last checkpoint of an uninterrupted run on two ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    start_ranks(2, "--output_dir", folder).ended().well()
     assert steps_saved(folder) == [4, 8, 12]
-    return last(folder)
+    return last_checkpoint(folder)
 
 
-def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp_path, straight):
+def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = nodes("--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running = start_nodes("--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
     running.until("step  3/12")
     running.processes[1].terminate()
     ended = running.ended()
-    assert ended.codes == [1, 1], "both launchers report an end that is not the end of the run"
+    assert ended.codes == [1, 1], "both launchers report that the run is not complete"
     assert ended.seconds < 25
     stopped = steps_saved(folder)
     assert len(stopped) == 1
     assert 3 <= stopped[0] < 12
     for text in ended.texts:
         assert f"stopped: requested by SIGTERM on rank 1 ({os.uname().nodename}). Step {stopped[0]} of 12 is saved" in text
-    assert "exitcode  : 75" in ended.texts[0], "torchrun's report has the code of the ranks"
-    again = run_all([[sys.executable, TRAINS, *WORDS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
+    assert "exitcode  : 75" in ended.texts[0], "the report of torchrun contains the exit code of the ranks"
+    again = run_all([[sys.executable, TRAINS, *OPTIONS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
     assert f"resumed at step {stopped[0]}" in again.texts[0]
-    assert last(folder) == straight
+    assert last_checkpoint(folder) == uninterrupted
 
 
-def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tmp_path, straight):
+def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = nodes("--output_dir", folder, "--step_seconds", 0.3)
+    running = start_nodes("--output_dir", folder, "--step_seconds", 0.3)
     at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
     wait_for(folder, 4)
@@ -107,15 +107,15 @@ def test_a_two_node_run_killed_at_a_random_step_goes_on_as_if_it_had_not_been(tm
     assert ended.codes.count(0) == 0
     is_main = victim is running.processes[0]
     found = re.search(r"error: the main node 127.0.0.1 is lost" if is_main else DIED, ended.texts[is_main])
-    assert found, "the rank that is left does not blame itself"
+    assert found, "the remaining rank does not report the other one as lost"
     assert 4 in steps_saved(folder)
-    run_all([[sys.executable, TRAINS, *WORDS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
-    assert last(folder) == straight, f"killed at step {at}"
+    run_all([[sys.executable, TRAINS, *OPTIONS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
+    assert last_checkpoint(folder) == uninterrupted, f"killed at step {at}"
 
 
-def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
-    """Within seconds, and once on each node; they end with it."""
-    running = ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
+def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
+    """The other ranks end within seconds."""
+    running = start_ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
     running.until("step  2/12")
     began = time.monotonic()
     running.processes[1].kill()
@@ -126,8 +126,8 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
     assert f"pid {running.processes[1].pid})" in ended.text
     assert "Traceback" not in ended.text
 
-    # Under a launcher, which sends the others of the node SIGTERM at once.
-    command = [BIN / "torchrun", "--nproc_per_node", 3, "--master_port", free_port(), TRAINS, *WORDS, "--global_batch_size", 6]
+    # A launcher immediately sends SIGTERM to the other ranks of the node.
+    command = [BIN / "torchrun", "--nproc_per_node", 3, "--master_port", free_port(), TRAINS, *OPTIONS, "--global_batch_size", 6]
     running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.2]], [clean_environment()])
     running.until("step  2/12")
     launched = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
@@ -138,52 +138,52 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
-def test_one_rank_is_asked_and_all_stop_at_the_same_step(tmp_path, straight, how):
-    """The signal goes to rank 1 and all its data workers, as Slurm sends it."""
+def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
+    """Rank 1 and all its data workers receive the signal, as from Slurm."""
     folder = tmp_path / "run"
-    running = ranks(2, "--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
     running.until("step  2/12")
     if how == "file":
         (folder / "STOP").touch()
     else:
         os.killpg(running.processes[1].pid, signal.Signals[how])
-        if how == "SIGINT":  # as `timeout` hands it on: one Ctrl-C all the same
+        if how == "SIGINT":  # under `timeout`, one Ctrl-C arrives twice
             time.sleep(0.05)
             os.killpg(running.processes[1].pid, signal.SIGINT)
     ended = running.ended()
     assert ended.codes == [75, 75], ended.text
-    assert ended.text.count("stopped: requested by") == 1, "once per node"
+    assert ended.text.count("stopped: requested by") == 1, "the message is printed once per node"
     assert "Traceback" not in ended.text
     assert not (folder / "STOP").exists()
     (stopped,) = steps_saved(folder)
     assert 2 <= stopped < 12
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert events[-1]["stopped"]
-    assert "loss" not in events[-1], "nothing was evaluated after this step"
+    assert "loss" not in events[-1], "an evaluation was made after the stop"
     assert [e["step"] for e in events if e["event"] == "save"] == [stopped]
     if how == "SIGTERM":
-        ranks(2, "--output_dir", folder, "--resume").ended().well()
-        assert last(folder) == straight
+        start_ranks(2, "--output_dir", folder, "--resume").ended().well()
+        assert last_checkpoint(folder) == uninterrupted
 
 
-def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, straight):
-    """Rank 0 is asked, in the evaluation after step 6, which would take long."""
+def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, uninterrupted):
+    """Rank 0 receives the signal in the evaluation after step 6, which would take 60 s or more."""
     folder = tmp_path / "run"
-    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60, "--no_eval_first")
+    running = start_ranks(2, "--output_dir", folder, "--eval_seconds", 60, "--no_eval_first")
     running.until("evaluating")
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
     assert ended.codes == [75, 75], ended.text
     assert ended.seconds < 20
     assert steps_saved(folder) == [4, 6]
-    again = ranks(2, "--output_dir", folder, "--resume").ended().well()
-    assert "step 6  evaluation:" in again.text, "what was cut short is made up for"
-    assert last(folder) == straight
+    again = start_ranks(2, "--output_dir", folder, "--resume").ended().well()
+    assert "step 6  evaluation:" in again.text, "the interrupted evaluation is not repeated"
+    assert last_checkpoint(folder) == uninterrupted
 
 
-def test_a_stop_in_the_evaluation_before_training_says_that_nothing_was_saved(tmp_path, straight):
+def test_a_stop_in_the_evaluation_before_training_reports_that_there_is_nothing_to_save(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = ranks(2, "--output_dir", folder, "--eval_seconds", 60)
+    running = start_ranks(2, "--output_dir", folder, "--eval_seconds", 60)
     running.until("evaluating")
     running.processes[1].send_signal(signal.SIGTERM)
     ended = running.ended()
@@ -191,13 +191,13 @@ def test_a_stop_in_the_evaluation_before_training_says_that_nothing_was_saved(tm
     assert ended.seconds < 20
     assert "before the first step. There is nothing to save" in ended.text
     assert steps_saved(folder) == []
-    ranks(2, "--output_dir", folder, "--resume").ended().well()
-    assert last(folder) == straight
+    start_ranks(2, "--output_dir", folder, "--resume").ended().well()
+    assert last_checkpoint(folder) == uninterrupted
 
 
-def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
-    """Rank 0 is asked while it waits for rank 1, which is busy before its first step: both end at once, and say why."""
-    running = ranks(2, "--busy_seconds", 60, "--output_dir", tmp_path / "run")
+def test_a_stop_before_the_first_step_saves_nothing(tmp_path):
+    """Rank 0 receives the signal while it waits for rank 1, which is busy before its first step. Both end immediately."""
+    running = start_ranks(2, "--busy_seconds", 60, "--output_dir", tmp_path / "run")
     running.until("busy", of=1)
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
@@ -209,16 +209,19 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["SIGUSR2", "SIGTERM"])
-def test_every_process_of_a_rank_gets_the_signal_and_wandb_keeps_its_record(tmp_path, how):
-    """As Slurm sends it. From SIGTERM nobody can keep wandb's own process, which installs a handler for it: then its record
-    is lost, which is said, and log.jsonl has it all the same."""
+def test_wandb_has_all_steps_although_every_process_of_a_rank_receives_the_signal(tmp_path, how):
+    """Slurm sends signals to every process.
+
+    SIGTERM ends the service process of wandb, which installs its own handler. The log of wandb is then incomplete, the run reports
+    this, and log.jsonl is complete.
+    """
     folder = tmp_path / "run"
-    running = ranks(1, "--output_dir", folder, "--step_seconds", 0.1, "--steps", 40, "--report_to", "wandb")
+    running = start_ranks(1, "--output_dir", folder, "--step_seconds", 0.1, "--steps", 40, "--report_to", "wandb")
     running.until("step  5/40")
-    family = [psutil.Process(running.processes[0].pid), *psutil.Process(running.processes[0].pid).children(recursive=True)]
-    assert any("wandb" in " ".join(process.cmdline()) for process in family), [process.cmdline() for process in family]
-    assert len(family) >= 4, "with two data workers"
-    for process in family:
+    processes = [psutil.Process(running.processes[0].pid), *psutil.Process(running.processes[0].pid).children(recursive=True)]
+    assert any("wandb" in " ".join(process.cmdline()) for process in processes), [process.cmdline() for process in processes]
+    assert len(processes) >= 4, "the rank, wandb and two data workers"
+    for process in processes:
         process.send_signal(signal.Signals[how])
     ended = running.ended()
     assert ended.codes == [75], ended.text
@@ -231,14 +234,14 @@ def test_every_process_of_a_rank_gets_the_signal_and_wandb_keeps_its_record(tmp_
         records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         assert len([r for r in records if '"type":"history"' in r.replace(" ", "") and "train/loss" in r]) == stopped
         more = ["--output_dir", folder, "--steps", 40, "--report_to", "wandb", "--resume", "--stop_after", stopped + 2]
-        assert run_ranks(1, TRAINS, *WORDS, *more).codes == [75]
+        assert run_ranks(1, TRAINS, *OPTIONS, *more).codes == [75]
         runs = [path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")]
-        assert len(runs) == 2, "two lives"
-        assert len(set(runs)) == 1, "of one run of wandb's"
+        assert len(runs) == 2, "each of the two processes has a folder"
+        assert len(set(runs)) == 1, "both processes use the same wandb run id"
 
 
-def test_the_step_to_stop_after_and_another_number_of_ranks(tmp_path):
-    """1 rank, then 4, 2, 3, which cannot be, and 1 again; float64, so that rounding is all that may differ."""
+def test_a_run_resumed_on_another_number_of_ranks_has_the_same_result(tmp_path):
+    """The run has 1 rank, then 4, 2, 3 (refused) and 1 again. It uses float64, and only rounding may differ."""
     import torch
     from safetensors.torch import load_file
 
@@ -259,9 +262,9 @@ def test_the_step_to_stop_after_and_another_number_of_ranks(tmp_path):
     torch.testing.assert_close(weights(changing), weights(one), rtol=0, atol=1e-12)
 
 
-def test_two_runs_never_share_a_folder_and_a_dead_one_does_not_block_it(tmp_path):
+def test_two_runs_never_share_a_folder_and_a_killed_run_does_not_block_it(tmp_path):
     folder = tmp_path / "run"
-    running = ranks(1, "--output_dir", folder, "--step_seconds", 1.5, "--save_every", 1)
+    running = start_ranks(1, "--output_dir", folder, "--step_seconds", 1.5, "--save_every", 1)
     running.until("step  1/12")
     refused = run_ranks(1, TRAINS, "--output_dir", folder, "--resume")
     assert refused.codes == [2]
@@ -272,13 +275,13 @@ def test_two_runs_never_share_a_folder_and_a_dead_one_does_not_block_it(tmp_path
     run_ranks(1, TRAINS, "--output_dir", other, "--seed", 1, "--stop_after", 2)
     refused = run_ranks(1, TRAINS, "--output_dir", other, "--resume", folder / "step_00000004")
     assert refused.codes == [2]
-    assert "holds another run" in refused.text, "a run is not gone on with inside another"
+    assert "holds another run" in refused.text, "a run was resumed in the folder of another run"
 
 
 def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
-    """torchrun gives its ranks sessions of their own and passes the signal on."""
+    """torchrun starts each rank in a new session and forwards the signal."""
     folder = tmp_path / "run"
-    command = [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port(), TRAINS, *WORDS, "--output_dir", folder,
+    command = [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port(), TRAINS, *OPTIONS, "--output_dir", folder,
                "--step_seconds", 0.2, "--save_every", 100]  # fmt: skip
     running = Running([command], [clean_environment(OMP_NUM_THREADS="1")])
     running.until("step  2/12")
@@ -289,27 +292,28 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     assert "stopped: requested by Ctrl-C" in ended.text
 
 
-def restarting(folder: Path, step_seconds: float) -> Running:
-    command = [BIN / "torchrun", "--nproc_per_node", 2, "--max_restarts", 1, "--master_port", free_port(), TRAINS, *WORDS]
+def start_with_restarts(folder: Path, step_seconds: float) -> Running:
+    """Start torchrun with two ranks, which it restarts once after a failure."""
+    command = [BIN / "torchrun", "--nproc_per_node", 2, "--max_restarts", 1, "--master_port", free_port(), TRAINS, *OPTIONS]
     arguments = ["--output_dir", folder, "--step_seconds", step_seconds]
     return Running([[*command, *arguments]], [clean_environment(OMP_NUM_THREADS="1")])
 
 
 @pytest.mark.slow
-def test_a_launcher_that_restarts_its_ranks_goes_on_after_a_kill(tmp_path, straight):
-    """Without --resume: the user has typed nothing new."""
+def test_a_launcher_that_restarts_its_ranks_continues_after_a_kill(tmp_path, uninterrupted):
+    """The restarted ranks resume without --resume, because the user types no new command."""
     folder = tmp_path / "run"
-    running = restarting(folder, step_seconds=0.1)
+    running = start_with_restarts(folder, step_seconds=0.1)
     running.until("step  6/12")
     wait_for(folder, 4)
     victims = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     victims[1].kill()
     assert "resumed at step " in running.ended().well().text
-    assert last(folder) == straight
+    assert last_checkpoint(folder) == uninterrupted
 
 
-def test_a_data_worker_whose_rank_is_killed_before_it_begins_ends_too():
-    """Else it would live for ever, with the rank's connections open: the other ranks would not notice that it is gone."""
+def test_a_data_worker_ends_if_its_rank_is_killed_before_the_worker_starts():
+    """Otherwise the worker would never end and would keep the connections of its rank open, which hides the death of the rank."""
     code = """
 import os, time
 from accel_ddp.ranks import signals
@@ -318,7 +322,7 @@ process.stop.pid = os.getpid()
 if os.fork() == 0:
     time.sleep(0.5)
     signals.ignore_in_worker()
-    print("lives on", flush=True)
+    print("still running", flush=True)
     os._exit(0)
 os.kill(os.getpid(), 9)
 """
@@ -329,8 +333,8 @@ os.kill(os.getpid(), 9)
 
 @pytest.mark.slow
 def test_a_launcher_that_restarts_its_ranks_does_not_undo_a_stop(tmp_path):
-    """torchrun takes it for a failure."""
-    running = restarting(tmp_path / "run", step_seconds=0.2)
+    """torchrun treats the stop as a failure and restarts the ranks."""
+    running = start_with_restarts(tmp_path / "run", step_seconds=0.2)
     running.until("step  2/12")
     (tmp_path / "run" / "STOP").touch()
     assert running.ended().codes == [1]

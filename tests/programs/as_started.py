@@ -1,4 +1,4 @@
-"""Says what a program can know of how it was started, and ends in the way that was asked for."""
+"""Print as JSON how this process was started, then end it in the requested way."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import stat
 import sys
 
 
-def is_of_another_process(descriptor: int) -> bool:
+def is_pipe_or_socket(descriptor: int) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(descriptor).st_mode) or stat.S_ISSOCK(os.fstat(descriptor).st_mode)
     except OSError:
@@ -28,7 +28,7 @@ print(
             "leads a session": os.getsid(0) == os.getpid(),
             "handlers": {name.name: str(signal.getsignal(name)) for name in signal.valid_signals() if name < signal.SIGRTMIN},
             "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-            "pipes and sockets": [number for number in range(1000) if is_of_another_process(number)],
+            "pipes and sockets": [number for number in range(1000) if is_pipe_or_socket(number)],
             "threads": len(os.listdir("/proc/self/task")),
             "ours": [name for name in sys.modules if name.startswith(("accel_ddp", "tests", "recipes"))],
         }
@@ -38,9 +38,9 @@ how = sys.argv[1]
 if how == "exit":
     sys.exit(75)
 if how == "words":
-    sys.exit("words instead of a code")
+    sys.exit("a message instead of an exit code")
 if how == "exception":
-    raise ValueError("nobody catches it")
+    raise ValueError("an exception that is not caught")
 if how == "at once":
     os._exit(74)
 if how.startswith("SIG"):

@@ -1,4 +1,4 @@
-"""What the core does in a world of this many ranks, written to OUT for comparison with other worlds."""
+"""Train, read data and evaluate on this number of ranks, and write the results to OUT. Tests compare numbers of ranks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class Config(TrainConfig):
 
 
 def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """101 texts of 2 to 29 tokens, of which very different numbers are labelled."""
+    """Return 101 texts of 2 to 29 tokens. The fraction of labelled tokens differs widely between texts."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    texts = []
     for _ in range(101):
         length = int(torch.randint(2, 30, (1,), generator=generator))
         ids = torch.randint(1, 40, (length,), generator=generator)
         labelled = torch.rand(length, generator=generator) < torch.rand(1, generator=generator) ** 3
-        made.append((ids, torch.where(labelled, ids % 5, torch.tensor(-100))))  # some texts have no label at all
-    return made
+        texts.append((ids, torch.where(labelled, ids % 5, torch.tensor(-100))))  # some texts have no labelled token
+    return texts
 
 
 def collate(items: list) -> dict[str, torch.Tensor]:
@@ -58,7 +58,9 @@ def new_model(dtype: torch.dtype, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Embedding(40, 16), nn.Dropout(dropout), nn.Linear(16, 5)).to(dtype)
 
 
-class Kept(Hook):
+class History(Hook):
+    """The loss and the gradient norm of each step."""
+
     def __init__(self):
         self.losses, self.norms = [], []
 
@@ -68,7 +70,7 @@ class Kept(Hook):
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Items with random augmentation, from all three generators that people use."""
+    """Items with random augmentation from the generators of Python, numpy and torch."""
 
     def __init__(self, num_items: int):
         self.num_items = num_items
@@ -84,18 +86,19 @@ class Noisy(torch.utils.data.Dataset):
         return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def trained(accelerator, cfg, dtype=torch.float64, dropout=0.0, **changes):
+def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, **changes):
+    """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
-    model, kept = new_model(dtype, dropout), Kept()
+    model, history = new_model(dtype, dropout), History()
     accel_ddp.fit(
         accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate),
-        loss_sum=loss_sum, count=count, hooks=[kept],
+        loss_sum=loss_sum, count=count, hooks=[history],
     )  # fmt: skip
-    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "losses": kept.losses, "norms": kept.norms}
+    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "losses": history.losses, "norms": history.norms}
 
 
 def stream(accelerator, cfg, dataset, num_steps, first=0, **changes) -> torch.Tensor:
-    """The items of the first steps in their global order, gathered from all ranks."""
+    """Return on the main rank the items of `num_steps` steps from step `first` on, in their global order."""
     cfg = dataclasses.replace(cfg, **changes)
     updates = TrainBatches(dataset, torch.stack).starting_at(first, accelerator, cfg)
     mine = [torch.stack(next(updates)) for _ in range(num_steps)]
@@ -105,14 +108,14 @@ def stream(accelerator, cfg, dataset, num_steps, first=0, **changes) -> torch.Te
     return torch.stack(shares, dim=2).flatten(1, 3).flatten(0, 1)  # step, micro-batch, rank, item
 
 
-def measured(accelerator, cfg) -> dict[str, float]:
-    """Accuracy, macro F1 and loss over 101 items that no number of ranks but 1 divides."""
+def evaluate(accelerator, cfg) -> dict[str, float]:
+    """Return accuracy, macro F1 and loss over 101 items. 101 is a prime number, so only 1 rank divides it."""
     items = [(ids, (ids.sum() + i) % 3) for i, (ids, _) in enumerate(rows())]
     torch.manual_seed(3)
     model = accelerator.prepare(nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 3)).double())
 
-    def of_ids(batch):
-        ids, labels = zip(*batch)
+    def collate_pairs(items):
+        ids, labels = zip(*items)
         return nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.stack(labels)
 
     def measure(model, batch):
@@ -125,7 +128,9 @@ def measured(accelerator, cfg) -> dict[str, float]:
         scores = {name: metrics.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
         return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"]), "labels": rows["references"].tolist()}
 
-    return evaluation.evaluate(accelerator, model, evaluation.EvalBatches(items, of_ids, 1, accelerator, cfg), measure, summarize)
+    return evaluation.evaluate(
+        accelerator, model, evaluation.EvalBatches(items, collate_pairs, 1, accelerator, cfg), measure, summarize
+    )
 
 
 def main(cfg: Config) -> None:
@@ -133,29 +138,30 @@ def main(cfg: Config) -> None:
     results = {}
     for dtype in (torch.float64, torch.float32):
         for micro in (24, 2):
-            results[f"{dtype}/{micro}"] = trained(accelerator, cfg, dtype, micro_batch_size=micro, save_every=10**9)
-    results["sgd, clipped"] = trained(accelerator, cfg, optimizer="sgd", max_grad_norm=0.01, lr=3.0)
-    results["dropout"] = trained(accelerator, cfg, dropout=0.3, micro_batch_size=2)
-    results["resumed"] = resumed(accelerator, cfg)
+            results[f"{dtype}/{micro}"] = train(accelerator, cfg, dtype, micro_batch_size=micro, save_every=10**9)
+    results["sgd, clipped"] = train(accelerator, cfg, optimizer="sgd", max_grad_norm=0.01, lr=3.0)
+    results["dropout"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2)
+    results["resumed"] = train_with_resume(accelerator, cfg)
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
     results["order from 3"] = stream(accelerator, cfg, torch.arange(101), num_steps=6, first=3)
     for workers in (0, 2):
         results[f"noise/{workers}"] = stream(accelerator, cfg, Noisy(101), 10, num_workers=workers, micro_batch_size=2)
-    results["metrics"] = measured(accelerator, cfg)
-    results["params equal on all ranks"] = _same_everywhere(results)
+    results["metrics"] = evaluate(accelerator, cfg)
+    results["params equal on all ranks"] = weights_are_equal(results)
     if accelerator.is_main_process:
         torch.save(results, cfg.out)
 
 
-def resumed(accelerator, cfg):
-    """Stopped after 5 of 9 steps, then gone on with; dropout on."""
+def train_with_resume(accelerator, cfg):
+    """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
     common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": cfg.output_dir + "_resumed", "lr_schedule": "constant"}
-    trained(accelerator, cfg, steps=5, **common)
-    broadcast_object(None)  # the main rank has written before the others read
-    return trained(accelerator, cfg, steps=9, resume="auto", **common)
+    train(accelerator, cfg, steps=5, **common)
+    broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
+    return train(accelerator, cfg, steps=9, resume="auto", **common)
 
 
-def _same_everywhere(results) -> bool:
+def weights_are_equal(results) -> bool:
+    """Return on the main rank whether all ranks have the same weights. Other ranks return True."""
     mine = [v["weights"] for v in results.values() if isinstance(v, dict) and "weights" in v]
     shares = gather_objects(mine)
     return shares is None or all(torch.equal(a[k], b[k]) for share in shares for a, b in zip(shares[0], share) for k in a)

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, and options that were changed: what a resumed run says and does. One process for all."""
+"""Resume runs from damaged checkpoints and with changed options, all in one process. Write the results to OUT as JSON."""
 
 import contextlib
 import dataclasses
@@ -32,8 +32,10 @@ class Config(TrainConfig):
 
 
 class Bomb:
+    """An object whose pickle creates a folder when it is loaded."""
+
     def __reduce__(self):
-        return os.mkdir, (Bomb.place,)
+        return os.mkdir, (Bomb.folder,)
 
 
 def main(cfg: Config) -> None:
@@ -45,7 +47,7 @@ def main(cfg: Config) -> None:
     scores = {2: 0.5, 4: 0.9, 6: 0.7}
 
     def fit(folder: Path, width: int = 4, fails: bool = False, items: int = 40, fingerprint: str = "f", **changes):
-        """(step it went on from, where it ended, what was said, error)"""
+        """Train, and return the first and the last step, a hash of the weights, the output, the error and the folder's files."""
         config = dataclasses.replace(cfg, output_dir=str(folder), **changes)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
@@ -55,17 +57,17 @@ def main(cfg: Config) -> None:
         hooks = [hook, *([accel_ddp.hooks.EarlyStopping(config)] if config.early_stopping_patience else [])]
         torch.manual_seed(5)
         rows = list(torch.randn(items, 3))
-        said, error = io.StringIO(), ""
+        output, error = io.StringIO(), ""
 
-        def at(model):
+        def evaluate(model):
             if fails:
                 raise UserError("this evaluation fails")
             return {"accuracy": scores.get(seen[-1], 0.0) if seen else 0.0}
 
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 accel_ddp.fit(
-                    accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), count=len, evaluate=at,
+                    accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), count=len, evaluate=evaluate,
                     train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
                     loss_sum=lambda model, batch: model(batch).square().sum(), files={"note.txt": b"of the user"},
                 )  # fmt: skip
@@ -77,24 +79,25 @@ def main(cfg: Config) -> None:
             "from": seen[0] - 1 if seen else None,
             "to": seen[-1] if seen else None,
             "end": end,
-            "said": said.getvalue(),
+            "said": output.getvalue(),
             "error": error,
             "left": left,
         }
 
     results = {"straight": fit(root / "straight", keep_best="accuracy")}
-    whole = root / "straight"
+    complete_run = root / "straight"
 
-    def damaged(name: str, change, **changes):
+    def resume_after(name: str, change, **changes):
+        """Copy the complete run, apply `change` to the checkpoint of step 6, resume, and store the result."""
         folder = root / name.replace("/", "_").replace(" ", "_")
-        shutil.copytree(whole, folder)
+        shutil.copytree(complete_run, folder)
         change(folder / "step_00000006")
         results[name] = fit(folder, **{"resume": "auto", **changes})
 
-    damaged("undamaged", lambda path: None)
+    resume_after("undamaged", lambda path: None)
     files = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "files/note.txt"]
     for file in files:
-        size = (whole / "step_00000006" / file).stat().st_size
+        size = (complete_run / "step_00000006" / file).stat().st_size
 
         def flip(path, file=file, size=size):
             content = bytearray((path / file).read_bytes())
@@ -103,28 +106,29 @@ def main(cfg: Config) -> None:
             (path / file).write_bytes(content)
 
         for i in range(5):
-            damaged(f"flip {file} {i}", flip)
-        damaged(f"truncate {file}", lambda path, file=file, size=size: os.truncate(path / file, size // 2))
-        damaged(f"empty {file}", lambda path, file=file: os.truncate(path / file, 0))
-        damaged(f"remove {file}", lambda path, file=file: (path / file).unlink())
-    damaged("empty folder", lambda path: (shutil.rmtree(path), path.mkdir()))
-    damaged("half written", lambda path: path.rename(path.with_name(f".{path.name}.partial")))
+            resume_after(f"flip {file} {i}", flip)
+        resume_after(f"truncate {file}", lambda path, file=file, size=size: os.truncate(path / file, size // 2))
+        resume_after(f"empty {file}", lambda path, file=file: os.truncate(path / file, 0))
+        resume_after(f"remove {file}", lambda path, file=file: (path / file).unlink())
+    resume_after("empty folder", lambda path: (shutil.rmtree(path), path.mkdir()))
+    resume_after("half written", lambda path: path.rename(path.with_name(f".{path.name}.partial")))
 
-    def all_of_them(path):
+    def truncate_all(path):
         for one in path.parent.glob("step_*"):
             os.truncate(one / "model.safetensors", 10)
 
-    damaged("all damaged", all_of_them)
-    damaged("two damaged", lambda path: [os.truncate(path.parent / n / "run.json", 9) for n in (path.name, "step_00000004")])
+    resume_after("all damaged", truncate_all)
+    resume_after("two damaged", lambda path: [os.truncate(path.parent / n / "run.json", 9) for n in (path.name, "step_00000004")])
 
-    def clocks(path):
+    def reverse_times(path):
+        """Give later checkpoints earlier modification times."""
         for i, one in enumerate(sorted(path.parent.glob("step_*"), reverse=True)):
             os.utime(one, (time.time() + (i - 1) * 1e7,) * 2)
 
-    damaged("clocks", clocks)
+    resume_after("clocks", reverse_times)
 
-    def signed_anew(path, name: str, content: bytes):
-        """As someone would who wants a changed file to be taken for whole."""
+    def write_and_sign(path, name: str, content: bytes):
+        """Write a file and update the manifest, so that the changed checkpoint passes all checks."""
         (path / name).write_bytes(content)
         manifest = json.loads((path / "manifest.json").read_text())
         if name in manifest["files"]:
@@ -133,43 +137,46 @@ def main(cfg: Config) -> None:
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
 
-    Bomb.place = str(root / "exploded")
+    Bomb.folder = str(root / "exploded")
     for file in ("model.safetensors", "optimizer.safetensors", "run.json"):
-        damaged(f"pickle {file}", lambda path, file=file: signed_anew(path, file, pickle.dumps(Bomb())))
+        resume_after(f"pickle {file}", lambda path, file=file: write_and_sign(path, file, pickle.dumps(Bomb())))
     results["exploded"] = (root / "exploded").exists()
 
-    def newer(path):
+    def set_newer_format(path):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["format"] = 2
         (path / "manifest.json").write_text(json.dumps(manifest))
-        signed_anew(path, "none", b"")
+        write_and_sign(path, "none", b"")
 
-    damaged("newer", newer)
-    damaged("another model", lambda path: None, width=5)
-    unchanged = lambda path: shutil.rmtree(path)  # at step 4
+    resume_after("newer", set_newer_format)
+    resume_after("another model", lambda path: None, width=5)
+    remove_last = lambda path: shutil.rmtree(path)  # the run resumes at step 4
     for name, changes in {
         "lr": {"lr": 0.02}, "seed": {"seed": 1}, "batch": {"global_batch_size": 8}, "steps": {"steps": 8},
         "data": {"fingerprint": "g"}, "fewer data": {"items": 39}, "log_every": {"log_every": 1},
         "micro": {"micro_batch_size": 4},
     }.items():  # fmt: skip
-        damaged(f"changed {name}", unchanged, **changes)
-    damaged("allowed lr", unchanged, lr=0.02, allow_config_change=True)
-    results["path of a run"] = fit(root / "elsewhere", resume=str(whole)) if (root / "elsewhere").mkdir() is None else None
+        resume_after(f"changed {name}", remove_last, **changes)
+    resume_after("allowed lr", remove_last, lr=0.02, allow_config_change=True)
+    results["path of a run"] = fit(root / "elsewhere", resume=str(complete_run)) if (root / "elsewhere").mkdir() is None else None
     results["no path"] = fit(root / "elsewhere", resume=str(root / "nowhere"))
     results["damaged path"] = fit(root / "elsewhere", resume=str(root / "truncate_run.json" / "damaged_step_00000006"))
-    damaged("back to 2", lambda path: None, resume=str(root / "back_to_2" / "step_00000002"))
+    resume_after("back to 2", lambda path: None, resume=str(root / "back_to_2" / "step_00000002"))
     (root / "patience").mkdir()
     patience = {"early_stopping_patience": 2, "best_metric": "accuracy", "steps": 12, "eval_every": 2}
-    scores.update({2: 0.9, 4: 0.5, 6: 0.6, 8: 0.7, 10: 0.8})  # worse than at step 2 twice after step 6, whoever remembers it
+    # Values rise again after step 4, so the resumed run stops at step 6 only if it restores the best value, that of step 2.
+    scores.update({2: 0.9, 4: 0.5, 6: 0.6, 8: 0.7, 10: 0.8})
     fit(root / "patience", stop_after=4, **patience)
     results["patience"] = fit(root / "patience", resume="auto", **patience)
     scores.update({2: 0.5, 4: 0.9, 6: 0.7})
-    for name in ("first", "again"):  # the same command twice, as a requeued job gives it
+    for name in ("first", "again"):  # the same command twice, as in a requeued job
         (root / "twice").mkdir(exist_ok=True)
-        results[f"path {name}"] = fit(root / "twice", resume=str(whole / "step_00000002"), stop_after={"first": 4}.get(name, 0))
-    damaged("allowed optimizer", unchanged, optimizer="sgd", allow_config_change=True)
+        results[f"path {name}"] = fit(
+            root / "twice", resume=str(complete_run / "step_00000002"), stop_after={"first": 4}.get(name, 0)
+        )
+    resume_after("allowed optimizer", remove_last, optimizer="sgd", allow_config_change=True)
     (root / "fails").mkdir()
-    # That after step 2, while 60 MB are written, which takes a moment.
+    # The evaluation after step 2 fails while 60 MB are being written.
     results["evaluation fails"] = fit(root / "fails", width=1_000_000, fails=True, eval_first=False)
     (root / "nan").mkdir()
     scores.update({2: float("nan")})

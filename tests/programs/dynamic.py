@@ -1,4 +1,7 @@
-"""Trains a model whose forward pass skips parameters: one head never, or each head in some steps and on some ranks."""
+"""Train a model whose forward pass skips parameters.
+
+With --how never, one head is never used. With --how sometimes, each head is used in some steps and on some ranks.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +34,7 @@ class Heads(nn.Module):
         hidden, is_large = self.body(x).tanh(), x.sum(-1) > 0
         if self.how == "never":
             return self.small(hidden)
-        parts = [head(hidden[which]) for head, which in ((self.small, ~is_large), (self.large, is_large)) if which.any()]
+        parts = [head(hidden[rows]) for head, rows in ((self.small, ~is_large), (self.large, is_large)) if rows.any()]
         return torch.cat(parts)
 
 

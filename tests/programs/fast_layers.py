@@ -1,4 +1,4 @@
-"""Computes one model with padding, without padding, captured as CUDA graphs and compiled. Prints the differences as JSON."""
+"""Compute one model with padding, without padding, captured as CUDA graphs and compiled. Print the differences as JSON."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ def compute(kind, padding_free, compile_option, dropout, times):
     cfg = TrainConfig(padding_free=padding_free, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
     speed = attach(accelerator, cfg, model, train, loss_sum, total_steps=1)
-    assert (speed.padding_free is not None) == (padding_free == "on"), "the layers get padding"
+    assert (speed.padding_free is not None) == (padding_free == "on"), "the layers compute padding"
     model = accelerator.prepare(model)
     model.train()
     batch = train.sample(len(LENGTHS), accelerator, cfg)

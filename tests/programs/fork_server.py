@@ -1,8 +1,8 @@
-"""Imports the libraries once; then each program that a test asks for is a fork of this process. See tests/forking.py.
+"""Import the libraries once, then fork this process for each program that a test requests. See tests/forking.py.
 
-A fork takes over the thread that forks and nothing that other threads were doing, so this process has only one thread, and
-uses the libraries for nothing but importing them. Neither accel_ddp nor a recipe is imported: what they read from their
-environment when they are imported is the environment of the test.
+A fork copies only the thread that calls it, and locks of other threads would stay locked. This process therefore has only one
+thread, and it imports the libraries without calling them. It imports neither accel_ddp nor a recipe, because these read
+environment variables when they are imported, and must read those of the test.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import socket
 import sys
 from pathlib import Path
 
-# Also what they import when they are first used, as far as the recipes and the programs beside this one use it.
+# The list includes modules that the libraries import at first use, if the recipes or these test programs use them.
 LIBRARIES = [
     "accelerate", "datasets", "evaluate", "numpy", "peft", "PIL.Image", "psutil", "rouge_score.rouge_scorer", "sacrebleu",
     "safetensors.torch", "scipy.io", "scipy.stats", "seqeval.metrics", "sklearn.metrics", "torch",
@@ -29,61 +29,65 @@ LIBRARIES = [
 
 
 class Children:
-    """Those that a test may still ask about."""
+    """The forked processes that are not reaped yet."""
 
     def __init__(self, poll: select.poll):
         self.poll = poll
-        self.running: dict[int, tuple[int, int]] = {}  # by a descriptor that is readable at its end: pid, place for the report
-        self.reported: dict[int, int] = {}  # by the place of the report: pid
+        self.running: dict[int, tuple[int, int]] = {}  # pidfd -> pid, pipe for the exit code
+        self.reported: dict[int, int] = {}  # pipe for the exit code -> pid
 
     def add(self, pid: int, report: int) -> None:
-        ends = os.pidfd_open(pid)
-        self.running[ends] = (pid, report)
-        self.poll.register(ends, select.POLLIN)
+        pidfd = os.pidfd_open(pid)  # becomes readable when the process ends
+        self.running[pidfd] = (pid, report)
+        self.poll.register(pidfd, select.POLLIN)
 
-    def look_at(self, descriptor: int) -> None:
-        """One has ended, and is reported; or the report was read, and only then it is reaped: like that of any child, its
-        pid is nobody else's until then."""
+    def handle(self, descriptor: int) -> None:
+        """Report the exit code of a process that has ended, or reap a process after its exit code was read.
+
+        The kernel does not reuse the pid before the process is reaped. So the test can use the pid until it has the exit code.
+        """
         if descriptor in self.running:
             pid, report = self.running.pop(descriptor)
             self.poll.unregister(descriptor)
             os.close(descriptor)
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            with contextlib.suppress(BrokenPipeError):  # a test that failed has left it
+            with contextlib.suppress(BrokenPipeError):  # a failed test has closed the pipe
                 os.write(report, str(code).encode())
             self.reported[report] = pid
-            self.poll.register(report, 0)  # the reader closes it
+            self.poll.register(report, 0)  # reports when the reader closes the pipe
         else:
             os.waitpid(self.reported.pop(descriptor), 0)
             self.poll.unregister(descriptor)
             os.close(descriptor)
 
-    def forget(self) -> None:
-        """In a child, whose siblings are not its own."""
+    def close(self) -> None:
+        """Close the descriptors of the other processes, in a new fork."""
         for descriptor in [*self.running, *(report for _, report in self.running.values()), *self.reported]:
             os.close(descriptor)
 
 
 def serve(tests: socket.socket) -> tuple[dict, int]:
-    """Fork for every request, until the tests are gone. Returns in the children: what the child is to be, and where it writes."""
+    """Fork for every request, and exit when the tests close the connection. Return the request and the output pipe in the fork."""
     poll = select.poll()
     poll.register(tests, select.POLLIN)
     children = Children(poll)
     while True:
         for descriptor, _ in poll.poll():
             if descriptor != tests.fileno():
-                children.look_at(descriptor)
+                children.handle(descriptor)
                 continue
             message, descriptors, _, _ = socket.recv_fds(tests, 1 << 20, 2, socket.MSG_CMSG_CLOEXEC)
             if not message:
                 os._exit(0)
             output, report = descriptors
             threads = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
-            assert len(threads) == 1, f"only a process of one thread can be forked safely; this one has {threads}"
+            assert len(threads) == 1, (
+                f"only a process with one thread can be forked safely, and this one has the threads {threads}"
+            )
             pid = os.fork()
             if pid == 0:
-                children.forget()
+                children.close()
                 os.close(report)
                 tests.close()
                 return json.loads(message), output
@@ -92,34 +96,34 @@ def serve(tests: socket.socket) -> tuple[dict, int]:
             tests.send(str(pid).encode())
 
 
-def become(wanted: dict, output: int) -> None:
-    """What a shell, the operating system and the interpreter do for `python script.py ...`."""
-    if wanted["new_session"]:
+def become(request: dict, output: int) -> None:
+    """Set up this process as a shell, the operating system and the interpreter do for `python script.py ...`."""
+    if request["new_session"]:
         os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    os.chdir(wanted["cwd"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(wanted["environment"])
+    os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # read by torch's libraries when they are loaded
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read the variable when it was imported
         sys.modules["torch"].set_num_threads(int(threads))
-    sys.modules["numpy"].random.seed()  # Python's own generator does it by itself
+    sys.modules["numpy"].random.seed()  # Python seeds its own generator after a fork
     gc.enable()
-    script = Path(wanted["words"][0])
-    sys.argv = wanted["words"]
+    script = Path(request["argv"][0])
+    sys.argv = request["argv"]
     sys.path[0] = str(script.resolve().parent)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the tests, and for children with its session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the tests and for forks in the same session
     gc.disable()
     for library in LIBRARIES:
         importlib.import_module(library)
     for name in [name for name in sys.modules if name.startswith("accel_ddp")]:
-        del sys.modules[name]  # torch loads the doctor's door to its launcher
-    gc.freeze()  # a collection would touch, and so copy, the memory that all share
+        del sys.modules[name]  # torch imports the entry point of the doctor for torchrun
+    gc.freeze()  # a collection writes to shared memory, which would then be copied
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
-    # At the bottom of the stack, so that what the script raises ends this interpreter as it would any other.
+    # The call is not inside a function, so that an exception of the script ends this interpreter as it ends any other.
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,7 @@
-"""Disks that are full, or become so in the middle of a save. Run in a mount namespace: it mounts small disks of its own."""
+"""Save checkpoints to disks that are full or become full during a save. Write the results to OUT as JSON.
+
+This program needs its own mount namespace, because it mounts small disks.
+"""
 
 import contextlib
 import dataclasses
@@ -32,51 +35,53 @@ def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
     root = Path(cfg.output_dir)
 
-    def disk(name: str, options: str) -> Path:
+    def mount(name: str, options: str) -> Path:
+        """Mount a new tmpfs and return its folder."""
         folder = root / name
         folder.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
         return folder
 
     def fit(folder: Path, at_step=lambda step: None, standard: bool = False):
+        """Train, and return the output, the problem of each checkpoint, the partial checkpoints and what is unsaved."""
         config = dataclasses.replace(cfg, output_dir=str(folder))
         torch.manual_seed(0)
         model = nn.Linear(500, 500)  # 3 MB with the optimizer
         hook = accel_ddp.hooks.Hook()
         hook.on_update = lambda numbers, rate: (at_step(numbers.step), time.sleep(0.05))
         hooks = [hook, *(accel_ddp.hooks.standard(accelerator, config) if standard else [])]
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             outcome = accel_ddp.fit(
                 accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
                 train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
                 loss_sum=lambda model, batch: model(batch).square().sum(),
             )  # fmt: skip
-        whole = {path.name: format.find_problem(path) for path in format.list_checkpoints(folder)}
-        left = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
-        return {"said": said.getvalue(), "whole": whole, "left": left, "unsaved": outcome.unsaved}
+        problems = {path.name: format.find_problem(path) for path in format.list_checkpoints(folder)}
+        partial = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
+        return {"said": output.getvalue(), "whole": problems, "left": partial, "unsaved": outcome.unsaved}
 
     results = {}
-    results["too small"] = fit(disk("too_small", "size=2m"))
-    results["room for two"] = fit(disk("two", "size=8m"))
+    results["too small"] = fit(mount("too_small", "size=2m"))
+    results["room for two"] = fit(mount("two", "size=8m"))
 
-    mended = disk("mended", "size=12m")
-    (mended / "filler").write_bytes(bytes(10 << 20))
-    results["mended"] = fit(mended, at_step=lambda step: (mended / "filler").unlink() if step == 5 else None)
+    freed = mount("mended", "size=12m")
+    (freed / "filler").write_bytes(bytes(10 << 20))
+    results["mended"] = fit(freed, at_step=lambda step: (freed / "filler").unlink() if step == 5 else None)
 
-    for inodes in range(2, 9):  # the folder, and what a checkpoint makes one after the other
-        results[f"inodes {inodes}"] = fit(disk(f"inodes_{inodes}", f"size=100m,nr_inodes={inodes}"))
+    for inodes in range(2, 9):  # one for the folder, and one for each file or folder of a checkpoint
+        results[f"inodes {inodes}"] = fit(mount(f"inodes_{inodes}", f"size=100m,nr_inodes={inodes}"))
 
-    filling = disk("filling", "size=10m")
+    filling = mount("filling", "size=10m")
     (filling / "here_before").write_bytes(bytes(3 << 20))
-    much = bytes(4 << 20)
+    filler = bytes(4 << 20)
 
     def fill() -> None:
-        """Another program takes all the room whenever a checkpoint but the first is being written."""
+        """Fill the disk, as another program could, while any checkpoint after the first is being written."""
         while True:
             if list(filling.glob(".step_*.partial")) and (filling / "step_00000002").exists():
                 with contextlib.suppress(OSError):
-                    (filling / "filler").write_bytes(much)
+                    (filling / "filler").write_bytes(filler)
                 while list(filling.glob(".step_*.partial")):
                     time.sleep(0.0002)
                 (filling / "filler").unlink()
@@ -92,13 +97,13 @@ def main(cfg: Config) -> None:
 
     trains = str(Path(__file__).with_name("trains.py"))
     results["exit"] = {}
-    read_only = disk("read_only", "size=10m")
+    read_only = mount("read_only", "size=10m")
     subprocess.run(["mount", "-o", "remount,ro", read_only], check=True)
     started = {
         name: subprocess.Popen(
             [sys.executable, trains, "--output_dir", folder / "run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for name, folder in (("exit code", disk("exit_code", "size=80k")), ("read only", read_only))
+        for name, folder in (("exit code", mount("exit_code", "size=80k")), ("read only", read_only))
     }
     for name, process in started.items():
         text = process.communicate()[0]

@@ -1,4 +1,7 @@
-"""Trainings that go wrong on one rank: a loss that is no number, no memory, an exception, an end, or no end at all."""
+"""Train, and fail on the last rank: with a loss that is not finite, too little memory, an exception, an exit or a hang.
+
+Without --how, the program trains without a failure.
+"""
 
 import sys
 import time

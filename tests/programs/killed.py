@@ -1,4 +1,7 @@
-"""A run that is killed 30 times, at random moments of its saves, and started again each time; torch is imported once."""
+"""Kill a run 30 times at random moments of its saves, resume it each time, and print a report as JSON.
+
+Each process of the run is a fork, so that torch is imported only once.
+"""
 
 import contextlib
 import dataclasses
@@ -27,8 +30,8 @@ class Config(TrainConfig):
     lr: float = 1e-3
 
 
-def life(cfg: Config) -> None:
-    """From the newest checkpoint to the end, or to its death."""
+def train(cfg: Config) -> None:
+    """Train from the newest checkpoint until the end or until this process is killed."""
     import torch
     from torch import nn
 
@@ -52,7 +55,7 @@ def life(cfg: Config) -> None:
 
 
 def main(cfg: Config) -> None:
-    import torch  # noqa: F401  once, for all lives
+    import torch  # noqa: F401  before the forks, so that it is imported only once
 
     report = []
     folder = Path(cfg.output_dir)
@@ -64,21 +67,21 @@ def main(cfg: Config) -> None:
             os.dup2(writer, 1)
             last = 0 if number < cfg.kills else cfg.stop_after or before + 3
             with contextlib.suppress(accel_ddp.ranks.failures.Stopped):
-                life(dataclasses.replace(cfg, resume="auto" if number else "", stop_after=last))
+                train(dataclasses.replace(cfg, resume="auto" if number else "", stop_after=last))
             os._exit(0)
         os.close(writer)
-        said = os.fdopen(reader)
-        began = next((line for line in said if line.startswith("from ")), "")
+        output = os.fdopen(reader)
+        began = next((line for line in output if line.startswith("from ")), "")
         if number < cfg.kills:
             while max((int(p.name[5:]) for p in folder.glob("step_*")), default=0) <= before:
-                time.sleep(0.001)  # its first save is done, and others follow without a pause
+                time.sleep(0.001)  # after the first save, others follow without a pause
                 if os.waitpid(child, os.WNOHANG)[0]:
-                    sys.exit(f"life {number} ended by itself")
+                    sys.exit(f"process {number} of the run ended before it was killed")
             time.sleep(random.random() * 0.1)
             os.kill(child, signal.SIGKILL)
-        left = os.waitpid(child, 0)[1]
+        status = os.waitpid(child, 0)[1]
         partial = [p.name for p in folder.glob(".step_*")]
-        report.append({"had": before, "from": began.strip(), "status": left, "partial": partial})
+        report.append({"had": before, "from": began.strip(), "status": status, "partial": partial})
     print(json.dumps(report))
     sys.stdout.flush()
 

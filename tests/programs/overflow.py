@@ -1,4 +1,4 @@
-"""Trains with a loss so steep that float16 gradients overflow until the scaler has reduced its factor."""
+"""Train with a loss so steep that float16 gradients overflow until the scaler has reduced its factor."""
 
 import accel_ddp
 from accel_ddp.config import TrainConfig

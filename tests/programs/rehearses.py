@@ -1,4 +1,4 @@
-"""Checks that DDP with a static graph still synchronises gradients after a rehearsal. Each rank prints the result."""
+"""Check that DDP with a static graph still synchronises gradients after a rehearsal. Each rank prints the result."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Trains a small encoder with and without the speed package, and writes the results to OUT."""
+"""Train a small encoder with and without the speed package, and write the results to OUT."""
 
 import dataclasses
 from dataclasses import dataclass

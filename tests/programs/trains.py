@@ -1,4 +1,4 @@
-"""A small training with what gets lost elsewhere: dropout, random augmentation, workers, an optimizer that remembers."""
+"""Train a small model with state that a resumed run can lose: dropout, augmentation, data workers and optimizer moments."""
 
 import time
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Config(TrainConfig):
     lr: float = 0.01
     keep_last: int = 9
     log_every: int = 1
-    step_seconds: float = option(0.0, "how long a step takes at least", affects_result=False)
-    eval_seconds: float = option(0.0, "how long an evaluation takes at least", affects_result=False)
-    busy_seconds: float = option(0.0, "how long the last rank is busy before its first step")
+    step_seconds: float = option(0.0, "minimum duration of a micro-batch in seconds", affects_result=False)
+    eval_seconds: float = option(0.0, "minimum duration of an evaluation in seconds", affects_result=False)
+    busy_seconds: float = option(0.0, "how many seconds the last rank is busy before its first step")
     width: int = 16
-    wrong: str = option("", "a mistake: mean")
+    wrong: str = option("", "deliberate mistake in the loss: mean")
 
 
 def main(cfg: Config) -> None:
@@ -32,7 +32,7 @@ def main(cfg: Config) -> None:
 
     class Items(torch.utils.data.Dataset):
         def __len__(self):
-            return 60  # no multiple of the batch: the short end of an epoch is among the steps
+            return 60  # not a multiple of the batch size, so that a step crosses the end of an epoch
 
         def __getitem__(self, index):
             generator = torch.Generator().manual_seed(index)
