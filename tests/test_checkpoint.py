@@ -12,15 +12,18 @@ FILES = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.jso
 
 @pytest.fixture(scope="module")
 def damage(tmp_path_factory) -> dict:
-    """What a run of 6 steps, saved after 2, 4 and 6, does after something happened to it; one process for all."""
+    """Return what each resumed run did after its checkpoints or options were changed.
+
+    The original run has 6 steps and checkpoints after steps 2, 4 and 6. One process makes all runs.
+    """
     folder = tmp_path_factory.mktemp("damage")
     run_ranks(1, PROGRAMS / "damage.py", "--out", folder / "out.json", "--output_dir", folder / "runs").well()
     return json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(damage, file):
-    """Five random bits one at a time, a truncated, an empty and a missing file: found by sha256, size or absence."""
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(damage, file):
+    """Damage each file with one flipped bit (five times), by truncating it to half and to zero bytes, and by removing it."""
     for how in [*(f"flip {file} {i}" for i in range(5)), f"truncate {file}", f"empty {file}", f"remove {file}"]:
         case = damage[how]
         assert case["error"] == "", how
@@ -28,10 +31,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(damage, fi
         assert f"cannot be used: {file} " in case["said"], (how, case["said"])
         assert case["from"] == 4, how
         assert case["end"] == damage["straight"]["end"], how
-        assert {"damaged_step_00000006", "step_00000006"} <= set(case["left"]), "set aside, and made anew"
+        assert {"damaged_step_00000006", "step_00000006"} <= set(case["left"]), "it is renamed, and step 6 is saved again"
 
 
-def test_what_is_half_written_is_not_there(damage):
+def test_a_half_written_checkpoint_is_ignored(damage):
     for how in ("empty folder", "half written"):
         assert damage[how]["from"] == 4
         assert damage[how]["end"] == damage["straight"]["end"]
@@ -39,19 +42,19 @@ def test_what_is_half_written_is_not_there(damage):
     assert damage["two damaged"]["end"] == damage["straight"]["end"]
 
 
-def test_where_all_are_damaged_nothing_is_trained(damage):
-    """A fresh start would look like a resumed run and be another."""
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_train(damage):
+    """A run that started from step 0 instead would look like a resumed run, but its result would differ."""
     assert "no complete checkpoint is left" in damage["all damaged"]["error"]
     assert damage["all damaged"]["from"] is None
 
 
-def test_steps_decide_and_not_clocks(damage):
+def test_the_newest_checkpoint_is_chosen_by_step_and_not_by_modification_time(damage):
     assert damage["undamaged"]["from"] is damage["clocks"]["from"] is None
     assert "resumed at step 6" in damage["clocks"]["said"]
 
 
-def test_a_pickle_with_code_in_it_is_refused_and_not_run(damage):
-    """Its manifest is right: whoever changed the file has signed it anew."""
+def test_a_pickle_that_contains_code_is_refused_and_not_executed(damage):
+    """The manifest has the correct size and sha256 of the pickle, as an attacker would write them."""
     for file in FILES[:3]:
         assert damage[f"pickle {file}"]["from"] == 4, file
     assert damage["exploded"] is False
@@ -66,7 +69,7 @@ def test_a_newer_format_and_another_model_are_refused(damage):
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "message"),
     {
         "lr": "--lr was 0.01 and is now 0.02", "seed": "--seed was 0 and is now 1",
         "batch": "--global_batch_size was 4 and is now 8", "steps": "--steps was 6 and is now 8",
@@ -74,21 +77,21 @@ def test_a_newer_format_and_another_model_are_refused(damage):
         "fewer data": "the training data had 40 items and now have 39",
     }.items(),
 )  # fmt: skip
-def test_options_that_change_the_result_are_refused_by_name(damage, case, words):
-    assert words in damage[f"changed {case}"]["error"]
+def test_options_that_change_the_result_are_refused_by_name(damage, case, message):
+    assert message in damage[f"changed {case}"]["error"]
     assert "--allow_config_change" in damage[f"changed {case}"]["error"]
     assert damage[f"changed {case}"]["from"] is None
 
 
-def test_harmless_options_and_allowed_changes_go_on(damage):
+def test_a_run_continues_after_harmless_and_after_allowed_changes_of_options(damage):
     for case in ("changed log_every", "changed micro"):
         assert damage[case]["from"] == 4
     assert damage["changed log_every"]["end"] == damage["straight"]["end"]
     assert "continuing although --lr was 0.01 and is now 0.02" in damage["allowed lr"]["said"]
-    assert damage["allowed lr"]["end"] != damage["straight"]["end"], "the new rate is used, not the saved one"
+    assert damage["allowed lr"]["end"] != damage["straight"]["end"], "the new learning rate is used, not the saved one"
 
 
-def test_a_path_says_where_to_go_on_from(damage):
+def test_a_path_selects_the_checkpoint_to_resume_from(damage):
     assert damage["back to 2"]["from"] == 2
     assert damage["back to 2"]["end"] == damage["straight"]["end"]
     assert {"later_step_00000004", "later_step_00000006", "step_00000006"} <= set(damage["back to 2"]["left"])
@@ -97,30 +100,30 @@ def test_a_path_says_where_to_go_on_from(damage):
     assert "no complete checkpoint is left" in damage["damaged path"]["error"]
 
 
-def test_the_best_is_kept_and_marked_and_early_stopping_remembers(damage):
+def test_the_best_checkpoint_is_kept_and_early_stopping_uses_best_values_from_before_the_resume(damage):
     steps = [name for name in damage["pruned"]["left"] if name.startswith("step_")]
-    assert steps == ["step_00000004", "step_00000005", "step_00000006"], "the last two, and the best"
+    assert steps == ["step_00000004", "step_00000005", "step_00000006"], "the last two checkpoints and the best one are kept"
     assert damage["best"] == {"step": 4, "metric": "accuracy", "value": 0.9, "checkpoint": "step_00000004"}
     assert "best accuracy: 0.9000 at step 4" in damage["pruned"]["said"]
-    assert (damage["patience"]["from"], damage["patience"]["to"]) == (4, 6), "it knows the best of its earlier life"
+    assert (damage["patience"]["from"], damage["patience"]["to"]) == (4, 6), "the best value is from before the resume"
 
 
-def test_a_value_that_is_no_number_is_not_the_best(damage):
+def test_nan_is_never_the_best_value(damage):
     assert damage["best beside nan"]["step"] == 4
 
 
-def test_the_same_command_again_goes_on_and_does_not_go_back(damage):
+def test_the_same_command_again_continues_from_the_newest_checkpoint_of_its_own_run(damage):
     assert (damage["path first"]["from"], damage["path first"]["to"]) == (2, 4)
     assert (damage["path again"]["from"], damage["path again"]["to"]) == (4, 6)
     assert damage["path again"]["end"] == damage["straight"]["end"]
 
 
-def test_another_optimizer_starts_anew_where_that_is_allowed(damage):
+def test_another_optimizer_starts_with_new_state_if_the_change_is_allowed(damage):
     assert damage["allowed optimizer"]["from"] == 4
     assert "the optimizer was AdamW and is now SGD: its state starts from zero" in damage["allowed optimizer"]["said"]
 
 
-def test_a_run_that_fails_does_not_end_before_its_save_is_whole(damage):
+def test_a_run_that_fails_does_not_end_before_its_save_is_complete(damage):
     assert damage["evaluation fails"]["error"] == "this evaluation fails"
     assert damage["evaluation fails"]["left"] == ["step_00000002"]
 
@@ -128,32 +131,37 @@ def test_a_run_that_fails_does_not_end_before_its_save_is_whole(damage):
 def test_kill_9_at_30_random_points_of_saves_loses_at_most_one_interval(tmp_path):
     killed = run_ranks(1, PROGRAMS / "killed.py", "--output_dir", tmp_path / "killed").well()
     report = json.loads(killed.text.strip().splitlines()[-1])
-    assert [life["status"] for life in report] == [9] * 30 + [0], "30 lives ended by SIGKILL, and one that came to the end"
-    for life in report:
-        assert life["from"] == f"from {life['had']}", "every life goes on from the newest folder that was there"
-    assert sum(bool(life["partial"]) for life in report) >= 5, "kills that hit a save"
+    assert [process["status"] for process in report] == [9] * 30 + [0], (
+        "30 processes were ended by SIGKILL, and the last one completed"
+    )
+    for process in report:
+        assert process["from"] == f"from {process['had']}", "every process resumes from the newest checkpoint"
+    assert sum(bool(process["partial"]) for process in report) >= 5, "at least 5 kills interrupted a save"
     end = report[-1]["had"] + 3
     run_ranks(1, PROGRAMS / "killed.py", "--kills", 0, "--stop_after", end, "--output_dir", tmp_path / "straight").well()
     for name in ("model.safetensors", "optimizer.safetensors"):
         one, other = (tmp_path / run / f"step_{end:08d}" / name for run in ("killed", "straight"))
         assert one.read_bytes() == other.read_bytes()
-    left = [path.name for path in (tmp_path / "killed").iterdir()]
-    assert sorted(name for name in left if "step" in name) == [f"step_{end - 1:08d}", f"step_{end:08d}"], left
+    remaining = [path.name for path in (tmp_path / "killed").iterdir()]
+    assert sorted(name for name in remaining if "step" in name) == [f"step_{end - 1:08d}", f"step_{end:08d}"], remaining
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory) -> dict:
-    """Saves onto disks that are too small, in a mount namespace of their own: needs root or user namespaces."""
+    """Return what runs did whose disks are too small.
+
+    The disks are mounted in a separate mount namespace, which needs root or user namespaces.
+    """
     folder = tmp_path_factory.mktemp("full")
     command = ["unshare", "-Urm", sys.executable, PROGRAMS / "full_disk.py", "--out", folder / "out.json"]
     run_all([[*command, "--output_dir", folder / "runs"]], [clean_environment()]).well()
     return json.loads((folder / "out.json").read_text())
 
 
-def test_a_disk_that_is_too_small_is_found_before_writing(full):
-    assert full["too small"]["said"].count("3.13 MB are needed and 2.10 MB are free in") == 5, "at each interval, and at the end"
+def test_a_disk_that_is_too_small_is_detected_before_writing(full):
+    assert full["too small"]["said"].count("3.13 MB are needed and 2.10 MB are free in") == 5, "once per interval and at the end"
     assert full["too small"]["unsaved"].startswith("the run is complete, but the checkpoint of step 8")
-    assert full["room for two"]["whole"] == {"step_00000002": "", "step_00000004": ""}, "old ones are kept"
+    assert full["room for two"]["whole"] == {"step_00000002": "", "step_00000004": ""}, "old checkpoints are kept"
     assert full["exit"]["exit code"][0] == 74
     assert "Traceback" not in full["exit"]["exit code"][1]
 
@@ -169,9 +177,9 @@ def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(full):
         assert "No space left on device" in case["said"]
         assert set(case["whole"].values()) <= {""}
         assert case["left"] == []
-    assert [len(full[f"inodes {n}"]["whole"]) for n in range(2, 9)] == [0, 0, 0, 0, 0, 1, 1], "a failure at each file"
+    assert [len(full[f"inodes {n}"]["whole"]) for n in range(2, 9)] == [0, 0, 0, 0, 0, 1, 1], "each of the files fails once"
     case = full["filling"]
-    assert "No space left on device" in case["said"], "in the middle of a file"
+    assert "No space left on device" in case["said"], "the disk becomes full in the middle of a file"
     assert set(case["whole"].values()) == {""}
     assert case["left"] == []
 
@@ -189,8 +197,8 @@ def test_a_read_only_folder_is_refused_before_training(full):
     assert "Traceback" not in text
 
 
-def test_the_place_in_ten_million_items_is_found_at_once():
-    """In a process of its own, so that nothing is warm."""
+def test_the_position_in_ten_million_items_is_found_within_a_second():
+    """Use a new process, so that nothing is cached."""
     code = """
 import time
 from accelerate import Accelerator

@@ -1,4 +1,7 @@
-"""The recipe as users start it: one process, two ranks, two nodes, torchrun, the loop written out; and what it leaves."""
+"""Tests of recipes/classify.py as users start it: one process, two ranks, two nodes, torchrun, and the written-out loop.
+
+They compare the weights, the logs, the trackers and the exported models.
+"""
 
 import json
 import shutil
@@ -22,7 +25,7 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """A training file of 90 rows with names as labels, and an evaluation file of 31, which no number of ranks divides."""
+    """Return a training file of 90 rows and an evaluation file of 31 rows, which two ranks cannot share equally."""
     folder = tmp_path_factory.mktemp("data")
     made = {}
     for name, number in (("train", 90), ("eval", 31)):
@@ -34,8 +37,10 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def arguments(files, tiny_model, cache) -> list[str]:
-    """With SGD: where a gradient is zero but for rounding (biases of attention keys, which change no output), AdamW
-    divides the rounding by its own size."""
+    """Return the options that all runs share.
+
+    The optimizer is SGD, because AdamW enlarges rounding errors where a gradient consists of them (biases of attention keys).
+    """
     return [
         "--model", tiny_model, "--train_file", str(files["train"]), "--eval_file", str(files["eval"]),
         "--text_column", "review", "--label_column", "verdict", "--epochs", "2", "--global_batch_size", "16",
@@ -45,7 +50,7 @@ def arguments(files, tiny_model, cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(arguments, tmp_path_factory) -> Path:
-    """Plain `python recipes/classify.py`, with all trackers."""
+    """Return the folder of a run with plain `python recipes/classify.py` and all trackers."""
     folder = tmp_path_factory.mktemp("one") / "run"
     ended = run_ranks(
         1, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio",
@@ -73,7 +78,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert of_a["loss"] == pytest.approx(of_b["loss"], abs=1e-5)
 
 
-def test_it_says_what_it_reached_and_where_the_model_is(one):
+def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
     text = (one.parent / "output.txt").read_text()
     assert "16 items per step = 1 node x 1 rank x 4 per micro-batch x 4 micro-batches" in text
     assert f"model saved in {one}/model" in text
@@ -93,17 +98,17 @@ def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):
     assert json.loads((one / "model" / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
 
 
-def test_two_ranks_learn_the_same_and_make_one_run(one, arguments, tmp_path):
+def test_two_ranks_learn_the_same_weights_and_log_one_run(one, arguments, tmp_path):
     folder = tmp_path / "run"
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     run_ranks(2, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio", **env).well()
     assert_same_run(one, folder)
     for run in (one, folder):
-        read_back(run)
+        assert_trackers_are_complete(run)
 
 
-def read_back(folder: Path) -> None:
-    """Each tracker's own reader finds one run with every loss and the evaluations."""
+def assert_trackers_are_complete(folder: Path) -> None:
+    """Check with each tracker's own reader that it has one run with every loss and all evaluations."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     losses = [event["loss"] for event in events(folder, "update")]
@@ -119,17 +124,17 @@ def read_back(folder: Path) -> None:
     records = subprocess.run([BIN / "wandb", "leet", "inspect", "--json", runs[0]], capture_output=True, text=True, check=True)
     history = [json.loads(line) for line in records.stdout.splitlines() if '"type":"history"' in line.replace(" ", "")]
     assert sum("train/loss" in json.dumps(record) for record in history) == len(losses)
-    assert '"global_batch_size"' in records.stdout, "with the resolved config"
+    assert '"global_batch_size"' in records.stdout, "the resolved config is logged"
 
     command = [BIN / "trackio", "get", "metric", "--project", "accel_ddp", "--run", "run", "--metric", "train/loss", "--json"]
     env = clean_environment(TRACKIO_DIR=str(folder.parent / "trackio"))
-    seen = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    found = [point["value"] for point in json.loads(seen)["values"]]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    found = [point["value"] for point in json.loads(printed)["values"]]
     assert found == pytest.approx(losses, rel=1e-6)
 
 
-def test_two_nodes_with_our_config_learn_the_same(one, arguments, tmp_path):
-    """Two `accelerate launch`, as typed on two machines, on 127.0.0.1."""
+def test_two_nodes_with_our_config_learn_the_same_weights(one, arguments, tmp_path):
+    """Start the two `accelerate launch` commands of two machines on 127.0.0.1."""
     port = str(free_port())
     common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     commands = [
@@ -143,8 +148,8 @@ def test_two_nodes_with_our_config_learn_the_same(one, arguments, tmp_path):
     assert_same_run(one, tmp_path / "run")
 
 
-def test_torchrun_and_the_written_out_loop_learn_the_same_to_the_bit(one, arguments, tmp_path):
-    """`fit` through torchrun beside recipes/own_loop.py, two ranks each."""
+def test_torchrun_and_the_written_out_loop_learn_bit_identical_weights(one, arguments, tmp_path):
+    """Compare `fit` started by torchrun with recipes/own_loop.py. Each has two ranks."""
     command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), CLASSIFY]
     run_all([[*command, *arguments, "--output_dir", tmp_path / "classify"]], [clean_environment()]).well()
     run_ranks(2, ROOT / "recipes" / "own_loop.py", *arguments, "--output_dir", tmp_path / "own_loop").well()
@@ -153,8 +158,11 @@ def test_torchrun_and_the_written_out_loop_learn_the_same_to_the_bit(one, argume
     assert_same_run(one, tmp_path / "classify")
 
 
-def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
-    """Several labels per text, from JSON lines; pairs of texts with numbers as labels; both with more options on."""
+def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_path, cache):
+    """One run reads several labels per text from JSON lines. The other reads pairs of texts with numbers as labels.
+
+    Each run also sets options that the shared arguments do not contain.
+    """
     several = tmp_path / "several.jsonl"
     found = [[name for name, every in (("good", 2), ("long", 3)) if i % every == 0] for i in range(60)]
     rows = [{"text": f"film {i} is {' and '.join(names)}", "label": names} for i, names in enumerate(found)]
@@ -175,7 +183,7 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     config = json.loads((tmp_path / "several" / "model" / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert json.loads((tmp_path / "pairs" / "model" / "config.json").read_text())["id2label"] == {"0": "3", "1": "4"}
-    assert [event["step"] for event in events(tmp_path / "pairs", "evaluate")] == [0, 1, 2], "nothing better, so it stopped"
+    assert [event["step"] for event in events(tmp_path / "pairs", "evaluate")] == [0, 1, 2], "it stops without an improvement"
     before, after = load_file(f"{tiny_model}/model.safetensors"), weights(tmp_path / "several")
     frozen = [name for name in after if "embeddings" in name or "layer.0" in name]
     assert frozen
@@ -185,16 +193,16 @@ def test_other_kinds_of_data_and_options_in_one_go(tiny_model, tmp_path, cache):
     )
 
 
-def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tmp_path):
+def test_a_run_continues_from_its_newest_checkpoint_and_is_never_overwritten(one, arguments, tmp_path):
     folder, model = tmp_path / "run", tmp_path / "model"
     for place in (folder, model):
         place.mkdir()
         (place / "config.json").write_text("{}")
-    (folder / "log.jsonl").touch()  # as a run leaves it that was refused before it began
+    (folder / "log.jsonl").touch()  # a run that is refused before its first step leaves this file
     refused = run_ranks(1, CLASSIFY, *arguments, "--output_dir", model)
     assert "holds another run (config.json)" in refused.text
     run_ranks(1, CLASSIFY, *arguments, "--steps", 12, "--save_every", 5, "--output_dir", folder, "--keep_last", 3).well()
-    for newest in ("step_00000012", "step_00000010"):  # as if it had been killed after step 5
+    for newest in ("step_00000012", "step_00000010"):  # these are missing in a run that was killed after step 5
         shutil.rmtree(folder / newest)
     refused = run_ranks(1, CLASSIFY, *arguments, "--output_dir", folder)
     assert refused.codes == [2]
@@ -207,17 +215,17 @@ def test_a_run_goes_on_where_it_was_and_is_never_written_over(one, arguments, tm
     assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def test_a_checkpoint_exports_what_the_run_did(one, tmp_path):
-    """`accel-ddp export` of the last checkpoint, alone on another machine, beside OUTPUT_DIR/model."""
+def test_the_export_of_a_checkpoint_equals_the_export_of_the_run(one, tmp_path):
+    """Compare `accel-ddp export` with OUTPUT_DIR/model. The last checkpoint is exported from a folder that contains nothing else."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(one / "step_00000012", moved)
     places = {"out": moved, "earlier": one / "step_00000006", "newest": one}
     commands = [[*EXPORT, checkpoint, tmp_path / name] for name, checkpoint in places.items()]
     ended = run_all(commands, [clean_environment()] * 3).well()
     assert "exporting the newest checkpoint, step_00000012" in ended.texts[2]
-    there = {path.name for path in (one / "model").iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= there
-    for name in there - {"README.md", "accel_ddp.json"}:
+    exported = {path.name for path in (one / "model").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= exported
+    for name in exported - {"README.md", "accel_ddp.json"}:
         assert (tmp_path / "out" / name).read_bytes() == (one / "model" / name).read_bytes(), name
     assert load_file(tmp_path / "earlier" / "model.safetensors").keys() == weights(one).keys()
     assert not np.array_equal(
@@ -230,11 +238,11 @@ def test_a_checkpoint_exports_what_the_run_did(one, tmp_path):
         card = ModelCard.load(folder / "README.md")
         assert card.data.pipeline_tag == "text-classification"
         assert {r.metric_type: r.metric_value for r in card.data.eval_results}["accuracy"] == round(last["accuracy"], 6)
-        for word in ("train.csv", "classify.py", "global_batch_size: 16", f"| loss | {last['loss']:.4f} |", "torch"):
-            assert word in card.text
+        for expected in ("train.csv", "classify.py", "global_batch_size: 16", f"| loss | {last['loss']:.4f} |", "torch"):
+            assert expected in card.text
 
 
-def test_what_cannot_be_exported_or_uploaded_is_said_before_it_costs_anything(one, arguments, tmp_path):
+def test_an_export_or_upload_that_fails_is_reported_without_a_traceback(one, arguments, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(one / "step_00000012", damaged)
     with (damaged / "model.safetensors").open("r+b") as file:
@@ -255,8 +263,8 @@ def test_what_cannot_be_exported_or_uploaded_is_said_before_it_costs_anything(on
     for commands, environments in ((exports, [clean_environment()] * 3), (uploads, [environment, with_token])):
         ended = run_all(list(commands.values()), environments)
         assert ended.codes == [2] * len(commands), ended.text
-        for words, text in zip(commands, ended.texts):
-            assert words in text
+        for message, text in zip(commands, ended.texts):
+            assert message in text
             assert "Traceback" not in text
-    assert (tmp_path / "b" / "model" / "config.json").is_file(), "what could not be uploaded is still there"
-    assert "step 1" not in ended.texts[0]
+    assert (tmp_path / "b" / "model" / "config.json").is_file(), "a failed upload keeps the model"
+    assert "step 1" not in ended.texts[0], "a missing token is reported before training"

@@ -1,4 +1,4 @@
-"""The command `accel-ddp`: how it is divided into commands, and how it starts a recipe."""
+"""Tests of the command `accel-ddp`: its subcommands, and how it starts a recipe."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,7 @@ CONFIGS = ROOT / "accelerate_configs"
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Commands are typed in a folder without recipes and configs."""
+    """Run the commands in a folder without recipes and configs."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -40,7 +40,7 @@ def test_the_version_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "suggestion"),
+    ("arguments", "suggestion"),
     [
         (["doctr"], "Did you mean 'doctor'?"),
         (["unknown"], "The commands are: recipes, run,"),
@@ -55,9 +55,9 @@ def test_the_version_is_printed(capsys):
         (["copy", "clasify"], "Did you mean 'classify'?"),
     ],
 )
-def test_a_mistyped_word_is_answered_with_the_nearest_one(words, suggestion, capsys, monkeypatch):
+def test_a_mistyped_argument_is_refused_with_a_suggestion(arguments, suggestion, capsys, monkeypatch):
     monkeypatch.setattr("os.execv", lambda *given: pytest.fail(f"started {given}"))
-    assert cli.main(words) == 2
+    assert cli.main(arguments) == 2
     assert suggestion in capsys.readouterr().err
 
 
@@ -85,7 +85,7 @@ LOCAL, ONE_NODE, TWO_NODES = (["--config_file", str(CONFIGS / f"{name}.yaml")] f
 
 
 @pytest.mark.parametrize(
-    ("words", "launch", "options"),
+    ("command_line", "launch", "options"),
     [
         ("classify", LOCAL, ""),
         ("classify --lr 1e-5 --mixed_precision bf16", LOCAL, "--lr 1e-5 --mixed_precision bf16"),
@@ -97,29 +97,29 @@ LOCAL, ONE_NODE, TWO_NODES = (["--config_file", str(CONFIGS / f"{name}.yaml")] f
         ("classify --debug -- --steps 2 --gpu_ids 0", [*LOCAL, "--debug"], "--steps 2 --gpu_ids 0"),
     ],
 )
-def test_options_reach_the_launcher_or_the_recipe(words, launch, options):
-    found, recipe, rest = cli.split_run(words.split())
+def test_options_reach_the_launcher_or_the_recipe(command_line, launch, options):
+    found, recipe, rest = cli.split_run(command_line.split())
     assert (cli.with_config(found), recipe, rest) == (launch, "classify", options.split())
 
 
-def test_a_config_in_the_current_folder_comes_before_ours(tmp_path):
+def test_a_config_in_the_current_folder_takes_precedence_over_ours(tmp_path):
     (tmp_path / "local.yaml").write_text("num_processes: 1\n")
     assert cli.with_config(["--config_file", "local.yaml"]) == ["--config_file", "local.yaml"]
 
 
 def test_recipes_have_no_option_that_describes_nodes():
-    """`accel-ddp run` passes these to the launcher, also when they follow the recipe."""
+    """`accel-ddp run` passes options that describe nodes to the launcher, also when they follow the recipe."""
     from accelerate.commands.launch import launch_command_parser
 
     sys.path.insert(0, str(ROOT / "recipes"))
-    of_launcher = {word for action in launch_command_parser()._actions for word in action.option_strings if action.nargs is None}
+    of_launcher = {name for action in launch_command_parser()._actions for name in action.option_strings if action.nargs is None}
     assert {f"--{name}" for name in cli.NODE_OPTIONS} <= of_launcher
     for name in recipe_files.recipe_names():
         of_recipe = {field.name for field in dataclasses.fields(importlib.import_module(name).Config)}
         assert not of_recipe & set(cli.NODE_OPTIONS), name
 
 
-def test_a_copy_has_the_recipe_what_it_imports_and_the_configs(tmp_path, capsys):
+def test_a_copy_contains_the_recipe_its_imports_and_the_configs(tmp_path, capsys):
     assert cli.main(["copy", "own_loop", "--to", "mine"]) == 0
     for name in ("recipes/own_loop.py", "recipes/classify.py", "accelerate_configs/2node.yaml", "accelerate_configs/node.env"):
         assert (tmp_path / "mine" / name).read_bytes() == (ROOT / name).read_bytes()
@@ -144,7 +144,7 @@ def test_a_copy_never_overwrites(tmp_path, capsys):
 
 def test_a_run_of_a_recipe_warns_of_an_edited_copy(tmp_path, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setattr("os.execv", lambda program, arguments: started.append(arguments))
     cli.main(["copy", "classify"])
     cli.main(["run", "classify"])
     assert "warning" not in capsys.readouterr().err
@@ -153,10 +153,10 @@ def test_a_run_of_a_recipe_warns_of_an_edited_copy(tmp_path, capsys, monkeypatch
     assert "accel-ddp run recipes/classify.py" in capsys.readouterr().err
     cli.main(["run", "recipes/classify.py"])
     assert "warning" not in capsys.readouterr().err
-    assert [str(ROOT / "recipes" / "classify.py") in words for words in started] == [True, True, False]
+    assert [str(ROOT / "recipes" / "classify.py") in arguments for arguments in started] == [True, True, False]
 
 
-def test_the_help_of_a_recipe_does_not_wait_for_torch():
+def test_the_help_of_a_recipe_does_not_import_torch():
     environment = clean_environment(PYTHONPROFILEIMPORTTIME="1")
     ended = run_all([[ACCEL_DDP, "run", "classify", "--help"]], [environment]).well()
     assert "--global_batch_size" in ended.text
@@ -164,8 +164,8 @@ def test_the_help_of_a_recipe_does_not_wait_for_torch():
     assert not re.search(r"\| +(torch|accelerate|transformers)\n", ended.text)
 
 
-def test_the_launcher_is_this_process(tmp_path):
-    """So a signal reaches the launcher, with the same effect as with a plain `accelerate launch`."""
+def test_run_replaces_its_own_process_by_the_launcher(tmp_path):
+    """A signal therefore reaches the launcher and has the same effect as with a plain `accelerate launch`."""
     trains = [PROGRAMS / "trains.py", "--step_seconds", "0.1", "--save_every", "100", "--output_dir", tmp_path / "run"]
     running = Running([[ACCEL_DDP, "run", *trains]], [clean_environment()], cwd=tmp_path)
     running.until("step  2/12")
@@ -179,12 +179,12 @@ def test_the_launcher_is_this_process(tmp_path):
 
 
 @pytest.mark.usefixtures("default_port")
-def test_ranks_find_the_options_of_the_launcher(tmp_path):
-    """They refuse another number of processes than the launcher was asked for, which they read from its command line."""
-    says_who = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
+def test_ranks_read_the_options_of_the_launcher(tmp_path):
+    """Ranks read the requested number of processes from the launcher's command line, and refuse to start if theirs differs."""
+    small_run = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
     commands = [
-        [ACCEL_DDP, "run", "--config_file", "local.yaml", "--num_processes", "2", *says_who],
-        [ACCEL_DDP, "run", *says_who, "--num_processes", "2"],
+        [ACCEL_DDP, "run", "--config_file", "local.yaml", "--num_processes", "2", *small_run],
+        [ACCEL_DDP, "run", *small_run, "--num_processes", "2"],
     ]
     ended = run_all(commands, [clean_environment()] * 2, cwd=tmp_path)
     assert ended.codes == [1, 0], ended.text
@@ -195,7 +195,7 @@ def test_ranks_find_the_options_of_the_launcher(tmp_path):
 
 def test_verify_takes_the_name_of_a_recipe(monkeypatch, capsys):
     given = []
-    monkeypatch.setattr("accel_ddp.verify.verify", lambda *words: given.append(words) or 0)
+    monkeypatch.setattr("accel_ddp.verify.verify", lambda *arguments: given.append(arguments) or 0)
     assert cli.main(["verify", "--steps", "8", "--num_machines", "2", "classify", "--lr", "1"]) == 0
     recipe = str(ROOT / "recipes" / "classify.py")
     assert given == [(["--num_machines", "2", recipe, "--lr", "1"], 8, "")]

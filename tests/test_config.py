@@ -1,4 +1,4 @@
-"""Options: precedence, messages for mistakes, and the arithmetic of batches."""
+"""Tests of options: which source has precedence, messages for mistakes, and how batches are split."""
 
 import importlib.util
 import sys
@@ -19,24 +19,24 @@ class Config(TrainConfig):
     lr: float = 1e-3
 
 
-def parsed(*argv: str) -> Config:
+def parse(*argv: str) -> Config:
     return parse_config(Config, list(argv))
 
 
-def test_the_command_line_beats_the_file_and_the_file_beats_the_defaults(tmp_path):
+def test_the_command_line_overrides_the_file_and_the_file_overrides_the_defaults(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "lr: 3e-4\nsteps: 7\ntf32: false\nfreeze: [embeddings, layer.0]\nmixed_precision: no\npadding_free: off\ncompile: on\nname:\n"
     )
-    cfg = parsed("--config", str(file), "--steps", "9")
+    cfg = parse("--config", str(file), "--steps", "9")
     assert (cfg.lr, cfg.steps, cfg.tf32, cfg.freeze, cfg.mixed_precision) == (3e-4, 9, False, ("embeddings", "layer.0"), "no")
-    assert (cfg.padding_free, cfg.compile) == ("off", "on"), "which YAML reads as false and true"
-    assert parsed("--steps", "9", f"--config={file}").steps == 9, "wherever the file stands"
-    assert parsed().steps == TrainConfig().steps
+    assert (cfg.padding_free, cfg.compile) == ("off", "on"), "YAML reads off and on as false and true"
+    assert parse("--steps", "9", f"--config={file}").steps == 9, "the position of --config does not matter"
+    assert parse().steps == TrainConfig().steps
 
 
-def recipes() -> list[type[TrainConfig]]:
-    """The config classes of all recipes."""
+def recipe_configs() -> list[type[TrainConfig]]:
+    """Return the config classes of all recipes."""
     folder = Path(__file__).parents[1] / "recipes"
     sys.path.insert(0, str(folder))  # own_loop imports classify
     found = []
@@ -50,14 +50,14 @@ def recipes() -> list[type[TrainConfig]]:
 
 
 def test_every_option_has_help_and_a_group():
-    for cls in recipes():
+    for cls in recipe_configs():
         for name, properties in properties_of(cls).items():
             assert properties.help, f"{cls.__module__}: --{name} has no help"
             assert properties.group in GROUPS, f"{cls.__module__}: --{name} has no group"
 
 
-def test_no_name_of_another_toolkit_leads_to_two_options():
-    for cls in recipes():
+def test_no_name_from_another_toolkit_stands_for_two_options():
+    for cls in recipe_configs():
         spellings = [spelling for name, found in properties_of(cls).items() for spelling in (name, *found.also)]
         assert len(spellings) == len(set(spellings)), [spelling for spelling in spellings if spellings.count(spelling) > 1]
 
@@ -81,7 +81,7 @@ def test_an_overridden_option_keeps_the_properties_that_are_not_given():
 
 
 def test_help_shows_groups_and_examples_as_typed(capsys):
-    classify = next(cls for cls in recipes() if cls.__module__ == "classify")
+    classify = next(cls for cls in recipe_configs() if cls.__module__ == "classify")
     with pytest.raises(SystemExit) as end:
         parse_config(classify, ["--help"])
     text = capsys.readouterr().out
@@ -92,21 +92,21 @@ def test_help_shows_groups_and_examples_as_typed(capsys):
     assert "None" not in text
 
 
-def test_switches_can_be_written_as_people_write_them():
-    assert parsed("--tf32", "false").tf32 is parsed("--no_tf32").tf32 is False
+def test_switches_accept_several_spellings():
+    assert parse("--tf32", "false").tf32 is parse("--no_tf32").tf32 is False
     assert (
-        parsed("--gradient_checkpointing").gradient_checkpointing
-        is parsed("--gradient-checkpointing", "True").gradient_checkpointing
+        parse("--gradient_checkpointing").gradient_checkpointing
+        is parse("--gradient-checkpointing", "True").gradient_checkpointing
         is True
     )
-    assert parsed("--broadcast_buffers", "true").broadcast_buffers == "on"
-    assert parsed("--pin_memory", "False").pin_memory == "off"
-    assert parsed("--resume").resume == parsed("--resume", "--steps", "3").resume == "auto"
-    assert parsed("--resume", "runs/a/step_00000003").resume == "runs/a/step_00000003"
+    assert parse("--broadcast_buffers", "true").broadcast_buffers == "on"
+    assert parse("--pin_memory", "False").pin_memory == "off"
+    assert parse("--resume").resume == parse("--resume", "--steps", "3").resume == "auto"
+    assert parse("--resume", "runs/a/step_00000003").resume == "runs/a/step_00000003"
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("learning_rat: 3", "there is no option 'learning_rat'. Did you mean --lr "),
         ("learning_rate: 3", "Did you mean --lr "),
@@ -119,15 +119,15 @@ def test_switches_can_be_written_as_people_write_them():
         ("a: b: c", "is not valid YAML"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(tmp_path, line, words):
+def test_a_mistake_in_the_file_is_reported(tmp_path, line, message):
     file = tmp_path / "run.yaml"
     file.write_text(line)
-    with pytest.raises(UserError, match=words):
-        parsed("--config", str(file))
+    with pytest.raises(UserError, match=message):
+        parse("--config", str(file))
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["--config", "nowhere.yaml"], "no such file"),
         (["--config"], "needs a file"),
@@ -138,15 +138,15 @@ def test_a_mistake_in_the_file_is_named(tmp_path, line, words):
         (["--warmup_ratio", "3"], "from 0 to 1"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(argv, words):
-    with pytest.raises(UserError, match=words):
-        parsed(*argv)
+def test_an_impossible_value_is_refused(argv, message):
+    with pytest.raises(UserError, match=message):
+        parse(*argv)
 
 
 @pytest.mark.parametrize("argv", [["--steps", "many"], ["--optimizer", "adam"]])
-def test_the_parser_ends_with_code_2(argv, capsys):
+def test_an_invalid_command_line_ends_with_exit_code_2(argv, capsys):
     with pytest.raises(SystemExit) as end:
-        parsed(*argv)
+        parse(*argv)
     assert end.value.code == 2
     assert {"--steps": "many", "--optimizer": "adamw"}[argv[0]] in "".join(capsys.readouterr())
 
@@ -165,12 +165,12 @@ def test_the_parser_ends_with_code_2(argv, capsys):
 )  # fmt: skip
 def test_a_wrong_option_suggests_the_right_one(typed, meant):
     with pytest.raises(UserError, match=f"Did you mean {meant} "):
-        parsed(typed, "3")
+        parse(typed, "3")
 
 
 def test_batches_are_split_or_the_nearest_sizes_are_named():
     assert Config(global_batch_size=128, micro_batch_size=8).split(8) == (8, 2)
-    assert Config(global_batch_size=16, micro_batch_size=16).split(4) == (4, 1), "the batch is smaller than what fits"
+    assert Config(global_batch_size=16, micro_batch_size=16).split(4) == (4, 1), "a rank has less than --micro_batch_size"
     with pytest.raises(UserError, match="96 or 104"):
         Config(global_batch_size=100, micro_batch_size=4).split(8)
     with pytest.raises(UserError, match="micro_batch_size 4 or 6"):
@@ -178,7 +178,7 @@ def test_batches_are_split_or_the_nearest_sizes_are_named():
 
 
 def test_epochs_become_steps_and_no_item_is_dropped():
-    assert Config(epochs=3, global_batch_size=32).total_steps(101) == 10  # 303 items in 9.5 batches
+    assert Config(epochs=3, global_batch_size=32).total_steps(101) == 10  # 303 items are 9.5 batches, rounded up
     assert Config(epochs=0.5, global_batch_size=10).total_steps(100) == 5
     assert Config(epochs=1, steps=7).total_steps(10**6) == 7
 

@@ -25,6 +25,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def on_gpu(**more: str) -> dict[str, str]:
+    """Return an environment in which all GPUs are visible."""
     env = clean_environment(**more)
     del env["CUDA_VISIBLE_DEVICES"]
     return env
@@ -39,6 +40,7 @@ def two_nodes(script: Path, *arguments: object) -> Ended:
 
 
 def nodes(script: Path, *arguments: object) -> tuple[list[list], list[dict[str, str]]]:
+    """Return the commands and environments of two NCCL nodes that share the GPU."""
     port = str(free_port())
     commands = [
         [*LAUNCH, "--config_file", "accelerate_configs/2node.yaml", "--main_process_port", port, "--machine_rank", str(node),
@@ -120,7 +122,7 @@ def test_synchronised_batch_norm_of_two_ranks_equals_that_of_one_rank_with_the_w
         assert any(key.endswith("running_var") for key in one)
         difference[name] = max(np.abs(one[key] - two[key]).max() for key in one)
     assert difference["synchronised"] < 1e-4
-    assert difference["separate"] > 1e-2, "the comparison does not find statistics of half of the batch"
+    assert difference["separate"] > 1e-2, "the comparison does not detect statistics of half of the batch"
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd"])
@@ -129,7 +131,7 @@ def test_compressed_gradients_over_nccl(tmp_path, hook):
 
 
 def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain_ones():
-    """With and without padding differ by the rounding of bf16. With and without CUDA graphs do not differ."""
+    """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
     for kind in ("bert", "llama"):
@@ -170,20 +172,20 @@ def test_more_ranks_than_gpus_and_a_mix_with_cpu_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         ("nan", "step 5: the loss is nan on rank 1 on"),
         ("exception", "a bug in the user's loss"),
         ("memory", "rank 1 on"),
     ],
 )
-def test_a_failure_on_one_node_is_printed_on_both_within_seconds(tmp_path, how, words):
+def test_a_failure_on_one_node_is_printed_on_both_within_seconds(tmp_path, how, message):
     """The other node waits inside NCCL, which does not detect the failure before the timeout of 600 s."""
     ended = two_nodes(PROGRAMS / "goes_wrong.py", "--how", how, "--output_dir", tmp_path / "run")
     assert 0 not in ended.codes
     assert ended.seconds < 60
     for text in ended.texts:
-        assert words in text
+        assert message in text
 
 
 def test_a_killed_rank_of_nccl_is_reported_on_the_other_node(tmp_path):
@@ -223,7 +225,7 @@ def test_sigterm_to_one_of_two_nccl_nodes(tmp_path):
     running.until("step  5/60")
     running.processes[1].terminate()
     ended = running.ended(timeout=120)
-    assert ended.codes == [1, 1], "the exit code of the launchers; that of the ranks is 75"
+    assert ended.codes == [1, 1], "the launchers end with 1, although the ranks end with 75"
     assert ended.seconds < 30
     (path,) = (tmp_path / "run").glob("step_*")
     for text in ended.texts:
@@ -265,13 +267,13 @@ def test_a_rank_that_is_stuck_in_nccl_is_reported_on_both_nodes():
     running = Running(*doctors("--deep_seconds", "40"))
     running.until("collective  importing torch", of=1)
     deadline, stopped = time.monotonic() + 60, None
-    while not stopped and time.monotonic() < deadline:  # until the rank of node 1 has loaded CUDA and NCCL
+    while not stopped and time.monotonic() < deadline:  # wait until the rank of node 1 has loaded CUDA and NCCL
         for child in psutil.Process(running.processes[1].pid).children():
             if any("libnccl" in one.path for one in child.memory_maps()) and child.cpu_times().user > 4:
                 stopped = child
     time.sleep(3)
     stopped.suspend()
-    ended = running.ended(90)  # the doctor of node 1 ends the rank that is stopped
+    ended = running.ended(90)  # the doctor of node 1 ends the suspended rank
     assert ended.codes == [1, 1], ended.text
     for text in ended.texts:
         assert re.search(r"^E_COLLECTIVE_(STUCK|FAILED)  \[\S+, machine_rank 1, rank 1\] ", text, re.MULTILINE), text

@@ -1,4 +1,4 @@
-"""Ways to start: the wizard's config, 1node.yaml, the variables of a node."""
+"""Tests of the ways to start a run: a config of the wizard, 1node.yaml, and the environment variables of a node."""
 
 import os
 import subprocess
@@ -10,11 +10,11 @@ import yaml
 
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
-SAYS_WHO = PROGRAMS / "goes_wrong.py"  # with nothing that goes wrong
+SMALL_RUN = PROGRAMS / "goes_wrong.py"  # without --how, no rank fails
 
 
 def test_a_config_of_the_accelerate_wizard_works(tmp_path):
-    """The wizard's questions answered as for two machines with one GPU each; both nodes use the file it writes."""
+    """Answer the wizard's questions for two machines with one GPU each. Both nodes use the file that the wizard writes."""
     file, port = tmp_path / "wizard.yaml", free_port()
     wizard = pexpect.spawn(
         str(BIN / "accelerate"), ["config", "--config_file", str(file)], env=clean_environment(), encoding="utf-8", timeout=60
@@ -37,7 +37,7 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
             file,
             "--machine_rank",
             str(node),
-            SAYS_WHO,
+            SMALL_RUN,
             "--output_dir",
             tmp_path / "run",
         ]
@@ -48,14 +48,14 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     assert ended.texts[0].count("`accel-ddp tune` finds faster ones for this cluster") == 1
 
 
-def test_the_variables_of_a_node_start_it(tmp_path):
-    """accelerate_configs/node.env and the command in its comment, with this machine as both nodes."""
+def test_a_node_starts_with_the_variables_of_node_env(tmp_path):
+    """Run the command in the comment of accelerate_configs/node.env. This machine is both nodes."""
     text = (ROOT / "accelerate_configs" / "node.env").read_text()
     command = (
         text[text.index("accelerate launch") :]
         .split("\n\n")[0]
         .replace("\n#", "\n")
-        .replace("recipes/classify.py", str(SAYS_WHO))
+        .replace("recipes/classify.py", str(SMALL_RUN))
     )
     values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NUMBER_OF_GPUS": "1", "DDP_TIMEOUT_SECONDS": "61"}
     environments = []
@@ -68,20 +68,20 @@ def test_the_variables_of_a_node_start_it(tmp_path):
     script = f'set -a; . "$NODE_ENV"; set +a; {command} --output_dir {tmp_path / "run"}'
     ended = run_all([["bash", "-c", script]] * 2, environments).well()
     assert "2 nodes x 1 rank" in ended.texts[0]
-    assert "accel-ddp tune" not in ended.text, "it was"
+    assert "accel-ddp tune" not in ended.text, "ACCEL_DDP_TUNED=1 means that the cluster is tuned already"
     assert '"ddp_timeout_seconds": 61' in (tmp_path / "run" / "config.json").read_text()
 
 
 @pytest.mark.usefixtures("default_port")
-def test_one_node_uses_all_there_is(tmp_path):
-    command = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/1node.yaml", SAYS_WHO, "--global_batch_size"]
+def test_one_node_without_gpus_starts_one_rank_per_core(tmp_path):
+    command = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/1node.yaml", SMALL_RUN, "--global_batch_size"]
     cores = os.cpu_count()
     ended = run_all([[*command, str(cores), "--output_dir", tmp_path / "run"]], [clean_environment()]).well()
     assert f"1 node x {cores} ranks" in ended.text
 
 
-def test_a_launcher_that_is_ended_stops_its_process_with_a_checkpoint(tmp_path):
-    """Accelerate's launcher of a single process does not pass SIGTERM on."""
+def test_a_rank_whose_launcher_is_terminated_saves_a_checkpoint_and_ends(tmp_path):
+    """Accelerate's launcher of a single process does not forward SIGTERM to that process."""
     config = ROOT / "accelerate_configs" / "local.yaml"
     trains = [PROGRAMS / "trains.py", "--step_seconds", "0.1", "--save_every", "100", "--output_dir", tmp_path / "run"]
     command = [BIN / "accelerate-launch", "--config_file", config, *trains]

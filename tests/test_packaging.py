@@ -1,4 +1,4 @@
-"""What is built and installed: the source distribution, the wheel made from it, and an editable install."""
+"""Tests of the source distribution, of the wheel that is built from it, and of an editable install."""
 
 import subprocess
 import sys
@@ -19,11 +19,12 @@ def files(folder: Path, *patterns: str) -> set[str]:
 
 
 def new_environment(folder: Path, *packages: object) -> Path:
-    """Create a virtual environment with these packages and, as if installed there too, all of this one's. Return its bin/."""
+    """Create a virtual environment with these packages and with those of the current environment. Return its bin/."""
     venv.create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "ours.pth").write_text("\n".join(ours) + "\n")  # .pth files in these folders are not read: no editable install
+    # Python does not read the .pth files in folders that a .pth file lists, so editable installs there have no effect.
+    (site / "ours.pth").write_text("\n".join(ours) + "\n")
     install = [*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, *packages], check=True, timeout=60)
     return folder / "bin"
@@ -31,7 +32,7 @@ def new_environment(folder: Path, *packages: object) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel that a user gets: built from the source distribution, not from this clone."""
+    """Return the wheel that a user gets. It is built from the source distribution, not from this clone."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True, timeout=60)
     (sdist,) = folder.glob("*.tar.gz")
@@ -43,15 +44,16 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
+    """Return bin/ of a virtual environment with the wheel."""
     return new_environment(tmp_path_factory.mktemp("wheel") / "venv", wheel)
 
 
-def run_installed(bin_folder: Path, folder: Path, *words: str, program: str = "accel-ddp", **more: str) -> Ended:
-    """Run a command outside of the repository, without the variables that lead to it."""
+def run_installed(bin_folder: Path, folder: Path, *arguments: str, program: str = "accel-ddp", **more: str) -> Ended:
+    """Run a command outside of the repository, without environment variables that point to the repository."""
     environment = clean_environment(**more)
     environment.pop("PYTHONPATH", None)
     environment["PATH"] = f"{bin_folder}:{environment['PATH']}"
-    return run_all([[bin_folder / program, *words]], [environment], cwd=folder)
+    return run_all([[bin_folder / program, *arguments]], [environment], cwd=folder)
 
 
 def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
@@ -64,7 +66,7 @@ def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
     assert {name for name in names if ".dist-info/" not in name} == expected
     entry_points = zipfile.ZipFile(wheel).read(f"accel_ddp-{__version__}.dist-info/entry_points.txt").decode()
     assert "accel-ddp = accel_ddp.cli:main" in entry_points
-    assert "[torchrun.handlers]" in entry_points, "the preflight inside of the launchers"
+    assert "[torchrun.handlers]" in entry_points, "the launchers start the preflight through this entry point"
 
 
 def test_the_version_is_written_in_one_place(wheel, installed, tmp_path):
@@ -74,7 +76,7 @@ def test_the_version_is_written_in_one_place(wheel, installed, tmp_path):
 
 
 def test_an_installed_recipe_runs_in_any_folder(installed, tmp_path, cache):
-    """With the default config, which is in the wheel too. tests/test_cli.py starts two ranks."""
+    """The run uses the default config, which is in the wheel too. tests/test_cli.py starts two ranks."""
     listed = run_installed(installed, tmp_path, "recipes").well()
     assert "classify  " in listed.text
     small = ["--steps", "2", "--max_train_items", "32", "--max_eval_items", "8", "--no_eval_first"]
@@ -95,7 +97,7 @@ def test_an_editable_install_uses_the_repository(tmp_path):
 
 
 def test_importing_the_package_imports_nothing_else():
-    """`--help`, a mistyped option and the doctor must not wait for torch; also importlib.metadata would cost 20 ms."""
+    """`--help`, a mistyped option and the doctor must not wait for torch. importlib.metadata would cost 20 ms."""
     code = "import sys; before = set(sys.modules); import accel_ddp; print(sorted(set(sys.modules) - before))"
     found = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     heavy = {"torch", "accelerate", "transformers", "numpy", "tyro", "yaml", "importlib.metadata", "argparse"}

@@ -1,4 +1,4 @@
-"""Every recipe, as users start it: one rank and two, killed and resumed, exported and loaded; and bad input."""
+"""Tests of every recipe as users start it: on one rank and on two, killed and resumed, exported and loaded."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 @dataclass
 class Case:
-    """A recipe with data and options of a run that takes seconds, and what the ordinary library makes of its export."""
+    """A recipe, the data and options of a run that takes seconds, and a function that loads its export with the usual library."""
 
     recipe: str
     rows: Callable[[int], dict] | None
@@ -41,6 +41,8 @@ class Case:
 
 
 def pipeline(task: str, text: object, **more: object) -> Callable[[str], object]:
+    """Return a function that loads a folder as a pipeline of Transformers and applies it to the text."""
+
     def use(folder: str) -> object:
         from transformers import pipeline as make
 
@@ -49,7 +51,7 @@ def pipeline(task: str, text: object, **more: object) -> Callable[[str], object]
     return use
 
 
-def answers_of_adapters(folder: str) -> object:
+def generates_with_adapters(folder: str) -> object:
     import torch
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoTokenizer
@@ -58,8 +60,11 @@ def answers_of_adapters(folder: str) -> object:
     return AutoPeftModelForCausalLM.from_pretrained(folder).generate(**tokens, max_new_tokens=2).dtype == torch.int64
 
 
-def answers_of_both(folder: str) -> object:
-    """Adapters, with the layers that were made anew (the pooler too, which a masked language model lacks), beside the merged."""
+def merges_without_a_change(folder: str) -> object:
+    """Compare the logits of the exported adapters with those of the merged model.
+
+    The adapters contain the newly initialised layers, also the pooler, which a masked language model does not have.
+    """
     import torch
     from peft import AutoPeftModelForSequenceClassification
     from transformers import AutoModelForSequenceClassification
@@ -89,9 +94,9 @@ def image_of_a_digit() -> object:
 
 
 def uneven_chat(i: int) -> dict:
-    """Answers of 1 to 61 words: a mean over rows, or over ranks, is not the mean over tokens."""
-    asked = {"role": "user", "content": sentence(i, 3)}
-    return {"messages": [asked, {"role": "assistant", "content": sentence(i, 1 if i % 3 else 61)}]}
+    """Return a chat whose answer has 1 or 61 words, so that a mean over rows or over ranks differs from the mean over tokens."""
+    question = {"role": "user", "content": sentence(i, 3)}
+    return {"messages": [question, {"role": "assistant", "content": sentence(i, 1 if i % 3 else 61)}]}
 
 
 CASES = {
@@ -121,13 +126,13 @@ CASES = {
     "sft with adapters": Case(
         "sft", uneven_chat,
         ["--samples", "1", "--max_new_tokens", "2", "--lora_r", "2", "--gradient_checkpointing", "--lr", "1"],
-        answers_of_adapters, "adapter_model.safetensors",
+        generates_with_adapters, "adapter_model.safetensors",
     ),
     "classify with adapters": Case(
         "classify",
         lambda i: {"text": sentence(i), "label": i % 3},
         ["--model", "builtin:tiny-bert", "--lora_r", "2", "--lr", "0.5", "--no_dropout"],
-        answers_of_both,
+        merges_without_a_change,
         "adapter_model.safetensors",
         metrics=("loss",),
     ),
@@ -157,13 +162,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
-    """Of a case: a run of 6 steps of 8 items in micro-batches of 2, with an evaluation that no number of ranks divides.
+    """Return a function that returns the options of a case.
 
-    With SGD: where a gradient is zero but for rounding, AdamW divides the rounding by its own size.
+    A run has 6 steps of 8 items in micro-batches of 2. It evaluates 11 items, which two ranks cannot share equally. The
+    optimizer is SGD, because AdamW enlarges rounding errors where a gradient consists of them.
     """
     folder = tmp_path_factory.mktemp("data")
 
-    def of(name: str) -> list[str]:
+    def options_of(name: str) -> list[str]:
         case = CASES[name]
         given = ["--steps", "6", "--save_every", "2", "--keep_last", "3", "--eval_every", "3", "--log_every", "1"]
         given += ["--global_batch_size", "8", "--micro_batch_size", "2", "--max_eval_items", "11", "--eval_batch_size", "4"]
@@ -176,7 +182,7 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
             given += ["--model", tiny_model]
         return [*given, *case.options]
 
-    return of
+    return options_of
 
 
 def evaluations(folder: Path) -> list[dict]:
@@ -185,30 +191,30 @@ def evaluations(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe_keeps_the_promises(name, options, tmp_path):
-    """One rank; two ranks that are killed and go on; one rank that goes on from its own checkpoint; the export."""
+    """Compare one rank with two ranks that are killed and resumed, and with one rank that resumes from step 2. Load the export."""
     case, given = CASES[name], options(name)
     script, one, two, again = (ROOT / "recipes" / f"{case.recipe}.py", *(tmp_path / n for n in ("one", "two", "again")))
-    said = run_ranks(1, script, *given, "--output_dir", one).well().text
-    assert re.search(r"^ +before +after$", said, flags=re.MULTILINE)
-    assert "Traceback" not in said
+    text = run_ranks(1, script, *given, "--output_dir", one).well().text
+    assert re.search(r"^ +before +after$", text, flags=re.MULTILINE)
+    assert "Traceback" not in text
 
     killed = Running([[sys.executable, script, *given, "--output_dir", two]] * 2, rank_environments(2))
     killed.until("step 4/6")
     killed.kill()
     killed.ended()
     run_ranks(2, script, *given, "--output_dir", two, "--resume").well()
-    ours, theirs = (load_file(folder / "model" / case.weights) for folder in (one, two))
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        np.testing.assert_allclose(theirs[key], value, atol=1e-5, rtol=0, err_msg=key)
+    weights_of_one, weights_of_two = (load_file(folder / "model" / case.weights) for folder in (one, two))
+    assert weights_of_one.keys() == weights_of_two.keys()
+    for key, value in weights_of_one.items():
+        np.testing.assert_allclose(weights_of_two[key], value, atol=1e-5, rtol=0, err_msg=key)
     assert [e["step"] for e in evaluations(one)] == [0, 3, 6]
     for a, b in zip(evaluations(one)[-1:], evaluations(two)[-1:], strict=True):
         for metric in case.metrics:
             assert math.isfinite(a[metric])
             assert a[metric] == pytest.approx(b[metric], rel=1e-4, abs=1e-5), metric
     first, last = (load_file(one / f"step_0000000{step}" / "model.safetensors") for step in (2, 6))
-    moved = max(np.abs(last[key].astype(float) - first[key]).max() for key in last)
-    assert moved > 1e-3, "a run that learns nothing compares nothing"
+    change = max(np.abs(last[key].astype(float) - first[key]).max() for key in last)
+    assert change > 1e-3, "the comparison means nothing if the weights do not change"
 
     run_ranks(1, script, *given, "--resume", one / "step_00000002", "--output_dir", again).well()
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -216,19 +222,19 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
 
     out = export.from_checkpoint(str(one / "step_00000006"), str(tmp_path / "exported"))
     for path in (p for p in (one / "model").rglob("*") if p.is_file() and p.name not in ("README.md", "accel_ddp.json")):
-        same = (out / path.relative_to(one / "model")).read_bytes()
-        if path.name == "adapter_config.json":  # peft writes sets, in any order, and some names twice
-            sets = [
+        content = (out / path.relative_to(one / "model")).read_bytes()
+        if path.name == "adapter_config.json":  # peft writes lists in any order, and some names twice
+            configs = [
                 {n: sorted(set(v)) if isinstance(v, list) else v for n, v in json.loads(b).items()}
-                for b in (same, path.read_bytes())
+                for b in (content, path.read_bytes())
             ]
-            assert sets[0] == sets[1]
+            assert configs[0] == configs[1]
         else:
-            assert same == path.read_bytes(), path.name
+            assert content == path.read_bytes(), path.name
     assert case.loads(str(one / "model")) is not False
 
 
-def test_adapters_are_all_that_a_checkpoint_holds_and_merge_into_an_ordinary_model(options, tmp_path):
+def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_model(options, tmp_path):
     script, folder = ROOT / "recipes" / "sft.py", tmp_path / "run"
     run_ranks(1, script, *options("sft with adapters"), "--merge_adapters", "--output_dir", folder).well()
     saved = load_file(folder / "step_00000006" / "model.safetensors")

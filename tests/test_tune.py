@@ -23,11 +23,11 @@ SMALL = ["--minutes", "1", "--trial_seconds", "4"]
 USAGE = "To use the result, run on every node:"
 
 
-def commands(*words: object, out: list[Path] | None = None) -> tuple[list[list], list[dict[str, str]]]:
+def commands(*arguments: object, out: list[Path] | None = None) -> tuple[list[list], list[dict[str, str]]]:
     """Return the commands and the environments of two nodes."""
     common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_port", free_port(), *SMALL]
     outs = [["--out", folder] if out else [] for folder in out or (None, None)]
-    nodes = [[*TUNE, *common, *outs[node], "--machine_rank", node, *words] for node in (0, 1)]
+    nodes = [[*TUNE, *common, *outs[node], "--machine_rank", node, *arguments] for node in (0, 1)]
     return nodes, [clean_environment(OMP_NUM_THREADS="1") for _ in nodes]
 
 
@@ -35,8 +35,8 @@ def workers_of(agent: int) -> list[psutil.Process]:
     """Return the worker processes of the `accel-ddp tune` with this process id."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if processes.WORKER_MODULE in words and words[-1] == str(agent):
+        command = process.info["cmdline"] or []
+        if processes.WORKER_MODULE in command and command[-1] == str(agent):
             found.append(process)
     return found
 
@@ -56,15 +56,15 @@ def test_settings_are_quoted_for_the_shell(tmp_path):
     assert subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=True).stdout.strip() == value
 
 
-@pytest.mark.slow  # in CI, tests/test_readme.py runs the `tune` command of the README
+@pytest.mark.slow  # in CI, tests/test_docs.py runs the documented `tune` command
 def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_path, tiny_model):
     """One --try works and one fails, and on node 0 a tuned.env exists already."""
     outs = [tmp_path / "0", tmp_path / "1"]
     outs[0].mkdir()
     (outs[0] / "tuned.env").write_text("NCCL_BUFFSIZE=1\n")
     tries = ["--try", "GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608", "--try", "GLOO_SOCKET_IFNAME=nowhere0"]
-    words = ["--minutes", "3", *tries, "--model", tiny_model]  # enough time for every --try, also on a busy machine
-    ended = run_all(*commands(*words, out=outs), timeout=240).well()
+    arguments = ["--minutes", "3", *tries, "--model", tiny_model]  # enough time for every --try, also on a busy machine
+    ended = run_all(*commands(*arguments, out=outs), timeout=240).well()
     tables = [text[text.index("tuning 2 ranks on 2 nodes") :] for text in ended.texts]
     assert tables[0].split(USAGE)[0] == tables[1].split(USAGE)[0]
     for folder, text in zip(outs, tables):
@@ -76,10 +76,10 @@ def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_pat
     (fails,) = [line for line in table.splitlines() if "nowhere0" in line]
     assert " failed " in fails
     assert any("GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608" in line and "failed" not in line for line in table.splitlines())
-    for words in ("  25  none       true", "  fp16       true", "  none       false"):
-        assert words in table, table
-    assert "bf16" not in table, "gloo cannot reduce it"
-    assert "powersgd" not in table, "it hangs over gloo"
+    for row in ("  25  none       true", "  fp16       true", "  none       false"):
+        assert row in table, table
+    assert "bf16" not in table, "gloo cannot reduce bf16"
+    assert "powersgd" not in table, "powersgd hangs over gloo"
     assert f"the previous file is now {outs[0] / 'tuned.env.before'}" in table
     for folder in outs:
         cfg = parse_config(TrainConfig, ["--config", str(folder / "tuned.yaml")])
@@ -144,7 +144,7 @@ def test_wrong_options_are_refused_with_a_message_that_helps():
         "Give only one": ["--num_processes", "2", "--model", "x", "--model_bytes", "3"],
         "there is no such script": ["--num_processes", "2", "nowhere.py"],
     }
-    ended = run_all([[*TUNE, *words] for words in wrong.values()], [clean_environment()] * len(wrong))
+    ended = run_all([[*TUNE, *arguments] for arguments in wrong.values()], [clean_environment()] * len(wrong))
     assert ended.codes == [2] * len(wrong), ended.text
     for message, text in zip(wrong, ended.texts):
         assert message in text
@@ -174,7 +174,7 @@ def test_the_search_finds_the_fastest_settings_in_few_trials():
         assert len({tuple(sorted(one.items())) for one in seen}) == len(seen), "no settings are tried twice"
         best = min(seen, key=milliseconds)
         assert (best[search.BUFFER], best[search.CHANNELS], best[search.PROTOCOL]) == ("16777216", "8", "Simple")
-    assert all(int(one.get(search.THREADS, 1)) * int(one.get(search.SOCKETS, 1)) <= 64 for one in seen), "NCCL's limit"
+    assert all(int(one.get(search.THREADS, 1)) * int(one.get(search.SOCKETS, 1)) <= 64 for one in seen), "NCCL allows at most 64"
     assert not any("LL128" in value for one in seen for value in one.values())
 
 
@@ -205,7 +205,7 @@ def test_settings_that_were_fast_only_once_are_not_chosen():
     assert chosen(first, again) == ("steady", {"", "lucky", "steady"})
     assert chosen(first, {**again, "lucky": 16.2}) == ("lucky", {"", "lucky"})
     assert chosen(first, {**again, "lucky": math.inf}) == ("steady", {"", "lucky", "steady"})
-    assert chosen(first, {"": 16.0}) == ("", {""}), "the default was unlucky"
+    assert chosen(first, {"": 16.0}) == ("", {""}), "the first measurement of the default was too slow by chance"
     assert chosen(first, {name: 60.0 for name in first}) == ("", set(first))
     assert chosen(first, {}, trial_seconds=100.0) == ("lucky", set()), "there is no time to measure again"
 
@@ -219,13 +219,13 @@ def test_scores_bucket_sizes_hooks_and_interfaces_are_chosen_as_documented():
     assert search.bucket_sizes(30 * mib) == [25, 5, 10, 50]
     assert search.bucket_sizes(2 * mib) == [25, 5]
     default = {search.DEFAULT: 10.0}
-    assert search.best_choice({**default, (5, "none"): 9.9}) == search.DEFAULT, "noise"
+    assert search.best_choice({**default, (5, "none"): 9.9}) == search.DEFAULT, "a gain of 1% is noise"
     assert search.best_choice({**default, (100, "none"): 8.0}) == (100, "none")
     assert search.best_choice({**default, (25, "bf16"): 9.5, (25, "powersgd"): 1.0}) == search.DEFAULT
-    assert search.best_choice({**default, (100, "none"): 8.0, (100, "bf16"): 7.9}) == (100, "none"), "not worth rounding"
-    assert search.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), "it has float32's range"
+    assert search.best_choice({**default, (100, "none"): 8.0, (100, "bf16"): 7.9}) == (100, "none"), "a gain of 1% is too small"
+    assert search.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), "bf16 has the range of float32"
     assert search.best_choice({**default, (25, "fp16"): 7.9}) == (25, "fp16")
-    assert search.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), "fast only together"
+    assert search.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), "only both together are fast"
     assert search.best_choice({**default, (50, "bf16"): 6.6, (100, "bf16"): 6.21, (200, "bf16"): 6.2}) == (100, "bf16")
     lucky = {search.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [7.0]}
     assert search.confirmed_choice(lucky) == ((100, "bf16"), 1.25)
@@ -248,5 +248,5 @@ def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     assert shapes.unpack(shapes.pack(entries)) == entries
     assert shapes.count_elements(entries) == sum(weight.numel() for weight in weights)
     adapters = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model, lora_r=2))
-    assert 0 < shapes.count_elements(adapters) < shapes.count_elements(entries) / 10, "only trained parameters count"
+    assert 0 < shapes.count_elements(adapters) < shapes.count_elements(entries) / 10, "only trained parameters are counted"
     assert shapes.count_elements(shapes.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)

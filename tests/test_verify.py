@@ -1,4 +1,4 @@
-"""`accel-ddp verify` on recipes that keep the promises, and on one that does not."""
+"""Tests of `accel-ddp verify` on a recipe that keeps the promises, and on one that does not."""
 
 import pytest
 
@@ -7,21 +7,21 @@ from tests.conftest import BIN, PROGRAMS, clean_environment, free_port, run_all
 TRAINS = PROGRAMS / "trains.py"
 
 
-def verify(*words: object) -> list:
-    return [BIN / "accel-ddp", "verify", *words]
+def verify(*arguments: object) -> list:
+    """Return the command."""
+    return [BIN / "accel-ddp", "verify", *arguments]
 
 
-@pytest.mark.slow  # CI has the README's `verify`, which passes
-def test_it_fails_what_is_wrong_and_says_why():
-    """A loss that is a mean of each micro-batch, instead of a sum, depends on how items are split. What is right passes in
-    the test of the README's commands."""
+@pytest.mark.slow  # in CI, tests/test_docs.py runs `verify` on a correct recipe
+def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
+    """A loss that is the mean of each micro-batch, instead of the sum, depends on the micro-batch size."""
     environment = clean_environment(OMP_NUM_THREADS="1")
     wrong = run_all([verify(TRAINS, "--wrong", "mean")], [environment])
     assert wrong.codes == [1]
-    assert wrong.text.count("PASS") == 2, "a second number of ranks, and resumed after a kill"
+    assert wrong.text.count("PASS") == 2, "another number of ranks and a resume after a kill give the same result"
     assert "48 of 48 the same" in wrong.text
     assert "FAIL: micro-batch 1 and 2: " in wrong.text
-    assert wrong.text.count("FAIL: ") == 1, "with the same micro-batches it does not matter who has them"
+    assert wrong.text.count("FAIL: ") == 1, "the assignment of micro-batches to ranks does not change the result"
     broken = run_all([verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify()], [environment] * 3)
     assert broken.codes == [2, 2, 2]
     assert "the run 'killed' ended with exit code 2, 2: there is no checkpoint" in broken.texts[0]
@@ -31,8 +31,8 @@ def test_it_fails_what_is_wrong_and_says_why():
 
 
 @pytest.mark.slow
-def test_on_two_nodes():
-    """The same words on both, with their own --machine_rank, as `accelerate launch` takes them; disks of their own."""
+def test_verify_on_two_nodes():
+    """Both commands differ only in --machine_rank, as with `accelerate launch`. The nodes do not share a folder."""
     common = [
         "--config_file",
         "accelerate_configs/2node.yaml",
