@@ -17,6 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.speed import attach, autobatch, flops, padding_free
 from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread
+from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
 
@@ -150,6 +151,18 @@ def test_a_rehearsal_does_not_disturb_ddp():
     """With --static_graph DDP counts gradients. After one that it does not expect, it never synchronises gradients again."""
     ended = run_all([[sys.executable, PROGRAMS / "rehearses.py"]] * 2, rank_environments(2)).well()
     assert ended.text.count("the gradients are equal") == 2
+
+
+def test_gradients_move_out_of_memory_that_is_overwritten():
+    """Autograd stores a view of the memory of a CUDA graph as the gradient. The next replay overwrites this memory."""
+    memory, other = torch.arange(12.0), torch.ones(2)
+    parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(4))]
+    parameters[0].grad, parameters[1].grad = memory[4:10].view(2, 3), other
+    move_gradients(parameters, memory)
+    memory.zero_()
+    assert parameters[0].grad.tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert parameters[1].grad is other
+    assert parameters[2].grad is None
 
 
 def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from accel_ddp.training.update import move_gradients
+
 # Numbers, not bytes. The last bit of a sum over a gradient depends on the alignment of the gradient's address.
 ALIGNMENT = 64
 
@@ -25,21 +27,6 @@ class LayerGroup:
         if self.gradients is None and self.parameters:
             size = sum(p.numel() + -p.numel() % ALIGNMENT for p in self.parameters)
             self.gradients = torch.empty(size, dtype=self.parameters[0].dtype, device=device)
-
-    def move_gradients_away(self) -> None:
-        """Copy gradients of an earlier micro-batch to other memory, before a replay overwrites them.
-
-        Autograd keeps the tensor that it gets as a parameter's gradient, without a copy.
-        """
-        held = [p for p in self.parameters if p.grad is not None]
-        if not held:
-            return
-        address = self.gradients.untyped_storage().data_ptr()
-        held = [p for p in held if p.grad.untyped_storage().data_ptr() == address]
-        if held:
-            copy = self.gradients.clone()
-            for p in held:
-                p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
 
 
 class GraphMemory:
@@ -120,7 +107,8 @@ class Replay(torch.autograd.Function):
             captured.gradient_out.copy_(gradient)
         found: tuple = ()
         if captured.gradients:
-            ctx.group.move_gradients_away()
+            # Autograd stores the tensor of the previous replay as the gradient, without a copy. This replay overwrites it.
+            move_gradients(ctx.group.parameters, ctx.group.gradients)
         captured.backward.replay()
         if captured.gradients:
             found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: captured.size], captured.gradients)

@@ -1,4 +1,4 @@
-"""One optimizer update. Only this module computes and changes the gradients of parameters."""
+"""One optimizer update. In a run, only this module writes the `.grad` of parameters, clips and steps."""
 
 import contextlib
 import re
@@ -112,6 +112,16 @@ def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) ->
     with _buffers_restored(module):
         trained = [p for p in module.parameters() if p.requires_grad]
         torch.autograd.grad(_loss(module, batch, loss_sum), trained, allow_unused=True)
+
+
+def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
+    """Move the gradients that are stored in `memory` to a copy of it, because `memory` is about to be overwritten."""
+    address = memory.untyped_storage().data_ptr()
+    held = [p for p in parameters if p.grad is not None and p.grad.untyped_storage().data_ptr() == address]
+    if held:
+        copy = memory.clone()
+        for p in held:
+            p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
 
 
 def _check_unused_parameters(model: nn.Module) -> None:
