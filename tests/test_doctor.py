@@ -1,7 +1,8 @@
 """Faults that prevent a cluster from starting, reproduced between nodes in network namespaces.
 
-Each fault is reported with its code, host and rank, with the same text on every node, within seconds. Every node ends with an
-exit code, and no process remains.
+Each fault is reported with its code, host and rank, with the same text on every node. A fault that can be seen at once is tested
+with --wait 300, which is longer than the time limit of a test: the doctor must not wait for it. Every node ends with an exit code,
+and no process remains.
 """
 
 import json
@@ -26,26 +27,15 @@ RECIPE = ROOT / "recipes" / "classify.py"
 class DoctorRun:
     """Runs commands on several nodes until all of them have ended, and holds their exit codes and output."""
 
-    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 60):
-        began = time.monotonic()
+    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 120):
         order = sorted(commands)
         words = [nodes.nodes[n].command(commands[n]) for n in order]
         envs = [clean_environment(**environments.get(n, {})) for n in order]
         ended = Running(words, envs, fresh=True).ended(timeout)
-        self.seconds = time.monotonic() - began
+        self.seconds = ended.seconds
         self.codes = dict(zip(order, ended.codes))
         self.texts = dict(zip(order, ended.texts))
         assert all(nodes.nodes[n].pids() == [] for n in order), "a process is still running"
-        self.repeat = lambda: DoctorRun(nodes, commands, environments, timeout)
-
-    def is_within(self, seconds: float) -> bool:
-        """Return whether the run took less time, including the start of Python. A busy machine gets two more attempts.
-
-        On several workers the cores are shared with other tests, so that the limit is three times as long. Run this file alone to
-        check the limit itself.
-        """
-        seconds *= 3 if "PYTEST_XDIST_WORKER" in os.environ else 1
-        return self.seconds < seconds or any(self.repeat().seconds < seconds for _ in range(2))
 
     def verdict(self, node: int) -> str:
         """Return the output from the first finding on, which must be the same on every node."""
@@ -56,19 +46,16 @@ class DoctorRun:
     def errors(self, node: int) -> set[str]:
         return set(re.findall(r"^(E_\w+)", self.texts[node], re.MULTILINE))
 
-    def reports(self, code: str, *words: str, within: float, on: tuple[int, ...] = (0, 1), same: bool = True) -> "DoctorRun":
-        """Assert that the nodes `on` report this error with these words, and that every node fails within this time."""
+    def reports(self, code: str, *words: str, exit_code: int = 1) -> "DoctorRun":
+        """Assert that all nodes report this error with these words and the same text, and end with this exit code."""
         shown = "\n".join(f"--- node {n}, exit code {self.codes[n]}\n{text}" for n, text in self.texts.items())
-        shown += f"\n{self.seconds:.1f} s"
-        for node in on:
+        for node in self.texts:
             assert code in self.errors(node), shown
             for word in words:
                 assert word in self.verdict(node), f"{word!r} is not printed on node {node}\n{shown}"
-        assert all(code not in (0, None) for code in self.codes.values()), shown
+        assert set(self.codes.values()) == {exit_code}, shown
         assert "Traceback" not in shown
-        if same:
-            assert len({self.verdict(node) for node in self.texts}) == 1, shown
-        assert self.is_within(within), shown
+        assert len({self.verdict(node) for node in self.texts}) == 1, shown
         return self
 
 
@@ -80,14 +67,13 @@ def srun_variables(rank: int) -> dict[str, str]:
 
 def run_doctor(
     nodes: Nodes, *options: object, each: dict[int, list] | None = None, of: int = 2, only: int | None = None,
-    wait: float | None = 5, script: list | None = None, env: dict[int, dict[str, str]] | None = None,
+    wait: float = 300, script: list | None = None, env: dict[int, dict[str, str]] | None = None,
 ) -> DoctorRun:  # fmt: skip
     """Run the doctor on `of` nodes. `each` has further options for single nodes; a later option overrides an earlier one."""
     commands = {}
     for n in range(of) if only is None else [only]:
         usual = ["--machine_rank", n, "--num_machines", of, "--num_processes", of, "--main_process_ip", MAIN]
-        usual += ["--wait", wait] if wait else []
-        commands[n] = [*DOCTOR, *usual, *options, *(each or {}).get(n, []), *(script or [])]
+        commands[n] = [*DOCTOR, *usual, "--wait", wait, *options, *(each or {}).get(n, []), *(script or [])]
     return DoctorRun(nodes, commands, env or {})
 
 
@@ -99,7 +85,6 @@ def test_a_healthy_cluster_is_reported_as_healthy_on_every_node(nodes, tmp_path)
     assert "6 of 6 directions work" in ended.texts[1]
     assert "is shared by all nodes" in ended.texts[0]
     assert ended.verdict(0) == ended.verdict(1) == ended.verdict(2) == "verdict: healthy\n"
-    assert ended.seconds < 5
     assert list(tmp_path.iterdir()) == [], "no marker file is left there"
 
 
@@ -111,31 +96,27 @@ def test_output_folders_need_not_be_shared_but_must_be_writable(nodes, tmp_path)
     assert separate.codes == {0: 0, 1: 0}
     assert f"{tmp_path / '0'} is not shared: checkpoints are written on node0" in separate.texts[1]
     run_doctor(nodes, each={n: ["--output_dir", "/proc/1" if n == 0 else tmp_path] for n in (0, 1)}).reports(
-        "E_OUTPUT_DIR", "[node0, machine_rank 0] /proc/1 cannot be written", within=2
+        "E_OUTPUT_DIR", "[node0, machine_rank 0] /proc/1 cannot be written"
     )
 
 
 # ---- 1: a node is missing
 
 
-def test_1a_a_node_that_does_not_start_is_reported_within_three_seconds(nodes):
+def test_1a_a_node_that_does_not_start_is_reported_before_the_wait_ends(nodes):
     nodes.require("host names")
-    command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 4])
-    began = time.monotonic()
+    command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 300])
     running = Running([command], [clean_environment()], fresh=True)
-    running.until("waiting for machine_rank 1 (1 of 2 nodes are connected: 0 node0)", timeout=10)
-    assert time.monotonic() - began < 3
-    ended = running.ended(20)
-    assert ended.codes == [1]
-    assert re.search(r"^E_MISSING  machine_rank 1 did not connect within 4 s; connected: 0 node0", ended.text, re.MULTILINE)
-    assert "TCP to 10.77.0.1:29500 must be open" in ended.text
+    running.until("waiting for machine_rank 1 (1 of 2 nodes are connected: 0 node0)")
+    running.kill()
 
 
 def test_1a_every_connected_node_prints_which_node_is_missing(nodes):
     nodes.require("host names")
     commands = {n: [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 4] for n in (0, 2)}
     ended = DoctorRun(nodes, commands, {})
-    ended.reports("E_MISSING", "machine_rank 1 did not connect", on=(0, 2), within=8)
+    missing = "machine_rank 1 did not connect within 4 s; connected: 0 node0"
+    ended.reports("E_MISSING", missing, "TCP to 10.77.0.1:29500 must be open")
     waiting = "waiting for machine_rank 1 (2 of 3 nodes are connected: 0 node0, 2 node2)"
     assert all(waiting in text for text in ended.texts.values())
 
@@ -178,7 +159,7 @@ def test_2a_an_address_that_no_host_has(nodes):
     assert "E_MAIN_ELSEWHERE  [node0, machine_rank 0]" in ended.verdict(0)
     assert "10.77.0.9 (--main_process_ip) is not an address of this host (10.77.0.1)" in ended.verdict(0)
     assert "use --main_process_ip 10.77.0.1" in ended.verdict(0)
-    assert ended.errors(1) <= {"E_UNREACHABLE", "E_DROPPED"}
+    assert ended.errors(1) in ({"E_UNREACHABLE"}, {"E_DROPPED"})  # before or after the timeout of the kernel's ARP requests
     assert "[node1, machine_rank 1] 10.77.0.9:29500" in ended.verdict(1)
 
 
@@ -200,10 +181,10 @@ def test_2b_a_different_main_port_on_one_node(nodes):
 
 def test_2c_a_name_that_does_not_resolve(nodes):
     nodes.require("host names")
-    ended = run_doctor(nodes, "--main_process_ip", "nodeX", only=1, wait=300)
+    ended = run_doctor(nodes, "--main_process_ip", "nodeX", only=1)
     assert ended.codes == {1: 1}
     assert "E_NAME  [node1, machine_rank 1] main_process_ip nodeX (--main_process_ip) cannot be resolved" in ended.verdict(1)
-    assert ended.seconds < 2
+    assert "waiting for" not in ended.texts[1]
 
 
 def test_2d_a_closed_port_of_the_main_node(nodes):
@@ -211,11 +192,9 @@ def test_2d_a_closed_port_of_the_main_node(nodes):
     nodes.nodes[0].firewall("tcp dport 29500 drop")
     command = nodes.nodes[1].command(
         [*DOCTOR, "--num_machines", 2, "--machine_rank", 1, "--main_process_ip", MAIN]
-    )  # without --wait
-    began = time.monotonic()
-    ended = Running([command], [clean_environment(SLURM_JOB_ID="7")], fresh=True).ended(30)
+    )  # without --wait, whose default is 300 s
+    ended = Running([command], [clean_environment(SLURM_JOB_ID="7")], fresh=True).ended(60)
     assert ended.codes == [1]
-    assert time.monotonic() - began < 12.5, "it gives up after 8 s and one more attempt"
     assert re.search(r"^E_DROPPED  \[node1, machine_rank 1\] 10.77.0.1:29500 does not answer at all", ended.text, re.MULTILINE)
     assert "Slurm: the nodes of a job must reach each other on all TCP ports" in ended.text
     assert re.search(r"waiting for the main node \([234] of 8 s\): 10.77.0.1:29500 does not answer at all", ended.text)
@@ -228,10 +207,10 @@ def test_2e_only_the_main_port_is_open(nodes):
     env = {n: {"KUBERNETES_SERVICE_HOST": "10.0.0.1"} for n in (0, 1)}
     run_doctor(nodes, env=env).reports(
         "E_PATH_ONE_WAY", "node1 (machine_rank 1) -> node0 (machine_rank 0), 10.77.0.1:", "The other direction works.",
-        "a NetworkPolicy must allow all TCP between the pods", within=10,
+        "a NetworkPolicy must allow all TCP between the pods",
     )  # fmt: skip
     nodes.nodes[1].firewall(*security_group)
-    run_doctor(nodes).reports("E_PATH_DROPPED", "node0 (machine_rank 0) -> node1 (machine_rank 1)", "allow all TCP", within=10)
+    run_doctor(nodes).reports("E_PATH_DROPPED", "node0 (machine_rank 0) -> node1 (machine_rank 1)", "allow all TCP")
 
 
 def test_2e_one_of_three_links_is_rejected(nodes):
@@ -239,8 +218,7 @@ def test_2e_one_of_three_links_is_rejected(nodes):
     rule = "ip saddr 10.77.0.3 tcp flags & (syn | ack) == syn reject with tcp reset"
     nodes.nodes[1].firewall(rule)
     ended = run_doctor(nodes, of=3)
-    ended.reports("E_PATH_ONE_WAY", "node2 (machine_rank 2) -> node1 (machine_rank 1), 10.77.0.2:", "a firewall rejects it",
-                on=(0, 1, 2),                 within=10)  # fmt: skip
+    ended.reports("E_PATH_ONE_WAY", "node2 (machine_rank 2) -> node1 (machine_rank 1), 10.77.0.2:", "a firewall rejects it")
     assert ended.verdict(0).count("E_PATH") == 1
 
 
@@ -260,7 +238,7 @@ def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes
     assert "2 nodes x 1 rank" in ended.texts[0]
     assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
     seconds = float(re.search(r"2 nodes are alike and reach each other over eth0 \(([\d.]+) s\)", ended.texts[0])[1])
-    assert seconds < 2, "the time that a preflight adds to the start of a healthy cluster"
+    assert seconds < ended.seconds / 2, "a preflight takes less time than the imports of a rank"
 
 
 def test_2f_a_main_address_that_resolves_to_loopback_on_the_main_node(nodes):
@@ -278,7 +256,6 @@ def test_2g_an_interface_that_does_not_exist(nodes):
         "[node1, machine_rank 1] GLOO_SOCKET_IFNAME=ens5",
         "eth0 (10.77.0.2)",
         "export GLOO_SOCKET_IFNAME=eth0",
-        within=2,
     )
 
 
@@ -286,7 +263,7 @@ def test_2h_large_packets_are_dropped(nodes):
     nodes.require("a firewall")
     nodes.nodes[1].firewall("meta length gt 1400 drop")
     path = "node0 (machine_rank 0) -> node1 (machine_rank 1)"
-    run_doctor(nodes).reports("E_PATH_MTU", path, "large packets are dropped", "mtu 1400", within=10)
+    run_doctor(nodes).reports("E_PATH_MTU", path, "large packets are dropped", "mtu 1400")
 
 
 # ---- 3, 4: ranks and counts
@@ -294,39 +271,38 @@ def test_2h_large_packets_are_dropped(nodes):
 
 def test_3a_two_nodes_are_machine_rank_0(nodes):
     nodes.require("host names")
-    ended = run_doctor(nodes, each={1: ["--machine_rank", 0]}, wait=300)
-    ended.reports("E_MAIN_ELSEWHERE", "[node1, machine_rank 0]", within=2)
+    ended = run_doctor(nodes, each={1: ["--machine_rank", 0]})
+    ended.reports("E_MAIN_ELSEWHERE", "[node1, machine_rank 0]")
     ended.reports("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1, pid", "and node1 (10.77.0.2, pid", 
-                "--machine_rank 1", within=2)  # fmt: skip
+                "--machine_rank 1")  # fmt: skip
 
 
 def test_3b_two_nodes_are_machine_rank_1(nodes):
     nodes.require("host names")
-    ended = run_doctor(nodes, each={0: ["--machine_rank", 1]}, wait=300)
-    ended.reports("E_DUPLICATE", "machine_rank 1 is used by", "node0 (10.77.0.1, pid", "node1 (10.77.0.2, pid", within=2)
-    ended.reports("E_MAIN_IS_HERE", "[node0, machine_rank 1]", "the main node must have machine_rank 0", within=2)
+    ended = run_doctor(nodes, each={0: ["--machine_rank", 1]})
+    ended.reports("E_DUPLICATE", "machine_rank 1 is used by", "node0 (10.77.0.1, pid", "node1 (10.77.0.2, pid")
+    ended.reports("E_MAIN_IS_HERE", "[node0, machine_rank 1]", "the main node must have machine_rank 0")
 
 
 def test_3c_srun_starts_rank_0_twice(nodes):
     nodes.require("host names")
     ended = DoctorRun(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: srun_variables(0), 1: srun_variables(0)})
-    ended.reports("E_DUPLICATE", "machine_rank 0 is used by node0", within=2.5)
-    assert ended.codes == {0: 2, 1: 2}
+    ended.reports("E_DUPLICATE", "machine_rank 0 is used by node0", exit_code=2)
 
 
 def test_4_counts_that_differ(nodes):
     nodes.require("host names")
-    processes = run_doctor(nodes, "--num_processes", 2, each={1: ["--num_processes", 4]}, wait=300)  # 4a
-    processes.reports("E_COUNTS", "num_processes differs: 2 on node0 (machine_rank 0), 4 on node1 (machine_rank 1)", within=2)
-    machines = run_doctor(nodes, each={1: ["--num_machines", 3, "--num_processes", 3]}, wait=300)  # 4c
-    machines.reports("E_COUNTS", "num_machines differs: 2 on node0 (machine_rank 0), 3 on node1 (machine_rank 1)", within=2.5)
-    alone = run_doctor(nodes, each={1: ["--num_machines", 1, "--num_processes", 1]}, wait=300)  # 4d
-    alone.reports("E_COUNTS", "num_machines differs: 2 on node0", within=2.5)
-    alone.reports("E_MACHINE_RANK", "[node1, machine_rank 1]", within=2.5)
-    odd = run_doctor(nodes, "--num_processes", 3, wait=300)  # 4b
-    odd.reports("E_PROCESSES", "is not a multiple of num_machines 2", "use num_processes 2 or 4", within=2)
-    cpu = run_doctor(nodes, "--cpu", wait=300)  # 4e
-    cpu.reports("E_TRAINS_ALONE", "--cpu with num_machines 2", "MULTI_GPU", within=2)
+    processes = run_doctor(nodes, "--num_processes", 2, each={1: ["--num_processes", 4]})  # 4a
+    processes.reports("E_COUNTS", "num_processes differs: 2 on node0 (machine_rank 0), 4 on node1 (machine_rank 1)")
+    machines = run_doctor(nodes, each={1: ["--num_machines", 3, "--num_processes", 3]})  # 4c
+    machines.reports("E_COUNTS", "num_machines differs: 2 on node0 (machine_rank 0), 3 on node1 (machine_rank 1)")
+    alone = run_doctor(nodes, each={1: ["--num_machines", 1, "--num_processes", 1]})  # 4d
+    alone.reports("E_COUNTS", "num_machines differs: 2 on node0")
+    alone.reports("E_MACHINE_RANK", "[node1, machine_rank 1]")
+    odd = run_doctor(nodes, "--num_processes", 3)  # 4b
+    odd.reports("E_PROCESSES", "is not a multiple of num_machines 2", "use num_processes 2 or 4")
+    cpu = run_doctor(nodes, "--cpu")  # 4e
+    cpu.reports("E_TRAINS_ALONE", "--cpu with num_machines 2", "MULTI_GPU")
 
 
 def test_4e_accelerate_launch_with_cpu_is_refused_by_the_recipe(tmp_path):
@@ -350,11 +326,11 @@ def test_7_options_that_differ_are_reported_by_the_doctor_and_by_the_preflight(n
         {},
     )
     ended.reports("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)",
-                "--global_batch_size differs: 16 on node0", "--seed differs: 0 on node0", within=2)  # fmt: skip
+                "--global_batch_size differs: 16 on node0", "--seed differs: 0 on node0")  # fmt: skip
     assert re.search(r"^--lr +0.0001 +0.001 +error", ended.texts[1], re.MULTILINE), ended.texts[1]
     envs = {n: srun_variables(n) for n in (0, 1)}
     ended = DoctorRun(nodes, {n: [sys.executable, *options[n]] for n in (0, 1)}, envs)
-    ended.reports("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0)", within=2.5)
+    ended.reports("E_OPTIONS", "--lr differs: 0.0001 on node0 (machine_rank 0)", exit_code=2)
 
 
 def test_7_files_models_code_and_versions_that_differ(nodes, tmp_path):
@@ -378,10 +354,8 @@ def test_7_files_models_code_and_versions_that_differ(nodes, tmp_path):
     }  # fmt: skip
     commands = {n: [*DOCTOR, "--machine_rank", n, "--num_machines", 2, "--main_process_ip", MAIN, *script[n]] for n in (0, 1)}
     ended = DoctorRun(nodes, commands, {1: {"PYTHONPATH": str(tmp_path / "1" / "packages"), "NCCL_ALGO": "Ring"}})
-    ended.reports("E_VERSIONS", "transformers differs:", "9.9.9 on node1 (machine_rank 1)", within=2)
-    ended.reports(
-        "E_FILES", "content of --model differs", "content of --train_file differs", "content of --eval_file differs", within=2
-    )
+    ended.reports("E_VERSIONS", "transformers differs:", "9.9.9 on node1 (machine_rank 1)")
+    ended.reports("E_FILES", "content of --model differs", "content of --train_file differs", "content of --eval_file differs")
     assert "W_ENVIRONMENT  NCCL_ALGO differs: - on node0 (machine_rank 0), Ring on node1" in ended.verdict(0)
 
 
@@ -406,8 +380,8 @@ def test_7_a_script_that_does_not_use_this_package_is_compared_by_its_arguments_
         for n in (0, 1)
     }
     ended = DoctorRun(nodes, commands, {})
-    ended.reports("E_CODE", "code differs", within=2)
-    ended.reports("E_OPTIONS", "arguments of the script differs: --x 0 on node0", within=2)
+    ended.reports("E_CODE", "code differs")
+    ended.reports("E_OPTIONS", "arguments of the script differs: --x 0 on node0")
 
 
 def test_a_mistyped_option_on_one_node_is_reported_on_the_other(nodes):
@@ -419,7 +393,6 @@ def test_a_mistyped_option_on_one_node_is_reported_on_the_other(nodes):
     assert "preflight: 1 error\n" in ended.texts[0], "options of a node that could not be read are not compared"
     assert "--stpes" in ended.texts[1]
     assert "Traceback" not in ended.texts[0] + ended.texts[1]
-    assert ended.seconds < 5
 
 
 # ---- launchers, output formats, access
@@ -435,7 +408,7 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
     assert "E_MISSING  machine_rank 1 did not connect within 3 s" in ended.texts[0]
     assert "Traceback" not in ended.texts[0]
     both_0 = DoctorRun(nodes, {n: [*launch, "--machine_rank", 0, RECIPE] for n in (0, 1)}, {})
-    both_0.reports("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1", within=20)
+    both_0.reports("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1", exit_code=2)
     other = tmp_path / "other.py"  # a script that does not use this package is not affected
     other.write_text("print('runs')\n")
     torchrun = [BIN / "torchrun", "--nnodes", "2", "--rdzv_conf", "timeout=2", "--master_addr", MAIN, "--node_rank", "0", other]
@@ -486,7 +459,7 @@ def test_a_port_that_another_program_uses(nodes):
     other.until("listening")
     try:
         command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 2])
-        ended = Running([command], [clean_environment()], fresh=True).ended(30)
+        ended = Running([command], [clean_environment()], fresh=True).ended(60)
         assert ended.codes == [1]
         assert "E_PORT_BUSY  [node0, machine_rank 0] 10.77.0.1:29500 is answered by something that is not" in ended.text
     finally:
@@ -502,17 +475,17 @@ def test_a_killed_node_may_connect_again_and_a_killed_main_node_is_reported(node
     nodes.require("host names")
     main = start_one_of_three(nodes, 0)
     first = start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are connected", timeout=10)
+    main.until("2 of 3 nodes are connected")
     first.kill()
-    main.until("node1 (machine_rank 1) has closed its connection.", timeout=5)
+    main.until("node1 (machine_rank 1) has closed its connection.")
     again = start_one_of_three(nodes, 1)
     third = start_one_of_three(nodes, 2)
-    assert [r.ended(20).codes for r in (main, again, third)] == [[0], [0], [0]]
+    assert [r.ended(60).codes for r in (main, again, third)] == [[0], [0], [0]]
 
     main, other = start_one_of_three(nodes, 0), start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are connected", timeout=10)
+    main.until("2 of 3 nodes are connected")
     main.kill()
-    ended = other.ended(20)
+    ended = other.ended(60)
     assert ended.codes == [1]
     assert "E_MAIN_LOST  [node1, machine_rank 1] the connection to the main node 10.77.0.1:29500 was lost" in ended.text
 
@@ -522,10 +495,10 @@ def test_a_node_that_hangs_is_reported(nodes):
     """It is reported 15 s after it was sent a request."""
     nodes.require("host names")
     main, stopped = start_one_of_three(nodes, 0), start_one_of_three(nodes, 1)
-    main.until("2 of 3 nodes are connected", timeout=10)
+    main.until("2 of 3 nodes are connected")
     os.kill(stopped.processes[0].pid, signal.SIGSTOP)
     third = start_one_of_three(nodes, 2)
-    ended = [main.ended(40), third.ended(40)]
+    ended = [main.ended(90), third.ended(90)]
     stopped.kill()
     assert [one.codes for one in ended] == [[1], [1]]
     for one in ended:

@@ -287,7 +287,7 @@ def test_every_rank_ends_with_code_2_and_one_message_without_a_traceback(argumen
     assert ended.codes == [2, 2], ended.text
     assert words in ended.text
     assert "Traceback" not in ended.text
-    assert ended.text.count("error:") <= 1, "one message per node"
+    assert ended.text.count("error:") == 1, "one message per node"
 
 
 def goes_wrong(tmp_path, how: str):
@@ -297,26 +297,25 @@ def goes_wrong(tmp_path, how: str):
 def test_a_loss_that_is_not_a_number_is_reported_with_step_and_rank(tmp_path):
     ended = goes_wrong(tmp_path, "nan")
     assert ended.codes == [2, 2]
-    assert "step 5: the loss is nan on rank 1 on" in ended.text
+    assert ended.text.count("error:") == ended.text.count("error: step 5: the loss is nan on rank 1 on") == 1
     assert "Traceback" not in ended.text
 
 
 @pytest.mark.parametrize("how", ["memory", "host memory"])
 def test_out_of_memory_names_the_option_to_lower(tmp_path, how):
     ended = goes_wrong(tmp_path, how)
-    assert ended.codes[1] == 2
-    assert ended.codes[0] != 0, "the other rank does not wait forever"
-    assert "rank 1 on" in ended.text
+    assert ended.codes == [2, 2], "the other rank does not wait forever"
+    assert ended.text.count("error:") == ended.text.count("error: rank 1 on") == 1
     assert "out of memory with --micro_batch_size 2. Use --micro_batch_size 1 " in ended.text
+    assert "Traceback" not in ended.text
 
 
 def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     ended = goes_wrong(tmp_path, "exception")
-    assert 0 not in ended.codes
-    assert "rank 1 on" in ended.texts[1]
-    assert "a bug in the user's loss" in ended.texts[1]
+    assert ended.codes == [1, 1]
+    assert ended.text.count("error: rank 1 on") == 1
+    assert "ValueError: a bug in the user's loss" in ended.texts[1]
     assert ended.text.count("Traceback") == 1, "only of the rank that failed"
-    assert ended.seconds < 40
 
 
 def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
@@ -328,21 +327,22 @@ def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
     assert "Traceback" not in ended.text
 
 
-def test_a_second_ctrl_c_ends_all_ranks_within_seconds_with_one_line(tmp_path):
+def test_a_second_ctrl_c_ends_all_ranks_with_one_line(tmp_path):
     """This includes a rank that cannot finish its step, because it waits in a collective for a rank that hangs."""
     command = [sys.executable, PROGRAMS / "goes_wrong.py", "--how", "endless", "--output_dir", tmp_path / "run"]
     ranks = Running([command] * 2, rank_environments(2))
     ranks.until("now it hangs", of=1)
     time.sleep(1)  # rank 0 is in the all-reduce by now
-    began = time.monotonic()
-    for _ in (1, 2):
-        for rank in ranks.processes:
-            os.killpg(rank.pid, signal.SIGINT)  # as a terminal does
-        time.sleep(0.5)
-    ended = ranks.ended(timeout=20)
-    assert time.monotonic() - began < 5
+    for rank in ranks.processes:
+        os.killpg(rank.pid, signal.SIGINT)  # as a terminal does
+    ranks.until("Press Ctrl-C again to end at once")
+    time.sleep(0.5)  # a second one within 0.2 s counts as the same Ctrl-C
+    for rank in ranks.processes:
+        os.killpg(rank.pid, signal.SIGINT)
+    ended = ranks.ended()
     assert ended.codes == [130, 130]
     assert ended.text.count("Press Ctrl-C again to end at once") == 1
+    assert ended.text.count("interrupted: received Ctrl-C") == 1
     assert ended.text.count("interrupted") == 1
     assert "Traceback" not in ended.text
 
@@ -409,17 +409,22 @@ def test_nodes_with_different_options_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launch", "words"),
+    (
+        "launch",
+        "words",
+        "code",
+    ),  # 1 is the code of the launcher for any failure of a rank; 2 comes from our preflight in the launcher
     [
-        (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1"),
-        (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1"),
+        (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1", 1),
+        (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1", 1),
         (
             ["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"],
             "is not a multiple of num_machines 2",
+            2,
         ),
     ],
 )
-def test_a_launch_with_another_number_of_processes_than_requested_is_rejected(launch, words, tmp_path):
+def test_a_launch_with_another_number_of_processes_than_requested_is_rejected(launch, words, code, tmp_path):
     """In these cases `accelerate launch` alone starts separate trainings with exit code 0."""
     lines = ("compute_environment: LOCAL_MACHINE", "distributed_type: MULTI_CPU", "num_processes: 2", "use_cpu: true")
     (tmp_path / "multi_cpu.yaml").write_text("\n".join(lines))
@@ -431,6 +436,7 @@ def test_a_launch_with_another_number_of_processes_than_requested_is_rejected(la
         for node in nodes
     ]  # fmt: skip
     ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * len(nodes), cwd=tmp_path)
-    assert 0 not in ended.codes
+    assert ended.codes == [code] * len(nodes), ended.text
     for text in ended.texts:
         assert words in text, text[-3000:]
+        assert text.count("error: ") == 1, "one message per node"

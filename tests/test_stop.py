@@ -81,7 +81,6 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
     running.processes[1].terminate()
     ended = running.ended()
     assert ended.codes == [1, 1], "both launchers report that the run is not complete"
-    assert ended.seconds < 25
     stopped = steps_saved(folder)
     assert len(stopped) == 1
     assert 3 <= stopped[0] < 12
@@ -104,8 +103,8 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
         process.send_signal(signal.SIGKILL)
     victim.kill()
     ended = running.ended()
-    assert ended.codes.count(0) == 0
     is_main = victim is running.processes[0]
+    assert ended.codes == ([-9, 1] if is_main else [1, -9]), ended.text
     found = re.search(r"error: the main node 127.0.0.1 is lost" if is_main else DIED, ended.texts[is_main])
     assert found, "the remaining rank does not report the other one as lost"
     assert 4 in steps_saved(folder)
@@ -114,13 +113,11 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
 
 
 def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
-    """The other ranks end within seconds."""
+    """The other ranks do not wait for the timeout of their collective, which is 600 s."""
     running = start_ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
     running.until("step  2/12")
-    began = time.monotonic()
     running.processes[1].kill()
     ended = running.ended()
-    assert time.monotonic() - began < 8
     assert ended.codes == [1, -9, 1], ended.text
     assert len(re.findall(DIED, ended.text)) == 1
     assert f"pid {running.processes[1].pid})" in ended.text
@@ -133,7 +130,8 @@ def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
     launched = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     next(process for process in launched if process.environ()["RANK"] == "1").kill()
     ended = running.ended()
-    assert re.search(DIED, ended.text)
+    assert ended.codes == [1], ended.text
+    assert len(re.findall(rf"^{DIED}", ended.text, re.MULTILINE)) == 1, ended.text
     assert "stopped:" not in ended.text
 
 
@@ -167,14 +165,14 @@ def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninter
 
 
 def test_a_stop_in_an_evaluation_does_not_wait_for_its_end(tmp_path, uninterrupted):
-    """Rank 0 receives the signal in the evaluation after step 6, which would take 60 s or more."""
+    """Rank 0 receives the signal in the evaluation after step 6."""
     folder = tmp_path / "run"
     running = start_ranks(2, "--output_dir", folder, "--eval_seconds", 60, "--no_eval_first")
     running.until("evaluating")
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
     assert ended.codes == [75, 75], ended.text
-    assert ended.seconds < 20
+    assert "evaluation:" not in ended.text, "the evaluation was completed"
     assert steps_saved(folder) == [4, 6]
     again = start_ranks(2, "--output_dir", folder, "--resume").ended().well()
     assert "step 6  evaluation:" in again.text, "the interrupted evaluation is not repeated"
@@ -188,8 +186,8 @@ def test_a_stop_in_the_evaluation_before_training_reports_that_there_is_nothing_
     running.processes[1].send_signal(signal.SIGTERM)
     ended = running.ended()
     assert ended.codes == [75, 75], ended.text
-    assert ended.seconds < 20
-    assert "before the first step. There is nothing to save" in ended.text
+    assert "evaluation:" not in ended.text, "the evaluation was completed"
+    assert ended.text.count("before the first step. There is nothing to save") == 1
     assert steps_saved(folder) == []
     start_ranks(2, "--output_dir", folder, "--resume").ended().well()
     assert last_checkpoint(folder) == uninterrupted
@@ -197,14 +195,12 @@ def test_a_stop_in_the_evaluation_before_training_reports_that_there_is_nothing_
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path):
     """Rank 0 receives the signal while it waits for rank 1, which is busy before its first step. Both end immediately."""
-    running = start_ranks(2, "--busy_seconds", 60, "--output_dir", tmp_path / "run")
+    running = start_ranks(2, "--busy_seconds", 600, "--output_dir", tmp_path / "run")
     running.until("busy", of=1)
     running.processes[0].send_signal(signal.SIGTERM)
     ended = running.ended()
-    assert ended.codes[0] == 75
-    assert ended.codes[1] != 0
-    assert ended.seconds < 20
-    assert "stopped: received SIGTERM on" in ended.texts[0]
+    assert ended.codes == [75, 75], ended.text
+    assert ended.text.count("stopped: received SIGTERM on") == 1
     assert steps_saved(tmp_path / "run") == []
 
 
@@ -287,9 +283,10 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     running.until("step  2/12")
     os.killpg(running.processes[0].pid, signal.SIGINT)
     ended = running.ended()
-    assert ended.codes != [0]
-    assert len(steps_saved(folder)) == 1
-    assert "stopped: requested by Ctrl-C" in ended.text
+    assert ended.codes == [1], ended.text
+    (stopped,) = steps_saved(folder)
+    assert 2 <= stopped < 12
+    assert len(re.findall(rf"^stopped: requested by Ctrl-C.* Step {stopped} of 12", ended.text, re.MULTILINE)) == 1
 
 
 def start_with_restarts(folder: Path, step_seconds: float) -> Running:

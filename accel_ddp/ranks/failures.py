@@ -20,6 +20,11 @@ class Failure(NamedTuple):
         return f"{'error' if self.kind in ('died', 'failed') else self.kind}: {self.text}"
 
     @property
+    def is_signal(self) -> bool:
+        """Return whether a signal ended a rank. The main rank of each node then prints it, shortly before it ends."""
+        return self.kind in ("stopped", "interrupted")
+
+    @property
     def exit_code(self) -> int:
         return {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}.get(self.kind, 1)
 

@@ -93,19 +93,20 @@ def _listen() -> None:
                 process.stop.reason_of_others = process.store.get("stop").decode()
             if not process.store.check(["failed"]):
                 continue
-            failure = process.failure = Failure.decode(process.store.get("failed"))
+            failure = Failure.decode(process.store.get("failed"))
         except Exception:
             return  # the store is lost with its host
-        is_printed = False
-        with contextlib.suppress(Exception):
-            if failure.kind == "died":  # at once, because NCCL may end this process before we do
-                if is_first_on_node(str(failure)):
-                    print(failure, file=sys.stderr, flush=True)
-                is_printed = True
+        if not failure.is_signal:  # at once: NCCL may end this process before we do, and a save may take long
+            is_first = process.is_local_main
+            with contextlib.suppress(Exception):  # the store may be lost with its host
+                is_first = is_first_on_node(str(failure))
+            if is_first:
+                print(failure, file=sys.stderr, flush=True)
+        process.failure = failure
         time.sleep(EXIT_SECONDS)
         while process.is_writing:
             time.sleep(0.1)
-        if process.is_local_main and not is_printed:
+        if failure.is_signal and process.is_local_main:
             print(failure, file=sys.stderr, flush=True)
         os._exit(failure.exit_code)
 

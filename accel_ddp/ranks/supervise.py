@@ -110,11 +110,11 @@ def _leave(failure: Failure) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
     process.is_leaving.set()
     text = str(failure)
-    # If the listener received this failure, that was some time ago, and the store may be lost by now.
-    store = process.store if failure != process.failure else None
+    # If the listener received this failure, that was some time ago, and the store may be lost by now. The listener has printed it.
+    is_received = failure == process.failure
+    store = None if is_received else process.store
     try:
-        # The watcher thread has already printed which rank died.
-        is_first = is_first_on_node(text) if store else process.is_local_main and failure.kind != "died"
+        is_first = failure.is_signal and process.is_local_main if is_received else is_first_on_node(text)
     except Exception:  # the store is lost with its host; printing twice is better than not at all
         is_first, store = True, None
     if is_first:
