@@ -197,8 +197,7 @@ def test_a_read_only_folder_is_refused_before_training(full):
     assert "Traceback" not in text
 
 
-def test_the_position_in_ten_million_items_is_found_within_a_second():
-    """Use a new process, so that nothing is cached."""
+def test_the_last_of_ten_million_items_is_found_as_fast_as_the_first():
     code = """
 import time
 from accelerate import Accelerator
@@ -208,10 +207,13 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.training.stream import TrainBatches
 accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
 cfg = TrainConfig(global_batch_size=32, micro_batch_size=32)
-began = time.perf_counter()
-batches = TrainBatches(torch.arange(10_000_000), torch.stack).starting_at(9_000_000 // 32, accelerator, cfg)
-next(batches)
-print(time.perf_counter() - began)
+train = TrainBatches(torch.arange(10_000_000), torch.stack)
+def seconds(step):
+    began = time.perf_counter()
+    next(train.starting_at(step, accelerator, cfg))
+    return time.perf_counter() - began
+print(*(min(seconds(step) for _ in range(5)) for step in (0, 9_000_000 // 32)))
 """
     ended = run_all([[sys.executable, "-c", code]], [clean_environment()]).well()
-    assert float(ended.text.strip().splitlines()[-1]) < 1
+    first, last = map(float, ended.text.strip().splitlines()[-1].split())
+    assert last < 10 * first
