@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
+from torch import nn
 
 from accel_ddp.tasks.contrastive import in_batch_losses, retrieval_metrics, text_keys
+from accel_ddp.training.optim import freeze, words_to_freeze
 from tests.conftest import PROGRAMS, run_ranks
 
 
@@ -85,6 +87,34 @@ def test_parameters_without_a_gradient_are_named_with_the_option_to_use(tmp_path
     ):
         assert words in ended.text
     assert "Traceback" not in ended.text
+    run_ranks(2, PROGRAMS / "dynamic.py", "--freeze", "large", "--output_dir", tmp_path / "frozen", timeout=60).well()
+
+
+@pytest.mark.parametrize(
+    ("unused", "used", "expected"),
+    [
+        (["transformer.mask_emb"], ["transformer.layer.0.w", "transformer.embedding.w"], ["transformer.mask_emb"]),
+        (["pooler.a.weight", "pooler.a.bias", "pooler.b.weight"], ["encoder.weight"], ["pooler"]),
+        (["layer.1.weight", "layer.1.bias"], ["layer.0.weight", "layer.10.weight", "layer.11.bias"], ["layer.1."]),
+        (["h.3.ln.weight", "h.3.ln.bias", "out.bias"], ["h.3.attn.weight", "out.weight"], ["h.3.ln", "out.bias"]),
+        (["a.lora_A.weight", "b.lora_A.weight"], ["a.lora_B.weight", "b.lora_B.weight"], ["a.lora_A", "b.lora_A"]),
+        (["head.weight"], ["base.head.weight"], []),
+        (["scale"], ["body.weight"], ["scale"]),
+    ],
+)
+def test_the_words_to_freeze_match_all_unused_parameters_and_no_others(unused, used, expected):
+    assert words_to_freeze(unused, used) == expected
+    model = nn.Module()
+    for name in (*used, *unused):
+        module, parts = model, name.split(".")
+        for part in parts[:-1]:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(parts[-1], nn.Parameter(torch.zeros(1)))
+    freeze(model, tuple(expected))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert sorted(frozen) == sorted(unused if expected else [])
 
 
 def test_parameters_that_are_used_in_some_steps_learn_the_same_on_two_ranks(tmp_path):

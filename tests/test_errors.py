@@ -409,14 +409,11 @@ def test_nodes_with_different_options_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    (
-        "launch",
-        "words",
-        "code",
-    ),  # 1 is the code of the launcher for any failure of a rank; 2 comes from our preflight in the launcher
+    # The code 1 is that of the launcher for any failure of a rank. The code 2 comes from the preflight in the launcher.
+    ("launch", "words", "code"),
     [
         (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1", 1),
-        (["--config_file", "multi_cpu.yaml"], "asked for 2 processes but started 1", 1),
+        (["--config_file", "multi_cpu.yaml"], "write `distributed_type: MULTI_GPU` and `use_cpu: false` into your config", 1),
         (
             ["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"],
             "is not a multiple of num_machines 2",

@@ -104,9 +104,10 @@ def check_requested_world() -> None:
         )
     if processes != started:
         raise UserError(
-            f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu and "
-            "distributed_type MULTI_CPU or NO start one process that would train alone. Use distributed_type: MULTI_GPU "
-            "(accelerate_configs/1node.yaml); without GPUs it runs on the CPUs."
+            f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu: true and distributed_type "
+            "MULTI_CPU or NO start one process, which would train alone. Use --config_file accelerate_configs/1node.yaml "
+            f"--num_processes {processes}, or write `distributed_type: MULTI_GPU` and `use_cpu: false` into your config. Without "
+            "GPUs both train on the CPUs."
         )
 
 

@@ -16,6 +16,7 @@ from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
 from accel_ddp.sources.hub import prepare_hub
 from accel_ddp.sources.messages import warn
+from accel_ddp.training.optim import freeze
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.lora_r:
         model = _add_adapters(model, cfg, lora_task)
-    _freeze(model, cfg.freeze)
+    freeze(model, cfg.freeze)
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -164,20 +165,6 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
         # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
     return model
-
-
-def _freeze(model: nn.Module, words: tuple[str, ...]) -> None:
-    """Freeze the parameters whose names contain one of the words."""
-    names = [name for name, _ in model.named_parameters()]
-    for word in words:
-        if not any(word in name for name in names):
-            parts = sorted({".".join(name.split(".")[:2]) for name in names})
-            raise UserError(f"--freeze {word}: no parameter has this in its name. There are: {', '.join(parts[:20])}.")
-    for name, parameter in model.named_parameters():
-        if any(word in name for word in words):
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"--freeze {' '.join(words)}: leaves nothing to train. Freeze fewer parameters.")
 
 
 def _add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The optimizer, and a learning-rate schedule that is a function of the step."""
+"""The optimizer, frozen parameters, and a learning-rate schedule that is a function of the step."""
 
 import math
 
@@ -6,10 +6,15 @@ import torch
 from torch import nn
 
 from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 
 
 def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the options. Only matrices get weight decay. It is fused if the device supports that."""
+    """Return the optimizer of the options. Only matrices get weight decay. It is fused if the device supports that.
+
+    The parameters of `--freeze` are frozen first.
+    """
+    freeze(model, cfg.freeze)
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -19,6 +24,38 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=_can_be_fused(trainable))
     return torch.optim.AdamW(groups, lr=cfg.lr, fused=_can_be_fused(trainable))
+
+
+def freeze(model: nn.Module, words: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names contain one of the words."""
+    names = [name for name, _ in model.named_parameters()]
+    for word in words:
+        if not any(word in name for name in names):
+            parts = sorted({".".join(name.split(".")[:2]) for name in names})
+            raise UserError(f"--freeze {word}: no parameter has this in its name. There are: {', '.join(parts[:20])}.")
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in words):
+            parameter.requires_grad_(False)
+    if words and not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"--freeze {' '.join(words)}: leaves nothing to train. Freeze fewer parameters.")
+
+
+def words_to_freeze(unused: list[str], used: list[str]) -> list[str]:
+    """Return the shortest beginnings of the names `unused` that `freeze` finds in no name of `used`, or [] if there are none.
+
+    There are none if one of these names is a part of another name, for example head.weight of base.head.weight.
+    """
+    words: list[str] = []
+    for name in unused:
+        if any(word in name for word in words):
+            continue
+        ends = [i for i, letter in enumerate(name) if letter == "."]
+        beginnings = [name[:i] for end in ends for i in (end, end + 1)] + [name]  # with the dot: layer.1. is not in layer.10.
+        word = next((word for word in beginnings if not any(word in other for other in used)), None)
+        if word is None:
+            return []
+        words.append(word)
+    return words
 
 
 def _can_be_fused(parameters: list[nn.Parameter]) -> bool:

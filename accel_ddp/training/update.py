@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.whole_batch import Batch, LossSum, WholeBatch
 
 Count = Callable[[Batch], Tensor | int]
@@ -140,11 +141,15 @@ def _check_unused_parameters(model: nn.Module) -> None:
         if not found:
             raise
         names = [trained[int(i)] for i in found[1].split()]
-        modules = dict.fromkeys(name.rsplit(".", 1)[0] for name in names[:3])
+        words = words_to_freeze(names, [name for name in trained if name not in names])
+        how = (
+            f"freeze them: --freeze {' '.join(words)}."
+            if words
+            else "call requires_grad_(False) on them before the optimizer is built."
+        )
         raise UserError(
             f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}{', ...' if names[5:] else ''}. The "
-            "forward pass does not use them. If other steps use them, add --find_unused_parameters. If no step does, freeze them: "
-            f"--freeze {' '.join(modules)}."
+            f"forward pass does not use them. If other steps use them, add --find_unused_parameters. If no step does, {how}"
         ) from error
 
 
