@@ -88,7 +88,7 @@ class Task:
 
     def summarize(self, rows):
         """Return the mean over the tokens of all items, not over rows or batches. This runs on the main rank."""
-        prompts = [prompt for prompt, _ in self.samples]
+        prompts = [sample.ids for sample in self.samples]
         self.answers.append(accel_ddp.chat.generate(self.module, self.processor, prompts, self.cfg.max_new_tokens))
         loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
@@ -102,7 +102,7 @@ class Task:
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, and some pairs of prompt and answer to print."""
+    """Return rows with `input_ids`, `attention_mask` and `labels`, and some prompts with their answers to print."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg)
     form.require_columns(tables[1])

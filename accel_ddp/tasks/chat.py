@@ -1,7 +1,9 @@
 """Rows for causal language models: chats, instructions and plain texts as tokens, with labels for the answers."""
 
 import difflib
-from typing import TYPE_CHECKING, Any
+import logging
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from accel_ddp.sources.tokenisation import SOURCE
 if TYPE_CHECKING:
     import datasets
 
+log = logging.getLogger(__name__)
+
 # Usual names of columns in public datasets, tried in this order if the option is empty.
 USUAL_COLUMNS = {
     "messages_column": ("messages", "conversations", "conversation"),
@@ -22,6 +26,11 @@ USUAL_COLUMNS = {
 }
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+
+# What a chat template may use and this module does not pass to it. Rows with content there are refused.
+UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+UNSUPPORTED_ROLES = ("tool_call", "function_call")
+UNSUPPORTED_COLUMNS = ("tools", "functions", "documents", "system", "history", "chat_template_kwargs")
 
 
 class Format:
@@ -62,6 +71,26 @@ class Format:
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for "
                 "chats, or set tokenizer.chat_template and save the tokenizer in a folder."
             )
+        self.unused = [
+            c for c in UNSUPPORTED_COLUMNS if self.kind != "texts" and c in rows.column_names and c not in self.columns
+        ]
+        others = [column for column in rows.column_names if column not in self.columns]
+        if others:
+            log.info(f"rows are {self.kind} of {', '.join(self.columns)}. These columns are not used: {', '.join(others)}.")
+        uses_template = self.kind != "texts" and tokenizer.chat_template
+        self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
+        self.special_tokens = _pattern_of_special_tokens(tokenizer)
+
+    def _find_first_ids(self, name: str) -> list[int]:
+        """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
+        whole, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        if last := whole[start + len(bare) :]:
+            warn(
+                f"--model {name}: its tokenizer puts {self.tokenizer.decode(last)} behind every text. Prompts are trained without "
+                "it, so remove it from the end of a prompt before you generate."
+            )
+        return whole[:start]
 
     def require_columns(self, test: "datasets.Dataset") -> None:
         """Raise UserError if the evaluation rows lack a column from which the training rows are read."""
@@ -73,21 +102,19 @@ class Format:
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenised data."""
-        return [self.kind, self.columns, self.max_length, self.train_on_prompts, self.tokenizer.chat_template]
+        how = [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts]
+        return [*how, self.tokenizer.chat_template]
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids`, `attention_mask` and `labels`, which are -100 for tokens that are not learned.
 
-        `cut` is 0 for a complete row, 1 if its end is truncated, and 2 if no part of the answer is left; see `drop_truncated`.
-        `problem` is why a row cannot be used, or "".
+        The ids of a chat are those of `apply_chat_template` for the whole chat. `cut` is 0 for a complete row, 1 if a part of
+        what it teaches is truncated, and 2 if nothing of it is left; see `drop_truncated`. `problem` is why a row cannot be
+        used, or "".
         """
         done: dict[str, list] = {name: [] for name in ("input_ids", "attention_mask", "labels", "cut", "problem", SOURCE)}
-        for number, row in enumerate(zip(*(rows[column] for column in self.columns))):
-            try:
-                segments, problem = self._split(row), ""
-            except _UnusableRow as error:
-                segments, problem = [], str(error)
-            ids, labels = self._tokenise(segments)
+        for number, row in enumerate(self._tokenise([self._render(rows, i) for i in range(len(rows[self.columns[0]]))])):
+            ids, labels, problem = row
             # A plain text becomes as many rows as it needs. Other rows are truncated.
             starts = range(0, max(len(ids), 1), self.max_length) if self.kind == "texts" else (0,)
             for start in starts:
@@ -95,40 +122,55 @@ class Format:
                 learns = any(label != -100 for label in labels[part][1:])
                 if start and not learns:
                     continue  # the last token alone: no token before it predicts it
+                loses = self.kind != "texts" and any(label != -100 for label in labels[self.max_length :])
                 done[SOURCE].append(number)
                 done["input_ids"].append(ids[part])
                 done["attention_mask"].append([1] * len(ids[part]))
                 done["labels"].append(labels[part])
-                done["cut"].append(0 if self.kind == "texts" or len(ids) <= self.max_length else 1 if learns else 2)
-                done["problem"].append(problem or ("" if learns or done["cut"][-1] else "it contains nothing to learn"))
+                done["cut"].append(0 if not loses else 1 if learns else 2)
+                done["problem"].append(problem or ("" if learns or loses else "it contains nothing to learn"))
         return done
 
-    def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list[tuple[str, str]]:
-        """Return (everything before the last answer, the last answer) of the first rows with at most `max_tokens` of prompt."""
-        found: list[tuple[str, str]] = []
-        for row in rows.select(range(min(len(rows), 100))):
+    def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
+        """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
+        found: list[Sample] = []
+        some = rows[: min(len(rows), 100)]
+        for i in range(min(len(rows), 100)):
+            rendered = self._render(some, i)
             if len(found) == number:
                 break
-            try:
-                segments = self._split(tuple(row[column] for column in self.columns))
-            except _UnusableRow:
+            if rendered.problem:
                 continue
-            words = segments[0][0].split(" ")
-            is_text = self.kind == "texts"
-            prompt = " ".join(words[:8]) if is_text else "".join(text for text, _ in segments[:-1])
-            answer = " ".join(words[8:40]) if is_text else segments[-1][0]
-            if prompt and len(self.tokenizer(prompt)["input_ids"]) <= max_tokens:
-                found.append((prompt, answer))
+            if self.kind == "texts":
+                words = rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")
+                prompt, answer = " ".join(words[:8]), " ".join(words[8:40])
+            else:
+                prompt, end = rendered.answers[-1]
+                answer = end[len(prompt) :]
+            ids = self._prompt_ids(prompt) if prompt else []
+            if ids and len(ids) <= max_tokens:
+                found.append(Sample(prompt, answer, ids))
         return found
 
-    def _split(self, row: tuple) -> list[tuple[str, bool]]:
-        """Return the row as consecutive segments: (text, whether it is learned)."""
+    def _render(self, rows: dict[str, list], i: int) -> "_Rendered":
+        """Return row `i` as one text, or the reason why it cannot be used."""
+        try:
+            for column in UNSUPPORTED_COLUMNS:
+                is_ignored = self.kind != "texts" and column in rows and column not in self.columns
+                if is_ignored and rows[column][i] not in (None, "", [], {}, "[]", "{}"):
+                    raise _UnusableRow(f"its column {column} has content, which {self.kind} cannot include yet")
+            return self._format(tuple(rows[column][i] for column in self.columns))
+        except _UnusableRow as error:
+            return _Rendered("", [], str(error))
+
+    def _format(self, row: tuple) -> "_Rendered":
+        end = self.tokenizer.eos_token or ""
         if self.kind == "texts":
-            return [(_check_text(row[0], self.columns[0]) + (self.tokenizer.eos_token or ""), True)]
+            return _Rendered(_check_text(row[0], self.columns[0]) + end, [])
         if self.kind == "chats":
             if not isinstance(row[0], list):
                 raise _UnusableRow(f"the column {self.columns[0]} is not a list of messages")
-            return self._apply_template([_check_message(message) for message in row[0]])
+            return self._apply_template(row[0])
         has_input = len(row) == 3  # the column `input` of Alpaca, which may be empty
         *asked, answer = (
             _check_text(value, column, has_input and i == 1) for i, (value, column) in enumerate(zip(row, self.columns))
@@ -136,13 +178,22 @@ class Format:
         prompt = "\n\n".join(text for text in asked if text)
         if self.tokenizer.chat_template:
             return self._apply_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
-        return [(prompt + "\n", False), (answer + (self.tokenizer.eos_token or ""), True)]
+        return _Rendered(f"{prompt}\n{answer}{end}", [(prompt + "\n", f"{prompt}\n{answer}{end}")])
 
-    def _apply_template(self, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
-        """Return two segments for each answer: the prompt that the model is given in use, and the answer with its end token."""
-        from jinja2 import TemplateError
-
-        segments, so_far = [], ""
+    def _apply_template(self, given: list[Any]) -> "_Rendered":
+        """Return the whole chat as text. An answer begins behind the prompt that the model is given in use, and ends with its end
+        token.
+        """
+        messages = [_check_message(message) for message in given]
+        text = self._fill_template(messages) if messages else ""
+        if any(isinstance(message.get("content"), list) for message in given):
+            try:
+                is_same = self._fill_template([_without_none(message) for message in given]) == text
+            except _UnusableRow:
+                is_same = False
+            if not is_same:
+                raise _UnusableRow("a message has its content in parts, which the chat template does not join. Give one text")
+        answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -150,36 +201,98 @@ class Format:
                 raise _UnusableRow("an answer is empty")
             if i == 0:
                 raise _UnusableRow("it begins with an answer")
-            try:
-                before = self.tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-                after = self.tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-            except TemplateError as error:
-                raise _UnusableRow(f"the chat template rejects it: {error}") from error
-            if not (before.startswith(so_far) and after.startswith(before)):
+            before = self._fill_template(messages[:i], add_generation_prompt=True)
+            until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1])
+            if not (text.startswith(until) and until.startswith(before)):
                 raise _UnusableRow(
                     "the chat template changes earlier turns when later turns follow, so that answers are not marked"
                 )
-            segments += [(before[len(so_far) :], False), (after[len(before) :], True)]
-            so_far = after
-        if not segments:
+            answers.append((before, until))
+        if not answers:
             raise _UnusableRow("no message has the role assistant" if messages else "it has no messages")
-        return segments
+        return _Rendered(text, answers)
 
-    def _tokenise(self, segments: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """Return token ids and labels. Segments are tokenised separately, as in use, where the prompt has no answer yet."""
-        first = self.tokenizer("")["input_ids"][:1]  # some tokenizers put a bos token before every text
-        has_bos = not segments or segments[0][0].startswith(self.tokenizer.bos_token or "\0")
-        ids: list[int] = first if first == [self.tokenizer.bos_token_id] and not has_bos else []
-        labels: list[int] = [-100] * len(ids)
-        for text, is_learned in segments:
-            new = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += new
-            labels += new if is_learned or self.train_on_prompts else [-100] * len(new)
-        return ids, labels
+    def _fill_template(self, messages: list[dict[str, Any]], **options: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # a template is a program and can fail in many ways
+            raise _UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
+
+    def _tokenise(self, rows: list["_Rendered"]) -> list[tuple[list[int], list[int], str]]:
+        """Return token ids, labels and the problem of each row.
+
+        Parts of a text that are tokenised separately may have other tokens than the whole text. The whole text is therefore
+        tokenised. Its beginnings are tokenised too, from their last special token on, to find the places of the answers.
+        """
+        encoded = self.tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
+        beginnings = {text: self._last_special_token(text) for row in rows for answer in row.answers for text in answer}
+        tails = list({text[start:]: 0 for text, start in beginnings.items()})
+        tokens = dict(zip(tails, self.tokenizer(tails, add_special_tokens=False)["input_ids"])) if tails else {}
+
+        def compare(number: int, text: str) -> tuple[int, int]:
+            """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
+            start, ids = beginnings[text], encoded["input_ids"][number]
+            place = (encoded.char_to_token(number, start) or 0) if start else 0
+            tail = tokens[text[start:]]
+            pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
+            return place + len(tail), place + same
+
+        done = []
+        for number, row in enumerate(rows):
+            ids, problem = [] if row.problem else encoded["input_ids"][number], row.problem
+            labels = list(ids) if self.train_on_prompts or self.kind == "texts" else [-100] * len(ids)
+            for before, until in row.answers:
+                start, same = compare(number, before)
+                if same < start:
+                    problem = (
+                        f"the tokens of a prompt change if the answer follows ({self.tokenizer.decode(ids[same : same + 2])!r}), so "
+                        "that the model gets others in use. Remove white space at the beginning of the answer"
+                    )
+                end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
+                labels[start:end] = ids[start:end]
+            first = [] if ids[: len(self.first_ids)] == self.first_ids else self.first_ids
+            done.append(([], [], problem) if problem else ([*first, *ids], [-100] * len(first) + labels, ""))
+        return done
+
+    def _last_special_token(self, text: str) -> int:
+        """Return where the last special token begins in the text, or 0. Tokenizers split a text there before anything else."""
+        start = 0
+        for found in self.special_tokens.finditer(text) if self.special_tokens else ():
+            start = found.start()
+        return start
+
+
+class Sample(NamedTuple):
+    """An answer, and the text and the tokens before it."""
+
+    prompt: str
+    answer: str
+    ids: list[int]
+
+
+class _Rendered(NamedTuple):
+    """A row as text. Each of its answers is a pair: the text before the answer, and the text until the end of the answer."""
+
+    text: str
+    answers: list[tuple[str, str]]
+    problem: str = ""
 
 
 class _UnusableRow(Exception):
     """Why a row cannot be used."""
+
+
+def _pattern_of_special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the tokens at which the tokenizer splits every text, or None if it has none or is a slow one."""
+    tokens = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
+    words = sorted((token.content for token in tokens if not (token.normalized or token.single_word)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words))) if words else None
 
 
 def _check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
@@ -190,18 +303,46 @@ def _check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
     return value or ""
 
 
-def _check_message(message: Any) -> dict[str, str]:
-    """Return the message with `role` and `content`. The keys `from` and `value` and the roles of ShareGPT are translated."""
+def _check_message(message: Any) -> dict[str, Any]:
+    """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use.
+
+    The keys `from` and `value` and the roles of ShareGPT are translated.
+    """
     if not isinstance(message, dict):
         raise _UnusableRow("a message has no role and content")
     role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
-    if not isinstance(role, str) or not isinstance(content, str | None):
-        raise _UnusableRow("a message has no role and content")
+    if not isinstance(role, str):
+        raise _UnusableRow(f"a message has no role (its keys are {', '.join(message)})")
     role = SHAREGPT_ROLES.get(role, role)
     near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
     if role not in ROLES and near and abs(len(role) - len(near[0])) < 3:  # a template may define further roles
         raise _UnusableRow(f"a message has the role {role!r} (did you mean {near[0]!r}?)")
-    return {"role": role, "content": content or ""}
+    if found := next((key for key in UNSUPPORTED_KEYS if message.get(key)), role if role in UNSUPPORTED_ROLES else ""):
+        raise _UnusableRow(f"a message has {found}, which sft cannot learn yet")
+    if message.get("weight") not in (None, 1):
+        raise _UnusableRow(f"a message has the weight {message['weight']}, but all answers of a chat are learned equally")
+    others = {key: value for key, value in _without_none(message).items() if key not in ("role", "from", "content", "value")}
+    return {**others, "role": role, "content": _join_parts(content)}
+
+
+def _join_parts(content: Any) -> str:
+    """Return the content of a message as one text. Parts of it that are texts are joined."""
+    if not isinstance(content, list):
+        if not isinstance(content, str | None):
+            raise _UnusableRow(f"the content of a message is {content!r:.40}, not text")
+        return content or ""
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _UnusableRow(f"a message has a part of the type {kind or type(part).__name__!r}, and only texts can be learned")
+    return "".join(part["text"] for part in content)
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without the keys whose value is None, which a table adds if other rows have these keys."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
@@ -223,27 +364,27 @@ def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["d
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Any, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Return a greedy continuation of each prompt. It uses no collectives, so that one rank can call it alone."""
+def generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    """Return a greedy continuation of each prompt, given as tokens. It uses no collectives, so that one rank can call it alone."""
     was_training = model.training
     model.eval()
     answers = []
     for prompt in prompts:
-        tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-        ids = model.generate(
-            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], max_new_tokens=max_new_tokens,
+        ids = torch.tensor([prompt], device=model.device)
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
             do_sample=False, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
-        answers.append(tokenizer.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True))
+        answers.append(tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True))
     model.train(was_training)
     return answers
 
 
-def format_samples(samples: list[tuple[str, str]], before: list[str] | None, after: list[str]) -> str:
+def format_samples(samples: list[Sample], before: list[str] | None, after: list[str]) -> str:
     """Return prompts with the expected answers and the model's answers before and after training, to print."""
     shorten = lambda text: " ".join(text.split())[:160]
     lines = []
-    for i, (prompt, answer) in enumerate(samples):
+    for i, (prompt, answer, _) in enumerate(samples):
         lines += [f"prompt  {shorten(prompt)}", f"  wanted  {shorten(answer)}"]
         lines += [f"  before  {shorten(before[i])}"] if before else []
         lines += [f"  after   {shorten(after[i])}"]

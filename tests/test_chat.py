@@ -1,0 +1,208 @@
+"""Tests of the tokens of `sft`: a chat has the tokens of `apply_chat_template`, and what cannot be included is refused."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from accel_ddp.tasks import chat
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
+LLAMA = (  # bos in the template, and an end token in the middle of a chat
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+    "{% elif m.role == 'system' %}<<SYS>>{{ m.content }}<</SYS>>{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{% if m.name %}{{ m.name }} {% endif %}{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "plain": PLAIN}
+
+TEXTS = [
+    "Hello",
+    "How are you today?",
+    "naïve café",
+    "日本語です",
+    "a\n\nb",
+    "x = 1\n    return x",
+    "👍🏽 ok",
+    "end. ",
+    "</s> in text",
+    "I'm",
+]
+
+
+def user(text: str, **more: object) -> dict:
+    return {"role": "user", "content": text, **more}
+
+
+def answer(text: str | None, **more: object) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def make_chats() -> list[list[dict]]:
+    chats = []
+    for i, text in enumerate(TEXTS):
+        turns = [user(text), answer(TEXTS[i - 1])]
+        chats += [turns, [user(" "), *turns[1:]], [{"role": "system", "content": TEXTS[i - 2]}, *turns]]
+        chats += [turns + [user(TEXTS[i - 3]), answer(text)] * 3, [*turns, user("and then?")]]
+    return chats
+
+
+def make_tokenizer(kind: str):
+    """Return a tokenizer that treats the beginning of a text in its own way."""
+    from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+    if kind == "slow":
+        slow = ByT5Tokenizer(bos_token="<s>")
+        slow.add_tokens(["<s>", "<|im_start|>", "<|im_end|>"], special_tokens=True)
+        return slow
+    model = models.WordPiece(unk_token="<unk>") if kind == "word piece" else models.BPE(unk_token="<unk>", byte_fallback=True)
+    backend = Tokenizer(model)
+    alphabet: list[str] = []
+    if kind == "prepend":  # Llama 2
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind.startswith("metaspace"):  # Mistral
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind.split()[1], split=False)
+    elif kind == "word piece":
+        backend.normalizer = normalizers.BertNormalizer()
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    else:  # GPT-2, and RoBERTa with a space before each text
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "byte level with a space")
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": 600, "special_tokens": SPECIAL, "show_progress": False, "initial_alphabet": alphabet}
+    trainer = trainers.WordPieceTrainer if kind == "word piece" else trainers.BpeTrainer
+    backend.train_from_iterator([*TEXTS * 3, "user assistant system [INST] [/INST] <<SYS>> \n\n \n"], trainer(**options))
+    if kind != "word piece":
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+KINDS = ["byte level", "byte level with a space", "prepend", "metaspace first", "metaspace always", "word piece", "slow"]
+
+
+def form_of(tokenizer, column: str = "messages", max_length: int = 1000, **more: object):
+    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, **more}
+    columns = {"messages_column": "", "prompt_column": "", "answer_column": "", "text_column": ""}
+    return chat.Format(
+        datasets.Dataset.from_dict({name: [""] for name in column.split()}), tokenizer, SimpleNamespace(**columns, **given)
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request):
+    return make_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, template):
+    """Compare the ids of whole chats, and what precedes each answer with the prompt that a model is given in use."""
+    tokenizer.chat_template = TEMPLATES[template]
+    apply = lambda messages, **more: tokenizer.apply_chat_template(messages, return_dict=False, **more)
+    chats = make_chats()
+    done = form_of(tokenizer).encode({"messages": chats})
+    refused = 0
+    for messages, ids, labels, problem in zip(chats, done["input_ids"], done["labels"], done["problem"]):
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        whole, prompts = apply(messages), [apply(messages[:i], add_generation_prompt=True) for i in answers]
+        if problem:
+            refused += 1
+            assert "tokens of a prompt change" in problem
+            assert any(whole[: len(prompt)] != prompt for prompt in prompts)
+            continue
+        assert ids == whole
+        learned = [i for i, label in enumerate(labels) if label != -100]
+        assert all(labels[i] == ids[i] for i in learned)
+        assert [ids[:i] for i in learned if labels[i - 1] == -100] == prompts
+        ends = [ids[: i + 1] for i in learned if [*labels, -100][i + 1] == -100]
+        for end, last in zip(ends, answers):
+            until = apply(messages[: last + 1])
+            assert end == until or (until != whole[: len(until)] and end == until[: len(end)])
+    assert refused < len(chats) / 4, done["problem"]
+
+
+def test_a_prompt_whose_tokens_change_if_the_answer_follows_is_refused():
+    tokenizer = make_tokenizer("byte level")
+    rows = [[user("Hi"), answer("\nHello")], [user("Hi"), answer("Hello")]]
+    tokenizer.chat_template = CHATML
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    done = form_of(tokenizer).encode({"messages": rows})
+    assert "tokens of a prompt change" in done["problem"][0]
+    assert "'\\n\\n" in done["problem"][0]
+    assert done["problem"][1] == ""
+
+
+def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_generation(tokenizer):
+    """A tokenizer puts its first token before each text, and no token between a prompt and its answer."""
+    tokenizer.chat_template = None
+    bare = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = [] if "ByT5" in type(tokenizer).__name__ else tokenizer("a")["input_ids"][: -len(bare("a"))]
+    rows = {"prompt": TEXTS, "answer": [text.strip() for text in TEXTS[::-1]]}
+    form = form_of(tokenizer, "prompt answer")
+    done, number = form.encode(rows), 0
+    for prompt, wanted, ids, labels, problem in zip(*rows.values(), done["input_ids"], done["labels"], done["problem"]):
+        if not problem:
+            number += 1
+            start = next(i for i, label in enumerate(labels) if label != -100)
+            assert ids == first + bare(f"{prompt}\n{wanted}</s>")
+            assert ids[:start] == first + bare(f"{prompt}\n")
+    assert number >= len(TEXTS) - 2, done["problem"]
+    done = form_of(tokenizer, "text").encode({"text": TEXTS})
+    assert done["input_ids"] == [first + bare(f"{text}</s>") for text in TEXTS]
+    samples = form.select_samples(datasets.Dataset.from_dict(rows), 3, max_tokens=1000)
+    assert [sample.ids for sample in samples] == [first + bare(f"{prompt}\n") for prompt in TEXTS[:3]]
+
+
+def test_samples_are_generated_from_the_tokens_of_the_chat_template():
+    """The continuation of a model depends on every token of its prompt."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer("prepend")
+    tokenizer.chat_template = LLAMA
+    chats = [[user("Hello"), answer("How are you"), user("I'm ok"), answer("end.")]]
+    (sample,) = form_of(tokenizer).select_samples(datasets.Dataset.from_dict({"messages": chats}), 1, max_tokens=100)
+    assert sample.ids == tokenizer.apply_chat_template(chats[0][:3], return_dict=False, add_generation_prompt=True)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, initializer_range=0.5, eos_token_id=None))
+    wanted = model.generate(input_ids=torch.tensor([sample.ids]), max_new_tokens=5, do_sample=False)[0, len(sample.ids) :]
+    assert chat.generate(model, tokenizer, [sample.ids], 5) == [tokenizer.decode(wanted, skip_special_tokens=True)]
+
+
+def test_what_the_chat_template_would_not_get_is_refused_and_other_keys_reach_it():
+    tokenizer = make_tokenizer("byte level")
+    tokenizer.chat_template = CHATML
+    call = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    parts = [{"type": "text", "text": "Hi", "image": None}, {"type": "text", "text": " there", "image": None}]
+    bad = {
+        "a message has tool_calls": [user("Hi"), answer(None, tool_calls=call), answer("Hello")],
+        "a message has function_call": [user("Hi"), answer("", function_call="{}")],
+        "a message has reasoning_content": [user("Hi"), answer("Hello", reasoning_content="They greet me.")],
+        "a message has thinking": [user("Hi"), answer("Hello", thinking="They greet me.")],
+        "a message has the weight 0": [user("Hi"), answer("Hello", weight=0)],
+        "a message has no role (its keys are content)": [{"content": "Hi"}, answer("Hello")],
+        "the content of a message is 7": [user(7), answer("Hello")],
+        "a part of the type 'image'": [user([{"type": "image", "image": "x.png"}, *parts]), answer("Hello")],
+        "which the chat template does not join": [user(parts), answer("Hello")],
+    }
+    done = form_of(tokenizer).encode({"messages": list(bad.values())})
+    for reason, problem in zip(bad, done["problem"]):
+        assert reason in problem
+    good = [user("Hi", name="Ann", tool_calls=None), answer("Hello", tool_calls=[], reasoning_content=None, weight=1)]
+    done = form_of(tokenizer).encode({"messages": [good], "tools": ["[]"], "system": [None]})
+    assert done["problem"] == [""]
+    assert done["input_ids"] == [tokenizer.apply_chat_template(good, return_dict=False)]
+    assert "Ann" in tokenizer.decode(done["input_ids"][0])
+    done = form_of(tokenizer).encode({"messages": [good] * 2, "tools": [call, []], "system": [None, "Be brief."]})
+    assert ["column tools" in done["problem"][0], "column system" in done["problem"][1]] == [True, True]
+    in_parts = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", in_parts)
+    rows = [user(parts), answer("Hello")]
+    done = form_of(tokenizer).encode({"messages": [rows]})
+    assert done["problem"] == [""]
+    assert done["input_ids"] == [tokenizer.apply_chat_template(rows, return_dict=False)]
