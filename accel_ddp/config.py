@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from accel_ddp.best_metric import BestMetric, Direction, choose
 from accel_ddp.errors import UserError
 from accel_ddp.options import option, properties_of
 
@@ -92,15 +93,15 @@ class TrainConfig:
         also=("eval_on_start",),
     )
     best_metric: str = option(
-        "loss",
-        "metric for early stopping; lower is better for loss, perplexity, error, wer, cer, mse and mae",
+        "",
+        "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe",
         group="evaluation",
         affects_result=False,
         also=("metric_for_best_model",),
     )
     early_stopping_patience: int = option(
         0,
-        "stop after this many evaluations without a better --best_metric; 0: never",
+        "stop after this many evaluations without a better --best_metric (an equal one is not better); 0: never",
         group="evaluation",
         affects_result=False,
         at_least=0,
@@ -136,9 +137,9 @@ class TrainConfig:
     keep_last: int = option(
         2, "number of newest checkpoints to keep", group="saving", affects_result=False, at_least=2, also=("save_total_limit",)
     )
-    keep_best: str = option(
-        "",
-        "metric whose best checkpoint is kept too and named in best.json",
+    keep_best: bool = option(
+        False,
+        "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first",
         group="saving",
         affects_result=False,
         also=("load_best_model_at_end", "save_best"),
@@ -330,6 +331,18 @@ class TrainConfig:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
+        self.best()
+
+    def metric_directions(self) -> dict[str, Direction]:
+        """Return the metrics of an evaluation, and for each "min" if lower is better or "max" if higher is better.
+
+        A recipe declares them here, so that a wrong `--best_metric` is refused before training. The first one is the default.
+        """
+        return {}
+
+    def best(self) -> BestMetric:
+        """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
+        return choose(self.best_metric, self.metric_directions())
 
     def total_steps(self, num_items: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.

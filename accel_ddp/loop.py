@@ -21,6 +21,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
 from accel_ddp.training.optim import lr_at, set_lr
@@ -58,6 +59,9 @@ def fit(
     `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is
     asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
     """
+    if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
+        name = "keep_best" if cfg.keep_best else "early_stopping_patience"
+        raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
     total_steps = cfg.total_steps(len(train))
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -164,11 +168,13 @@ class _Run:
 
     def evaluate(self) -> None:
         try:
-            self.metrics = self.evaluate_model(self.model)
+            metrics = self.evaluate_model(self.model)
         except EvaluationStopped:
             self.is_stopping = True
             signals.mark_agreed()
             return
+        # Ranks that compared different values would disagree on when to stop. An `evaluate` function of a user may return them.
+        self.metrics = broadcast_metrics(metrics)
         self.saved.evaluated(self.step, self.metrics)
         ends = [hook.on_evaluate(self.step, self.metrics) for hook in self.hooks]  # a list, so that every hook is called
         self.is_done = self.is_done or any(ends)
@@ -204,12 +210,14 @@ class _Run:
             raise Stopped(failure)
         if unsaved:
             unsaved = f"the run is complete, but {unsaved}."
-        elif (best := saved.best()) is not None:
-            value = saved.evaluations[best][cfg.keep_best]
+        elif saved.metric and (best := saved.best()) is not None:
+            name = saved.metric.name
             print_on_main(
-                f"best {cfg.keep_best}: {value:.4f} at step {best}, in {cfg.output_dir}/step_{best:08d}. Export it with: "
-                f"accel-ddp export {cfg.output_dir} FOLDER"
+                f"best {name}: {saved.evaluations[best][name]:.4f} at step {best}, in {cfg.output_dir}/step_{best:08d}. Export it "
+                f"with: accel-ddp export {cfg.output_dir} FOLDER"
             )
+        elif saved.metric and not saved.ranking:
+            print_on_main(f"--keep_best: there is no best checkpoint, because {saved.metric.name} was NaN in every evaluation.")
         process.unsaved = unsaved
         return Outcome(self.metrics, self.step, unsaved)
 

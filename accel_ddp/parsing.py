@@ -129,7 +129,7 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
     """Return a line of YAML as words of a command line, so that one parser checks both."""
     if kind is bool:
         if not isinstance(value, bool):
-            raise UserError(f"{path}: {name}: {value!r} must be true or false.")
+            raise UserError(f"{path}: {name}: {value!r} must be true or false.{_instead_of_a_value(name, str(value), yaml=True)}")
         return [f"--{name}" if value else f"--no_{name}"]
     if isinstance(value, dict):
         raise UserError(f"{path}: {name}: has nested lines, but takes one value.")
@@ -146,12 +146,27 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
 
 def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
     """Accept `--tf32 false` besides `--no_tf32`, and `--pin_memory true` besides `--pin_memory on`."""
-    words = list(argv)
+    words = []
+    for word in argv:  # --tf32=false
+        name, equals, value = word.partition("=")
+        is_switch = types.get(name.removeprefix("--").replace("-", "_")) is bool
+        words += [name, value] if word.startswith("--") and equals and is_switch else [word]
     for at in range(len(words) - 1, 0, -1):
         name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
+        is_switch = words[at - 1].startswith("--") and types.get(name) is bool
+        if is_switch and not value.startswith("--") and value not in ("true", "false"):
+            hint = _instead_of_a_value(name, words[at]) or f" Type --{name} or --no_{name}."
+            raise UserError(f"--{name} {words[at]}: --{name} is a switch and takes no value.{hint}")
         if words[at - 1].startswith("--") and value in ("true", "false"):
             if types.get(name) is bool:
                 words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
             elif "on" in typing.get_args(types.get(name)):
                 words[at] = "on" if value == "true" else "off"
     return words
+
+
+def _instead_of_a_value(name: str, value: str, yaml: bool = False) -> str:
+    """Return what to type instead of `--keep_best METRIC`, which older versions accepted, or ""."""
+    if name != "keep_best" or not value:
+        return ""
+    return f" Write keep_best: true and best_metric: {value}." if yaml else f" Type --keep_best --best_metric {value}."

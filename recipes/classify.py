@@ -32,7 +32,24 @@ class Config(RecipeConfig):
     )
     global_batch_size: int = 16
     lr: float = 1e-4
-    best_metric: str = option("accuracy", "metric for early stopping: accuracy, macro_f1, loss; mse, pearson, spearman")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy, with --num_labels 1 mse")
+    metrics: tuple[str, ...] = option(
+        (),
+        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
+        group="evaluation",
+        affects_result=False,
+    )
+
+    @property
+    def kind(self):
+        return "numbers" if self.num_labels == 1 else "classes"
+
+    def metric_directions(self):
+        of_kind = {
+            "classes": {"accuracy": "max", "macro_f1": "max"},
+            "numbers": {"mse": "min", "pearson": "max", "spearman": "max"},
+        }
+        return {**of_kind[self.kind], "loss": "min", **accel_ddp.metrics.directions(self.metrics, self.kind)}
 
 
 class Task:
@@ -43,8 +60,10 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
+            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             train_rows, self.eval_rows, self.labels = build_data(cfg, self.processor)
+            self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
@@ -76,20 +95,24 @@ class Task:
             if self.labels.is_multi_label
             else scores.argmax(-1)
         )
-        return {"loss": losses, "predictions": answers, "references": batch["labels"]}
+        rows = {"loss": losses, "predictions": answers, "references": batch["labels"]}
+        if self.more_metrics.needs_probabilities:
+            scores = scores.float()
+            rows["probabilities"] = scores.sigmoid() if self.labels.is_multi_label else scores.softmax(-1)
+        return rows
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        answers = {"predictions": rows["predictions"], "references": rows["references"]}
+        loss = rows.pop("loss").mean()
         if self.labels.is_regression:
-            return {**accel_ddp.metrics.regression_metrics(**answers), "loss": float(rows["loss"].mean())}
-        self.table = accel_ddp.metrics.class_table(**answers, names=self.labels.names)
-        scores = {name: accel_ddp.metrics.load(name).compute(**answers)[name] for name in ("accuracy", "f1")}
-        return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
+            scores = accel_ddp.metrics.regression_metrics(**rows)
+        else:
+            scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
+        return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
 
     def report(self):
         """Return what is printed after training."""
-        return "" if self.labels.is_regression else self.table
+        return "" if self.labels.is_regression else self.table.report(self.cfg.output_dir)
 
 
 def logits(model, batch):

@@ -42,7 +42,11 @@ class Config(RecipeConfig):
     micro_batch_size: int | Literal["auto"] = 64
     lr: float = 1e-4
     warmup_ratio: float = 0.1
-    best_metric: str = option("mrr", "metric for early stopping: mrr, or recall at 1 or 10")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr")
+
+    def metric_directions(self):
+        sizes = ["", *(f"_{size}" for size in self.matryoshka)]
+        return {f"{name}{size}": "max" for size in sizes for name in ("mrr", "recall_at_1", "recall_at_5", "recall_at_10")}
 
     def validate(self) -> None:
         super().validate()

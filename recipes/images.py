@@ -48,7 +48,16 @@ class Config(RecipeConfig):
     epochs: float = 10.0
     micro_batch_size: int | Literal["auto"] = option(32, "images that a rank computes at once; batch norm uses their statistics")
     lr: float = 3e-3
-    best_metric: str = option("accuracy", "metric for early stopping: accuracy, macro_f1, loss")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
+    metrics: tuple[str, ...] = option(
+        (),
+        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
+        group="evaluation",
+        affects_result=False,
+    )
+
+    def metric_directions(self):
+        return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
 
     def validate(self) -> None:
         super().validate()
@@ -68,7 +77,9 @@ class Task:
 
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
+            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "classes")
             train, test, self.labels = build_data(cfg)
+            self.more_metrics.try_out(test.properties["labels"][:], self.labels.names)
             self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
             facts["the data"] = train.fingerprint + test.fingerprint
         images = accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
@@ -89,18 +100,18 @@ class Task:
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         scores = logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
-        return {"loss": losses, "predictions": scores.argmax(-1), "references": batch["labels"]}
+        rows = {"loss": losses, "predictions": scores.argmax(-1), "references": batch["labels"]}
+        return rows | ({"probabilities": scores.softmax(-1)} if self.more_metrics.needs_probabilities else {})
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        answers = {"predictions": rows["predictions"], "references": rows["references"]}
-        self.table = accel_ddp.metrics.class_table(**answers, names=self.labels.names)
-        scores = {name: accel_ddp.metrics.load(name).compute(**answers)[name] for name in ("accuracy", "f1")}
-        return {"accuracy": scores["accuracy"], "macro_f1": scores["f1"], "loss": float(rows["loss"].mean())}
+        loss = rows.pop("loss").mean()
+        scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
+        return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
 
     def report(self):
         """Return what is printed after training."""
-        return self.table
+        return self.table.report(self.cfg.output_dir)
 
     @property
     def example(self):

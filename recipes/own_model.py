@@ -17,6 +17,9 @@ class Config(TrainConfig):
     epochs: float = 20.0
     lr: float = 1e-2
 
+    def metric_directions(self):
+        return {"loss": "min"}  # what `evaluate` measures, and whether lower ("min") or higher ("max") is better
+
 
 def main(cfg: Config):
     import torch

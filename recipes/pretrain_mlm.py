@@ -37,6 +37,9 @@ class Config(RecipeConfig):
     lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
 
+    def metric_directions(self):
+        return {"loss": "min", "perplexity": "min", "accuracy": "max"}
+
     def validate(self) -> None:
         super().validate()
         if not 0 < self.mask_share < 1:

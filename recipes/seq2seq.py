@@ -44,7 +44,17 @@ class Config(RecipeConfig):
     lr: float = option(4e-3, "highest learning rate; for pretrained models 5e-5 to 5e-4")
     warmup_ratio: float = 0.05
     eval_every: int = 300
-    best_metric: str = option("loss", "metric for early stopping: loss, exact_match, bleu, chrf, rouge_l")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
+    metrics: tuple[str, ...] = option(
+        (),
+        "more metrics: built-in (a wrong name lists them; 0 to 100), or of the evaluate package by name or folder",
+        group="evaluation",
+        affects_result=False,
+    )
+
+    def metric_directions(self):
+        own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}
+        return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
 class Task:
@@ -60,9 +70,11 @@ class Task:
 
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
+            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "texts")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             self.processor.padding_side = "right"
             train_rows, self.eval_rows = build_data(cfg, self.processor)
+            self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
@@ -93,8 +105,9 @@ class Task:
         outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         self.samples = accel_ddp.generation_metrics.format_samples(sources, targets, outputs)
-        loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
-        return {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
+        loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
+        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
+        return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
 
     def report(self):
         """Return some generated texts."""

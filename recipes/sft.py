@@ -46,6 +46,9 @@ class Config(RecipeConfig):
     lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
     eval_batch_size: int = 16
 
+    def metric_directions(self):
+        return {"loss": "min", "perplexity": "min"}
+
 
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""

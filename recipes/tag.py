@@ -30,7 +30,17 @@ class Config(RecipeConfig):
     )
     global_batch_size: int = 16
     lr: float = 3e-4
-    best_metric: str = option("f1", "metric for early stopping: f1, precision, recall, accuracy, loss")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
+    metrics: tuple[str, ...] = option(
+        (),
+        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
+        group="evaluation",
+        affects_result=False,
+    )
+
+    def metric_directions(self):
+        own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}
+        return {**own, **accel_ddp.metrics.directions(self.metrics, "tags")}
 
 
 class Task:
@@ -44,9 +54,12 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
+            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "tags")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             self.processor = accel_ddp.tagging.prepare_for_words(self.processor, cfg.model)
             train_rows, self.eval_rows, self.tags = build_data(cfg, self.processor)
+            self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
+            self.more_metrics.try_out(self.references)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
@@ -72,13 +85,14 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        words = {name: self.eval_rows[name][:] for name in accel_ddp.tagging.WORD_COLUMNS}
-        scores, self.table = accel_ddp.tagging.entity_metrics(rows["predictions"], **words, names=self.tags.names)
-        return {**scores, "loss": float(rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1))}
+        answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
+        scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
+        loss = rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1)
+        return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
 
     def report(self):
         """Return what is printed after training."""
-        return self.table
+        return self.table.report(self.cfg.output_dir)
 
 
 def logits(model, batch):

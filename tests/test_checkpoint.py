@@ -110,6 +110,36 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_uses_best_values_from_be
 
 def test_nan_is_never_the_best_value(damage):
     assert damage["best beside nan"]["step"] == 4
+    assert damage["never a number"]["best"] is None
+    assert "no best checkpoint, because brier was NaN in every evaluation" in damage["never a number"]["said"]
+
+
+def test_the_direction_of_the_best_metric_is_given_and_not_guessed_and_the_first_of_equal_values_is_best(damage):
+    assert damage["lower is better"]["best"]["step"] == 2
+    assert damage["equal"]["best"]["step"] == 4
+    assert "--best_metric brier:min or --best_metric brier:max" in damage["no direction"]["error"]
+    assert damage["no direction"]["from"] is None, "it is refused before training"
+    assert "Did you mean brier? Use one of: brier." in damage["misspelt"]["error"]
+    assert damage["misspelt"]["from"] is None, "the evaluation before the first step reports it"
+
+
+def test_numbers_of_numpy_and_torch_are_metrics_and_everything_else_is_refused_by_name(damage):
+    assert {name: damage[name]["best"]["value"] for name in ("tensor", "whole number", "truth")} == {
+        "tensor": pytest.approx(0.9), "whole number": 5, "truth": 1,
+    }  # fmt: skip
+    for value in ("[0.1, 0.2]", "0.5", "None", "1j", "{'a': 1}"):
+        case = damage[f"refused {value}"]
+        assert "the metric 'brier' of the evaluation is" in case["error"], value
+        assert value in case["error"]
+        assert case["from"] is None
+    assert "It must return a dictionary" in damage["refused dictionary"]["error"]
+    assert "a metric named 'step'" in damage["refused name"]["error"]
+
+
+def test_a_run_whose_earlier_evaluations_lack_the_best_metric_continues(damage):
+    assert damage["older"]["error"] == ""
+    assert damage["older"]["from"] == 4
+    assert damage["older"]["best"]["metric"] == "brier"
 
 
 def test_the_same_command_again_continues_from_the_newest_checkpoint_of_its_own_run(damage):

@@ -12,14 +12,15 @@ PACKAGE = ROOT / "accel_ddp"
 RECIPES = ROOT / "recipes"
 
 # Each package and module at the top of accel_ddp/, from the lowest to the highest, and what it may import.
-LOWEST = ["errors", "seeds", "environment", "net", "options", "config", "parsing"]
+LOWEST = ["errors", "seeds", "environment", "net", "options", "best_metric", "config", "parsing"]
 ALLOWED = {
     "errors": [],
     "seeds": [],
     "environment": ["errors"],
     "net": ["errors"],
     "options": ["errors"],
-    "config": ["errors", "options"],
+    "best_metric": ["errors"],
+    "config": ["errors", "options", "best_metric"],
     "parsing": ["errors", "environment", "options", "config"],
     "doctor": LOWEST,
     "tune": [*LOWEST, "doctor"],

@@ -86,6 +86,15 @@ def test_metrics_equal_those_of_one_process(results):
     for ranks in RANK_COUNTS:
         other = results[ranks]["metrics"]
         assert other["labels"] == one["labels"], "each item is evaluated once, in the order of the data"
-        assert (other["accuracy"], other["f1"]) == (one["accuracy"], one["f1"])
+        assert (other["accuracy"], other["macro_f1"]) == (one["accuracy"], one["macro_f1"])
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-14)
-    assert 0.1 < one["f1"] <= one["accuracy"] + 0.2 < 1.2
+    assert 0.1 < one["macro_f1"] <= one["accuracy"] + 0.2 < 1.2
+
+
+def test_ranks_use_the_metrics_of_the_main_rank_if_those_of_ranks_differ(results):
+    """The metric falls on the main rank and rises on the others, so that without an agreement only one rank would stop."""
+    for ranks in RANK_COUNTS:
+        assert len(results[ranks]["metrics of a rank"]) == ranks
+        for stopped, refused in results[ranks]["metrics of a rank"]:
+            assert stopped == (2, {"own": -2.0})
+            assert "the metric 'own' of the evaluation is list [0]" in refused

@@ -4,8 +4,6 @@ Nothing else needs to be saved, because data order, learning rate and dropout ar
 """
 
 import contextlib
-import math
-import re
 import sys
 import uuid
 from concurrent import futures
@@ -17,7 +15,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format, resume
@@ -53,7 +50,8 @@ class Checkpoints:
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
-        self.ranking: list[int] = []  # steps by the metric of `--keep_best`, the best first
+        self.metric = cfg.best() if cfg.keep_best else None
+        self.ranking: list[int] = []  # steps by this metric, the best first
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
         self.failed = ""  # why the newest state is not on the disk
         self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -144,6 +142,8 @@ class Checkpoints:
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Store the metrics of a step. With `--keep_best`, save and mark the step if it is the best one."""
+        if self.metric:
+            self.metric.require(metrics)
         self.evaluations[step] = metrics
         self._rank_steps()
         if self.ranking[:1] == [step]:
@@ -156,25 +156,17 @@ class Checkpoints:
         return next((step for step in self.ranking if (self.folder / f"step_{step:08d}").is_dir()), None)
 
     def _rank_steps(self) -> None:
-        if self.cfg.keep_best:
-            for step, metrics in self.evaluations.items():
-                if self.cfg.keep_best not in metrics:
-                    raise UserError(
-                        f"--keep_best {self.cfg.keep_best}: this recipe does not measure it (step {step}). Use one of: "
-                        f"{', '.join(metrics)}."
-                    )
-            sign = -1 if higher_is_better(self.cfg.keep_best) else 1
-            values = {step: sign * metrics[self.cfg.keep_best] for step, metrics in self.evaluations.items() if step}
-            self.ranking = sorted(values, key=lambda step: (math.isnan(values[step]), values[step], step))
+        if self.metric:  # evaluations before a resume may lack it; step 0 has no checkpoint
+            self.ranking = self.metric.rank({step: metrics for step, metrics in self.evaluations.items() if step})
 
     def _write_evaluations(self, evaluations: dict[int, Metrics]) -> None:
         """Write evaluations.json and best.json. Runs in the writer thread, after the save of the same step."""
         best = self.best()
         try:
             format.write_json(self.folder / "evaluations.json", evaluations)
-            if best in evaluations:
-                value = evaluations[best][self.cfg.keep_best]
-                facts = {"step": best, "metric": self.cfg.keep_best, "value": value, "checkpoint": f"step_{best:08d}"}
+            if self.metric and best in evaluations:
+                value = evaluations[best][self.metric.name]
+                facts = {"step": best, "metric": self.metric.name, "value": value, "checkpoint": f"step_{best:08d}"}
                 format.write_json(self.folder / "best.json", facts)
         except OSError as error:
             print(f"evaluations.json could not be written on {process.host}: {error.strerror}.", file=sys.stderr, flush=True)
@@ -243,9 +235,3 @@ def _host_memory(like: Tensor, pinned: bool) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
     except RuntimeError:  # a limit on locked memory; saving works without pinned memory, but slower
         return torch.empty(like.shape, dtype=like.dtype)
-
-
-def higher_is_better(metric: str) -> bool:
-    """Return whether a higher value of the metric is better, by the words in its name."""
-    lower = {"loss", "perplexity", "ppl", "error", "wer", "cer", "ter", "mse", "rmse", "mae", "nll", "fid", "distance"}
-    return not lower & set(re.split("[^a-z]+", metric.lower()))

@@ -135,12 +135,17 @@ def set_aside(path: Path, why: str) -> Path:
     raise OSError(errno.EEXIST, f"{path} cannot be renamed: too many files with that prefix exist")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically: readers see the old content or the new content, never a part of it."""
     new = path.with_name(f".{path.name}.tmp")
-    new.write_text(json.dumps(value, indent=1))
+    new.write_text(text, encoding="utf-8")
     _sync(new)
     new.rename(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small JSON file atomically."""
+    write_text(path, json.dumps(value, indent=1))
 
 
 def read_json(path: Path) -> Any:

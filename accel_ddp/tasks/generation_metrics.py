@@ -70,21 +70,30 @@ def decode(ids: np.ndarray, tokenizer: Any) -> list[str]:
 
 
 def text_metrics(outputs: list[str], references: list[str]) -> dict[str, float]:
-    """Return exact_match and rouge_l as fractions from 0 to 1, and bleu and chrf of the corpus from 0 to 100, as is usual.
+    """Return exact_match, bleu, chrf and rouge_l, each from 0 to 100, as sacrebleu and papers report them."""
+    return {name: text_metric(name, outputs, references) for name in ("exact_match", "bleu", "chrf", "rouge_l")}
 
-    ROUGE-L uses only the letters a-z and digits, so that it is 0 for texts in other scripts.
+
+def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
+    """Return a metric of generated texts, from 0 to 100. `ter` may be above 100.
+
+    bleu, chrf and ter are those of the corpus. ROUGE uses only the letters a-z and digits, so that it is 0 for texts in other
+    scripts.
     """
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
 
     outputs, references = ([text.strip() for text in texts] for texts in (outputs, references))
-    pairs, rouge = list(zip(outputs, references, strict=True)), RougeScorer(["rougeL"])
-    return {
-        "exact_match": sum(output == reference for output, reference in pairs) / len(pairs),
-        "bleu": sacrebleu.corpus_bleu(outputs, [references], force=True).score,  # force: no warning about tokenised texts
-        "chrf": sacrebleu.corpus_chrf(outputs, [references]).score,
-        "rouge_l": sum(rouge.score(reference, output)["rougeL"].fmeasure for output, reference in pairs) / len(pairs),
-    }
+    pairs = list(zip(outputs, references, strict=True))
+    if name == "exact_match":
+        return 100 * sum(output == reference for output, reference in pairs) / len(pairs)
+    if name.startswith("rouge_"):
+        kind = f"rouge{name[-1].upper()}"  # rougeL, rouge1
+        rouge = RougeScorer([kind])
+        return 100 * sum(rouge.score(reference, output)[kind].fmeasure for output, reference in pairs) / len(pairs)
+    if name == "bleu":
+        return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenised texts
+    return {"chrf": sacrebleu.corpus_chrf, "ter": sacrebleu.corpus_ter}[name](outputs, [references]).score
 
 
 def format_samples(sources: list[str], targets: list[str], outputs: list[str], number: int = 3) -> str:

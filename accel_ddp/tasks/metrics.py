@@ -1,45 +1,126 @@
-"""Metrics of classification and regression, from scikit-learn and the `evaluate` package, without access to the Hub."""
+"""Metrics of classes, numbers, tags and texts: the ones of each recipe, and those that `--metrics` adds.
 
-from typing import Any
+The built-in ones need no network. Everything else comes from the `evaluate` package. Importing this module is fast, because the
+options of a recipe are checked with it.
+"""
 
-import numpy as np
+import difflib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_ddp.best_metric import Direction
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+from accel_ddp.sources.hub import prepare_hub
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from accel_ddp.tasks.score_table import ScoreTable
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["classes", "numbers", "tags", "texts"]
+# The built-in metrics of each kind of task, and whether a lower or a higher value is better.
+BUILT_IN: dict[str, dict[str, Direction]] = {
+    "classes": {
+        "accuracy": "max", "macro_f1": "max", "macro_precision": "max", "macro_recall": "max", "micro_f1": "max",
+        "weighted_f1": "max", "balanced_accuracy": "max", "matthews_correlation": "max", "cohen_kappa": "max", "roc_auc": "max",
+        "brier_score": "min",
+    },
+    "numbers": {
+        "mse": "min", "pearson": "max", "spearman": "max", "rmse": "min", "mae": "min", "mape": "min", "r2": "max",
+    },
+    "tags": {
+        "f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "macro_f1": "max", "weighted_f1": "max",
+    },
+    "texts": {
+        "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max", "rouge_1": "max", "rouge_2": "max", "ter": "min",
+    },
+}  # fmt: skip
+# Other names of built-in metrics. The result has the longer name, because `f1` of scikit-learn is that of one class.
+SHORT = {
+    "classes": {"f1": "macro_f1", "precision": "macro_precision", "recall": "macro_recall", "mcc": "matthews_correlation"},
+    "numbers": {"pearsonr": "pearson", "spearmanr": "spearman", "r_squared": "r2"},
+}
+FROM_PROBABILITIES = ("roc_auc", "brier_score")
 
 
-def load(name: str) -> Any:
-    """Return a metric of the `evaluate` package. Those below are defined here, because `evaluate.load` downloads code.
+def directions(names: tuple[str, ...], kind: Kind) -> dict[str, Direction]:
+    """Return the metrics that `--metrics NAMES` adds, and whether a lower or a higher value is better ("": not known).
 
-    Importing `evaluate` takes seconds, because it imports every pipeline of transformers. Call it on the main rank only.
+    Raise UserError for a built-in metric of another kind of task.
     """
-    import datasets
-    import evaluate as library
-    from sklearn import metrics as sklearn
-
-    functions = {
-        "accuracy": lambda p, r: sklearn.accuracy_score(r, p),
-        "f1": lambda p, r: sklearn.f1_score(r, p, average="macro", zero_division=0),
-    }
-    if name not in functions:
-        return library.load(name)
-
-    class Offline(library.Metric):
-        def _info(self) -> Any:
-            label = datasets.Value("int64")
-            one = {"predictions": label, "references": label}
-            several = {key: datasets.Sequence(label) for key in one}
-            return library.MetricInfo(
-                description=f"{name}, with a macro average over classes",
-                citation="",
-                features=[datasets.Features(one), datasets.Features(several)],
+    found: dict[str, Direction] = {}
+    for name in names:
+        known = SHORT.get(kind, {}).get(name, name)
+        others = [other for other, those in BUILT_IN.items() if name in those]
+        if known not in BUILT_IN[kind] and others:
+            raise UserError(
+                f"--metrics {name}: is a metric of {' and '.join(others)}, but this run predicts {kind}. {_those_of(kind)}"
             )
-
-        def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
-            return {name: float(functions[name](np.array(predictions), np.array(references)))}
-
-    return Offline(keep_in_memory=True)
+        found[known if known in BUILT_IN[kind] else _stem(name)] = BUILT_IN[kind].get(known, "")
+    return found
 
 
-def regression_metrics(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+def _those_of(kind: Kind) -> str:
+    return f"Built-in metrics of {kind} are: {', '.join(BUILT_IN[kind])}."
+
+
+def _stem(name: str) -> str:
+    """Return the metric's own name: `my` for ./metrics/my, ./metrics/my/my.py and someone/my, and `glue` for glue:mrpc."""
+    path = name if Path(name).exists() else name.partition(":")[0]
+    return Path(path).name.removesuffix(".py")
+
+
+# ---- the metrics of recipes
+
+
+def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: list[str]) -> tuple[dict[str, float], "ScoreTable"]:
+    """Return accuracy and macro F1, and a table with the scores of each class.
+
+    Averages are taken over the classes that occur in the references or in the predictions, as scikit-learn does by default.
+    If items have several classes, `predictions` and `references` have a 0 or 1 for each class, and an item is accurate if all of
+    its classes are right.
+    """
+    import numpy as np
+    from sklearn.metrics import precision_recall_fscore_support
+
+    from accel_ddp.tasks.score_table import Row, ScoreTable
+
+    present = _present(predictions, references)
+    right = predictions == references
+    accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
+    if not present:
+        return {"accuracy": accuracy, "macro_f1": 0.0}, ScoreTable([Row(n, math.nan, math.nan, math.nan, 0) for n in names], [])
+    score = lambda how: precision_recall_fscore_support(references, predictions, labels=present, average=how, zero_division=0)
+    each = np.array(score(None))
+    rows = [Row(name, math.nan, math.nan, math.nan, 0) for name in names]
+    for number, values in zip(present, each.T):
+        rows[number] = Row(names[number], *map(float, values[:3]), int(values[3]))
+    support = int(each[3].sum())
+    first = Row("accuracy", math.nan, math.nan, accuracy, support)
+    if right.ndim > 1:
+        first = Row("micro avg", *map(float, score("micro")[:3]), support)
+    averages = [first, *(Row(f"{how} avg", *map(float, score(how)[:3]), support) for how in ("macro", "weighted"))]
+    return {"accuracy": accuracy, "macro_f1": averages[1].f1}, ScoreTable(rows, averages)
+
+
+def _present(predictions: "np.ndarray", references: "np.ndarray") -> list[int]:
+    """Return the numbers of the classes that occur in predictions or references."""
+    import numpy as np
+
+    if references.ndim > 1:
+        return np.flatnonzero(predictions.any(0) | references.any(0)).tolist()
+    return np.union1d(predictions, references).tolist()
+
+
+def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> dict[str, float]:
     """Return mean squared error and correlations. A correlation is 0 if all predictions are the same."""
+    import numpy as np
     from scipy.stats import pearsonr, spearmanr
 
     scores = {"mse": float(((predictions - references) ** 2).mean())}
@@ -49,8 +130,191 @@ def regression_metrics(predictions: np.ndarray, references: np.ndarray) -> dict[
     return scores
 
 
-def class_table(predictions: np.ndarray, references: np.ndarray, names: list[str]) -> str:
-    """Return a table with precision, recall, F1 and number of items of each class."""
-    from sklearn.metrics import classification_report
+# ---- the metrics of --metrics
 
-    return classification_report(references, predictions, labels=range(len(names)), target_names=names, digits=3, zero_division=0)
+
+class MoreMetrics:
+    """The metrics of `--metrics`, computed on the main rank from the items of all ranks in the order of the data.
+
+    Create it inside of `together`: the main rank alone loads metrics of the `evaluate` package, and every rank raises its error.
+    """
+
+    def __init__(self, cfg: Any, kind: Kind):
+        self.cfg, self.kind = cfg, kind
+        known = {name: SHORT.get(kind, {}).get(name, name) for name in cfg.metrics}
+        self.built_in = list(dict.fromkeys(name for name in known.values() if name in BUILT_IN[kind]))
+        others = [name for name, other in known.items() if other not in BUILT_IN[kind]]
+        self.loaded = {name: _load(name, kind) for name in others} if process.is_main else {}
+        self.needs_probabilities = any(name in FROM_PROBABILITIES for name in self.built_in)
+        self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
+
+    def try_out(self, references: list, names: list[str] | None = None, **inputs: Any) -> None:
+        """Compute the metrics for predictions that equal the references, before a model is loaded. `names` are those of classes.
+
+        Raise UserError for a metric that cannot be computed from these data, and for a `--best_metric` that is not measured.
+        """
+        import numpy as np
+
+        if not process.is_main or not self.cfg.metrics:
+            return
+        if self.kind in ("classes", "numbers"):
+            references = np.array(references)
+        if self.needs_probabilities:
+            inputs["probabilities"] = one_hot(references, len(names)) if references.ndim == 1 else references.astype("float32")
+        declared = [name for name, direction in self.cfg.metric_directions().items() if direction]
+        for name in [*self.built_in, *self.loaded]:
+            try:
+                values, left_out = self._values(name, predictions=references, references=references, **inputs)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+                raise UserError(
+                    f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
+                ) from error
+            if not values:
+                raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
+            taken = [*declared, *(value for known in self.names.values() for value in known)]
+            if same := [value for value in values if name in self.loaded and value in taken]:
+                raise UserError(f"--metrics {name}: there is another metric named {same[0]}. Rename the folder and the script.")
+            if left_out:
+                log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
+            if any(map(math.isnan, values.values())):
+                log.warning("--metrics %s: is NaN even for perfect predictions. The evaluation data may lack a class.", name)
+            self.names[name] = list(values)
+        if self.loaded:
+            measured = [*declared, *(value for values in self.names.values() for value in values)]
+            self.cfg.best().require(dict.fromkeys(measured, 0.0))
+
+    def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
+        """Return the metrics of a recipe with those of `--metrics`. One that fails is reported and NaN.
+
+        `inputs` are predictions and references, if needed probabilities, and sources of texts.
+        """
+        metrics = dict(metrics)
+        for name in [*(name for name in self.built_in if name not in metrics), *self.loaded]:
+            try:
+                values, _ = self._values(name, **inputs)
+            except Exception as error:  # a bug in a metric must not end a long run
+                log.warning("--metrics %s: could not be computed: %s: %s. It is NaN.", name, type(error).__name__, error)
+                values = {}
+            metrics |= {value: values.get(value, math.nan) for value in self.names.get(name, values)}
+        return metrics
+
+    def _values(self, name: str, **inputs: Any) -> tuple[dict[str, float], list[str]]:
+        """Return the values of a metric by their names, and the names of results that are not numbers."""
+        from accel_ddp.training.evaluation import as_numbers
+
+        if name in self.built_in:
+            return {name: float(_compute(self.kind, name, **inputs))}, []
+        metric = self.loaded[name]
+        result = metric.compute(**{key: _as_list(inputs[key]) for key in metric._feature_names()})
+        values, left_out = {}, []
+        for key, value in result.items() if isinstance(result, dict) else [(_stem(name), result)]:
+            try:
+                values |= as_numbers({_stem(name) if key == _stem(name) else f"{_stem(name)}_{key}": value})
+            except UserError:
+                left_out.append(str(key))
+        return values, left_out
+
+
+def _load(name: str, kind: Kind) -> Any:
+    """Return a metric of the `evaluate` package. Raise UserError if it cannot be loaded, or if it does not fit the task.
+
+    Importing `evaluate` takes seconds, because it imports every pipeline of transformers.
+    """
+    hint = f"{_those_of(kind)} Or name a folder with a script of the same name: ./my_metric for ./my_metric/my_metric.py."
+    place = Path(name).expanduser()
+    script = place if name.endswith(".py") else place / f"{_stem(name)}.py"
+    is_path = script.is_file() or name.startswith((".", "/", "~")) or name.endswith(".py") or ("/" in name and place.is_dir())
+    if is_path and not script.is_file():
+        raise UserError(f"--metrics {name}: there is no script {script}. {hint}")
+    no_hub = "" if is_path else prepare_hub()
+    import evaluate
+
+    path, _, config = (str(script), "", "") if is_path else name.partition(":")
+    try:
+        metric = evaluate.load(path, config or None, keep_in_memory=True)
+    except Exception as error:
+        near = difflib.get_close_matches(name, BUILT_IN[kind], n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
+    needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
+    if not needed <= given:
+        raise UserError(
+            f"--metrics {name}: needs {', '.join(sorted(needed - given))}, which this recipe does not have. {_those_of(kind)}"
+        )
+    forms = metric.features if isinstance(metric.features, list) else [metric.features]
+    types = [str(getattr(getattr(form["predictions"], "feature", form["predictions"]), "dtype", "")) for form in forms]
+    unfit = {"classes": "float", "numbers": "int"}.get(kind)
+    if unfit and all(dtype.startswith(unfit) for dtype in types):  # it would compute something else from the numbers of classes
+        raise UserError(
+            f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_those_of(kind)}"
+        )
+    return metric
+
+
+def _as_list(values: Any) -> list:
+    return values if isinstance(values, list) else values.tolist()
+
+
+# ---- built-in metrics
+
+
+def _compute(kind: Kind, name: str, **inputs: Any) -> float:
+    functions: dict[str, Callable[..., float]] = {
+        "classes": _of_classes, "numbers": _of_numbers, "tags": _of_tags, "texts": _of_texts,
+    }  # fmt: skip
+    return functions[kind](name, **inputs)
+
+
+def _of_classes(name: str, predictions: Any, references: Any, probabilities: Any = None) -> float:
+    from sklearn import metrics as sklearn
+
+    average, _, score = name.partition("_")
+    if average in ("macro", "micro", "weighted"):
+        function = {"f1": sklearn.f1_score, "precision": sklearn.precision_score, "recall": sklearn.recall_score}[score]
+        present = _present(predictions, references)
+        return function(references, predictions, labels=present, average=average, zero_division=0) if present else 0.0
+    if name in FROM_PROBABILITIES:
+        truth = references if references.ndim > 1 else one_hot(references, probabilities.shape[1])
+        if name == "roc_auc":  # each class against the rest; of two classes both values are equal
+            return sklearn.roc_auc_score(truth, probabilities, average="macro")
+        errors = (probabilities - truth) ** 2  # of two classes both columns are equal, and the score is that of one
+        return errors.mean() if references.ndim > 1 or truth.shape[1] == 2 else errors.sum(-1).mean()
+    function = {
+        "accuracy": sklearn.accuracy_score, "balanced_accuracy": sklearn.balanced_accuracy_score,
+        "matthews_correlation": sklearn.matthews_corrcoef, "cohen_kappa": sklearn.cohen_kappa_score,
+    }[name]  # fmt: skip
+    return function(references, predictions)
+
+
+def one_hot(references: "np.ndarray", number: int) -> "np.ndarray":
+    """Return a row for each class number, with 1 at this class and 0 elsewhere."""
+    import numpy as np
+
+    return np.eye(number, dtype="float32")[references]
+
+
+def _of_numbers(name: str, predictions: Any, references: Any) -> float:
+    from sklearn import metrics as sklearn
+
+    if name in ("mse", "pearson", "spearman"):
+        return regression_metrics(predictions, references)[name]
+    if name == "rmse":
+        return math.sqrt(sklearn.mean_squared_error(references, predictions))
+    functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
+    return functions[name](references, predictions)
+
+
+def _of_tags(name: str, predictions: Any, references: Any) -> float:
+    from accel_ddp.tasks.tagging import score_entities
+
+    scores, table = score_entities(predictions, references)
+    averages = {row.name: row.f1 for row in table.averages}
+    return scores[name] if name in scores else averages.get(name.replace("_f1", " avg"), 0.0)
+
+
+def _of_texts(name: str, predictions: Any, references: Any, sources: Any = None) -> float:
+    from accel_ddp.tasks.generation_metrics import text_metric
+
+    return text_metric(name, predictions, references)

@@ -9,6 +9,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.sources.data import FILE_FORMATS, load_file
 from accel_ddp.sources.messages import warn
 from accel_ddp.tasks.labels import check_known
+from accel_ddp.tasks.score_table import Row, ScoreTable
 
 if TYPE_CHECKING:
     import datasets
@@ -191,27 +192,42 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
 # --------------------------------------------------------------------------------------------- metrics
 
 
-def entity_metrics(
-    predictions: "np.ndarray", first: list[list[int]], tags: list[list[int]], names: list[str]
-) -> tuple[dict[str, float], str]:
+def predicted_tags(predictions: "np.ndarray", first: list[list[int]], names: list[str]) -> list[list[str]]:
+    """Return the tag of each word of each text, in the form of seqeval. A word without a prediction has O.
+
+    `predictions` has a row for each text with a tag number for each token; `first` is described at `align`.
+    """
+    names = [_for_seqeval(name) for name in names]
+    return [["O" if at == -1 else names[row[at]] for at in indices] for row, indices in zip(predictions, first)]
+
+
+def reference_tags(tags: list[list[int]], names: list[str]) -> list[list[str]]:
+    """Return the right tag of each word of each text, in the form of seqeval."""
+    names = [_for_seqeval(name) for name in names]
+    return [[names[tag] for tag in row] for row in tags]
+
+
+def score_entities(predictions: list[list[str]], references: list[list[str]]) -> tuple[dict[str, float], ScoreTable]:
     """Return precision, recall and F1 of whole entities and the accuracy of words, and a table with the types of entities.
 
-    `predictions` has a row for each text with a tag number for each token; `first` and `tags` are described at `align`. A word
-    without a prediction counts as O. As in conlleval, an entity is correct if all its words and its type are correct. IOB1,
-    IOB2, IO, IOBES and BILOU are supported. Words with other tags are entities of one word each.
+    As in conlleval, an entity is correct if all its words and its type are correct, and precision, recall and F1 are those of all
+    entities together (micro average). IOB1, IOB2, IO, IOBES and BILOU are supported. Words with other tags are entities of one
+    word each.
     """
     from seqeval.metrics import classification_report
 
-    seqeval_names = [_for_seqeval(name) for name in names]
-    references = [[seqeval_names[tag] for tag in row] for row in tags]
-    answers = [["O" if at == -1 else seqeval_names[row[at]] for at in indices] for row, indices in zip(predictions, first)]
-    right = sum(a == b for answer, reference in zip(answers, references) for a, b in zip(answer, reference))
-    scores = {"precision": 0.0, "recall": 0.0, "f1": 0.0, "accuracy": right / sum(map(len, tags))}
-    if all(tag == "O" for rows in (references, answers) for row in rows for tag in row):
-        return scores, "There are no entities, and none were predicted."
-    total = classification_report(references, answers, output_dict=True, zero_division=0)["micro avg"]
-    scores |= {"precision": float(total["precision"]), "recall": float(total["recall"]), "f1": float(total["f1-score"])}
-    return scores, classification_report(references, answers, digits=3, zero_division=0)
+    right = sum(a == b for answer, reference in zip(predictions, references) for a, b in zip(answer, reference))
+    scores = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "accuracy": right / sum(map(len, references))}
+    if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):
+        return scores, ScoreTable([], [], "entities")
+    found = classification_report(references, predictions, output_dict=True, zero_division=0)
+    rows = [
+        Row(name, float(row["precision"]), float(row["recall"]), float(row["f1-score"]), int(row["support"]))
+        for name, row in found.items()
+    ]
+    micro = rows[-3]  # micro, macro and weighted averages follow the types
+    scores |= {"f1": micro.f1, "precision": micro.precision, "recall": micro.recall}
+    return scores, ScoreTable(rows[:-3], rows[-3:], "types of entities")
 
 
 def _for_seqeval(name: str) -> str:

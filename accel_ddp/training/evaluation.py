@@ -1,6 +1,8 @@
 """Evaluation whose result does not depend on the number of ranks."""
 
-from collections.abc import Callable, Iterator
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import EvaluationStopped
+from accel_ddp.ranks.process import process
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import CountingCollate, loader_options, with_sizes
@@ -74,7 +78,51 @@ def evaluate(
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
-    return broadcast_object(summarize(_in_order(shares, batches.num_items)) if shares else None)
+    return broadcast_metrics(summarize(_in_order(shares, batches.num_items)) if shares else None)
+
+
+def broadcast_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
+    values: dict[str, float] = {}
+    problem = ""
+    if process.is_main:
+        try:
+            values = as_numbers(metrics)
+        except UserError as error:
+            problem = str(error)
+    values, problem = broadcast_object((values, problem))
+    if problem:
+        raise UserError(problem)
+    return values
+
+
+def as_numbers(metrics: Any) -> dict[str, float]:
+    """Return metrics as Python floats, which JSON and trackers accept: also those of numpy and torch.
+
+    Raise UserError for what is not a number, and for names that log.jsonl uses itself.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            f"the evaluation returned {_shorten(metrics)}. It must return a dictionary of metrics, such as {{'loss': 0.5}}."
+        )
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name in ("event", "step", "time"):
+            raise UserError(
+                f"the evaluation returned a metric named {name!r}, which log.jsonl cannot store. Choose another name."
+            )
+        number = value.item() if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1 else value
+        if not isinstance(number, numbers.Real):
+            raise UserError(
+                f"the metric {name!r} of the evaluation is {_shorten(value)}, which is not a number. Return a number, or leave it out."
+            )
+        found[name] = float(number)
+    return found
+
+
+def _shorten(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def _as_array(tensor: Tensor) -> np.ndarray:

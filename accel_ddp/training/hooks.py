@@ -13,9 +13,8 @@ from typing import IO, Any
 from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
-from accel_ddp.saving.checkpoints import Metrics, higher_is_better
+from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.training.late_reader import Numbers
 from accel_ddp.training.throughput import Pace
 
@@ -196,20 +195,19 @@ class EarlyStopping(Hook):
     """Ends the run after `--early_stopping_patience` evaluations without a better `--best_metric`."""
 
     def __init__(self, cfg: TrainConfig):
-        self.metric, self.patience = cfg.best_metric, cfg.early_stopping_patience
-        self.sign = 1 if higher_is_better(cfg.best_metric) else -1
-        self.best, self.since = -math.inf, 0
+        self.metric, self.patience = cfg.best(), cfg.early_stopping_patience
+        self.best, self.since = None, 0
 
     def on_start(self, step, total_steps, evaluations):
-        return any([self.on_evaluate(at, metrics) for at, metrics in evaluations.items()])
+        known = {at: metrics for at, metrics in evaluations.items() if self.metric.name in metrics}
+        return any([self.on_evaluate(at, metrics) for at, metrics in known.items()])
 
     def on_evaluate(self, step, metrics):
-        if self.metric not in metrics:
-            raise UserError(f"--best_metric {self.metric}: this recipe does not measure it. Use one of: {', '.join(metrics)}.")
+        self.metric.require(metrics)
         if step == 0:  # the first steps may make a model worse than it was before training
             return False
-        value = self.sign * metrics[self.metric]
-        self.best, self.since = (value, 0) if value > self.best else (self.best, self.since + 1)
+        value = metrics[self.metric.name]
+        self.best, self.since = (value, 0) if self.metric.is_better(value, self.best) else (self.best, self.since + 1)
         return self.since >= self.patience
 
 

@@ -123,14 +123,15 @@ def evaluate(accelerator, cfg) -> dict[str, float]:
         losses = F.cross_entropy(logits, batch[1], reduction="none")
         return {"loss": losses, "predictions": logits.argmax(-1), "references": batch[1]}
 
-    def summarize(rows):
-        pair = {"predictions": rows["predictions"], "references": rows["references"]}
-        scores = {name: metrics.load(name).compute(**pair)[name] for name in ("accuracy", "f1")}
-        return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"]), "labels": rows["references"].tolist()}
+    labels = []
 
-    return evaluation.evaluate(
-        accelerator, model, evaluation.EvalBatches(items, collate_pairs, 1, accelerator, cfg), measure, summarize
-    )
+    def summarize(rows):
+        labels.extend(rows["references"].tolist())
+        scores, _ = metrics.class_metrics(rows["predictions"], rows["references"], ["a", "b", "c"])
+        return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"])}
+
+    batches = evaluation.EvalBatches(items, collate_pairs, 1, accelerator, cfg)
+    return {**evaluation.evaluate(accelerator, model, batches, measure, summarize), "labels": labels}
 
 
 def main(cfg: Config) -> None:
@@ -147,9 +148,33 @@ def main(cfg: Config) -> None:
     for workers in (0, 2):
         results[f"noise/{workers}"] = stream(accelerator, cfg, Noisy(101), 10, num_workers=workers, micro_batch_size=2)
     results["metrics"] = evaluate(accelerator, cfg)
+    results["metrics of a rank"] = metrics_that_differ_between_ranks(accelerator, cfg)
     results["params equal on all ranks"] = weights_are_equal(results)
     if accelerator.is_main_process:
         torch.save(results, cfg.out)
+
+
+def metrics_that_differ_between_ranks(accelerator, cfg):
+    """Return the steps after which the ranks stopped early and their metrics, and the errors if the main rank returns a list."""
+    cfg = dataclasses.replace(cfg, steps=4, eval_every=1, early_stopping_patience=1, best_metric="own:max")
+    found = []
+    for is_list in (False, True):
+        model, rank, calls = new_model(torch.float64, 0.0), accelerator.process_index, iter(range(9))
+
+        def measure(_, is_list=is_list, rank=rank, calls=calls):
+            values = [next(calls) * (-1 if rank == 0 else 1)]
+            return {"own": values if is_list and rank == 0 else values[0]}
+
+        try:
+            ended = accel_ddp.fit(
+                accelerator, dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}_own{is_list}"), model=model,
+                optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate), loss_sum=loss_sum, count=count,
+                evaluate=measure, hooks=[accel_ddp.hooks.EarlyStopping(cfg)],
+            )  # fmt: skip
+            found.append((ended.step, ended.metrics))
+        except accel_ddp.UserError as error:
+            found.append(str(error))
+    return gather_objects(found)
 
 
 def train_with_resume(accelerator, cfg):

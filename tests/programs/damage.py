@@ -39,6 +39,7 @@ class Bomb:
 
 
 def main(cfg: Config) -> None:
+    import numpy as np
     import torch
     from torch import nn
 
@@ -46,7 +47,7 @@ def main(cfg: Config) -> None:
     root = Path(cfg.output_dir)
     scores = {2: 0.5, 4: 0.9, 6: 0.7}
 
-    def fit(folder: Path, width: int = 4, fails: bool = False, items: int = 40, fingerprint: str = "f", **changes):
+    def fit(folder: Path, width: int = 4, fails: bool = False, items: int = 40, fingerprint: str = "f", measure=None, **changes):
         """Train, and return the first and the last step, a hash of the weights, the output, the error and the folder's files."""
         config = dataclasses.replace(cfg, output_dir=str(folder), **changes)
         torch.manual_seed(0)
@@ -62,7 +63,8 @@ def main(cfg: Config) -> None:
         def evaluate(model):
             if fails:
                 raise UserError("this evaluation fails")
-            return {"accuracy": scores.get(seen[-1], 0.0) if seen else 0.0}
+            value = scores.get(seen[-1], 0.0) if seen else 0.0
+            return measure(value) if measure else {"accuracy": value}
 
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
@@ -84,7 +86,7 @@ def main(cfg: Config) -> None:
             "left": left,
         }
 
-    results = {"straight": fit(root / "straight", keep_best="accuracy")}
+    results = {"straight": fit(root / "straight", keep_best=True, best_metric="accuracy:max")}
     complete_run = root / "straight"
 
     def resume_after(name: str, change, **changes):
@@ -163,7 +165,7 @@ def main(cfg: Config) -> None:
     results["damaged path"] = fit(root / "elsewhere", resume=str(root / "truncate_run.json" / "damaged_step_00000006"))
     resume_after("back to 2", lambda path: None, resume=str(root / "back_to_2" / "step_00000002"))
     (root / "patience").mkdir()
-    patience = {"early_stopping_patience": 2, "best_metric": "accuracy", "steps": 12, "eval_every": 2}
+    patience = {"early_stopping_patience": 2, "best_metric": "accuracy:max", "steps": 12, "eval_every": 2}
     # Values rise again after step 4, so the resumed run stops at step 6 only if it restores the best value, that of step 2.
     scores.update({2: 0.9, 4: 0.5, 6: 0.6, 8: 0.7, 10: 0.8})
     fit(root / "patience", stop_after=4, **patience)
@@ -180,12 +182,43 @@ def main(cfg: Config) -> None:
     results["evaluation fails"] = fit(root / "fails", width=1_000_000, fails=True, eval_first=False)
     (root / "nan").mkdir()
     scores.update({2: float("nan")})
-    fit(root / "nan", keep_best="accuracy")
+    fit(root / "nan", keep_best=True, best_metric="accuracy:max")
     results["best beside nan"] = json.loads((root / "nan" / "best.json").read_text())
     scores.update({2: 0.5})
     (root / "pruned").mkdir()
-    results["pruned"] = fit(root / "pruned", keep_last=2, save_every=1, eval_every=1, keep_best="accuracy", steps=6)
+    results["pruned"] = fit(
+        root / "pruned", keep_last=2, save_every=1, eval_every=1, keep_best=True, best_metric="accuracy:max", steps=6
+    )
     results["best"] = json.loads((root / "pruned" / "best.json").read_text())
+
+    def best_of(name: str, metric: str, measure, values=(0.5, 0.9, 0.7), **changes):
+        """Run with --keep_best in a folder of its own. Store the result and best.json."""
+        (root / name).mkdir(exist_ok=True)
+        scores.update(zip((2, 4, 6), values))
+        results[name] = fit(root / name, keep_best=True, best_metric=metric, measure=measure, **changes)
+        file = root / name / "best.json"
+        results[name]["best"] = json.loads(file.read_text()) if file.exists() else None
+
+    number = lambda kind: lambda value: {"brier": kind(value)}
+    best_of("lower is better", "brier:min", number(np.float32))
+    best_of("tensor", "brier:max", number(torch.tensor))
+    best_of("whole number", "brier:min", number(lambda value: np.int64(10 * value)))
+    best_of("truth", "brier:max", number(lambda value: np.bool_(value > 0.8)))
+    best_of("equal", "brier:max", number(float), (0.7, 0.9, 0.9))
+    best_of("never a number", "brier:min", number(float), (float("nan"),) * 3)
+    best_of("misspelt", "brierr:min", number(float))
+    best_of("no direction", "brier", number(float))
+    for value in ([0.1, 0.2], "0.5", None, 1j, {"a": 1}):
+        best_of(f"refused {value}", "brier:min", lambda _, value=value: {"loss": 0.5, "brier": value})
+    best_of("refused dictionary", "brier:min", lambda value: value)
+    best_of("refused name", "brier:min", lambda value: {"brier": value, "step": 3})
+    # Evaluations before the resume have no brier, and run.json has a metric as --keep_best, as older versions wrote it.
+    (root / "older").mkdir()
+    fit(root / "older", stop_after=4)
+    run = json.loads((root / "older" / "step_00000004" / "run.json").read_text())
+    run["config"] |= {"keep_best": "accuracy", "best_metric": "loss"}
+    write_and_sign(root / "older" / "step_00000004", "run.json", json.dumps(run).encode())
+    best_of("older", "brier:min", lambda value: {"accuracy": 0.0, "brier": value}, resume="auto")
     Path(cfg.out).write_text(json.dumps(results))
 
 
