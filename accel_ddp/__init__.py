@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         text_files,
         vision,
     )
-    from accel_ddp.training import hooks, losses, optim
+    from accel_ddp.training import hooks, losses, optim, padding
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -72,6 +72,7 @@ _HOME = {
     "models": "sources.",
     "optim": "training.",
     "option": "options",
+    "padding": "training.",
     "parse_config": "parsing",
     "run": "entry",
     "seeds": ".",
@@ -114,6 +115,7 @@ __all__ = [
     "models",
     "optim",
     "option",
+    "padding",
     "parse_config",
     "run",
     "seeds",

@@ -198,6 +198,12 @@ class TrainConfig:
         also=("wandb_run_name",),
     )
 
+    allow_inexact: bool = option(
+        False,
+        "train a model whose result depends on padding, and so on the micro-batch size and the number of ranks",
+        group="training",
+        affects_result=False,
+    )
     padding_free: Literal["auto", "on", "off"] = option(
         "auto",
         "do not compute on padding; auto: if the loss stays the same",

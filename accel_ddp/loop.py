@@ -25,6 +25,7 @@ from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
 from accel_ddp.training.optim import lr_at, set_lr
+from accel_ddp.training.padding import require_independence
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
@@ -63,6 +64,7 @@ def fit(
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
         raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
     total_steps = cfg.total_steps(len(train))
+    require_independence(accelerator, cfg, model, train, loss_sum)
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = accelerator.prepare(model, optimizer)
     saved = Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)

@@ -5,6 +5,7 @@ its last checkpoint are compared.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -260,7 +261,7 @@ def _largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
     one, two = load_file(a / format.MODEL), load_file(b / format.MODEL)
     differences = {name: (one[name].double() - two[name].double()).abs().max().item() for name in one if one[name].numel()}
-    name = max(differences, key=differences.get)
+    name = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))  # NaN counts as the largest
     return differences[name], name
 
 

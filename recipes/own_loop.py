@@ -18,6 +18,7 @@ def main(cfg: Config):
     optimizer = accel_ddp.optim.build(task.model, cfg)
     total_steps = cfg.total_steps(len(task.train))
 
+    accel_ddp.padding.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accelerator.prepare(task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)

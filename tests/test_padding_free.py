@@ -1,6 +1,7 @@
 """Layers without padding and the loss over a large vocabulary give the same result as the plain model."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -182,6 +183,19 @@ def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
 
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, attend_to_all)
     assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
+
+
+def test_the_check_does_not_accept_values_that_are_not_numbers(monkeypatch):
+    """The hidden states without padding are NaN, and the loss does not read them."""
+    model = KINDS["bert"]().eval()
+    layers = PaddingFree(model)
+    layers.install()
+
+    def attend_to_nothing(module, query, key, value, *_, **__):
+        return (query * math.nan if padding_free.is_active.get() else query).transpose(1, 2), None
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, attend_to_nothing)
+    assert "by nan" in layers.check(lambda batch: loss_of(model, batch).nan_to_num() * 0 + 1, a_batch(), 1e-4)
 
 
 def test_layers_get_no_cache_and_generation_uses_padding():

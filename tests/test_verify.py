@@ -1,7 +1,13 @@
 """Tests of `accel-ddp verify` on a recipe that keeps the promises, and on one that does not."""
 
-import pytest
+import math
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accel_ddp.saving import format
+from accel_ddp.verify import _largest_difference
 from tests.conftest import BIN, PROGRAMS, clean_environment, free_port, run_all
 
 TRAINS = PROGRAMS / "trains.py"
@@ -28,6 +34,14 @@ def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
     assert "no such file" in broken.texts[1]
     assert "needs a recipe" in broken.texts[2]
     assert "Traceback" not in broken.text
+
+
+def test_a_weight_that_is_not_a_number_is_the_largest_difference(tmp_path):
+    for name, values in (("a", [1.0, 2.0, 3.0]), ("b", [1.5, float("nan"), 3.0])):
+        (tmp_path / name).mkdir()
+        save_file({str(i): torch.tensor([value]) for i, value in enumerate(values)}, tmp_path / name / format.MODEL)
+    difference, name = _largest_difference(tmp_path / "a", tmp_path / "b")
+    assert (math.isnan(difference), name) == (True, "1")
 
 
 @pytest.mark.slow

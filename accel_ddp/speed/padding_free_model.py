@@ -260,7 +260,7 @@ class PaddingFree:
             self.model.train(was_training)
         (padded, before), (packed, after) = results
         apart = float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
-        if apart > allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
+        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
             return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
         return ""
 

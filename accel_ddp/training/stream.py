@@ -135,12 +135,15 @@ class TrainBatches:
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
         """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank."""
-        items = _SeededItems(self.dataset, cfg.seed, is_recorded=False)
         places = range(number)
         if longest and self.lengths is not None:
             places = np.argsort(-self.lengths, kind="stable")[:number].tolist()
-        keys = [(place, places[place % len(places)] % len(self.dataset)) for place in range(number)]
-        batch = CountingCollate(self.collate)(items.__getitems__(keys))
+        return self.batch_of([places[i % len(places)] % len(self.dataset) for i in range(number)], accelerator, cfg)
+
+    def batch_of(self, indices: list[int], accelerator: Accelerator, cfg: TrainConfig) -> Any:
+        """Return a micro-batch of these items of the dataset, for a trial; the same on every rank."""
+        items = _SeededItems(self.dataset, cfg.seed, is_recorded=False)
+        batch = CountingCollate(self.collate)(items.__getitems__(list(enumerate(indices))))
         return with_sizes(send_to_device(batch, accelerator.device))
 
 

@@ -1,0 +1,173 @@
+"""Tests before training whether the result of a text depends on the longer texts that it is padded with.
+
+If it does, weights and metrics depend on the micro-batch size and on the number of ranks. Examples are models that mix all positions
+without a mask (FNet, Nystromformer, ConvBERT), that read the last position (XLNet), or that choose their rotary embeddings by the
+longest text of a micro-batch (longrope, dynamic scaling).
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.process import process
+from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.whole_batch import LossSum, WholeBatch
+
+log = logging.getLogger(__name__)
+
+ALLOWED = 1e-5  # as a fraction of the largest value; rounding in float32 gives 1e-7 to 1e-6
+ALLOWED_NOISE = 10  # in multiples of what a second text of the same length changes, which is rounding only
+TRIED = 32  # items of a dataset whose lengths are not known
+
+
+def require_independence(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> None:
+    """Raise UserError on every rank if the result of a text depends on its padding, unless `--allow_inexact` is given.
+
+    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most two items.
+    """
+    if cfg.split(process.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
+        return  # no text is padded
+    with together("compare a text with and without padding"):
+        reason = difference(accelerator, cfg, model, train, loss_sum)
+    reasons = [found for found in gather_everywhere(reason) if found]
+    if not reasons:
+        return
+    if not cfg.allow_inexact:
+        sizes = f"--micro_batch_size {cfg.micro_batch_size}"
+        sizes += f" --eval_batch_size {cfg.eval_batch_size}" if hasattr(cfg, "eval_batch_size") else ""
+        single = "--micro_batch_size 1" + " --eval_batch_size 1" * hasattr(cfg, "eval_batch_size")
+        raise UserError(
+            f"{sizes}: {reasons[0]}. The weights and metrics would depend on the micro-batch size and on the number of ranks. "
+            f"Use {single}, which needs no padding, or another model. Or add --allow_inexact to train anyway."
+        )
+    print_on_main(
+        f"--allow_inexact: {reasons[0]}. The weights and metrics depend on the micro-batch size and on the number of ranks."
+    )
+
+
+def difference(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> str:
+    """Return "" if the shortest text has the same result alone and next to the longest one, or else a sentence with the difference.
+
+    Texts of equal length are never padded, and other items than texts are not compared.
+    """
+    places = _shortest_and_longest(train, accelerator, cfg)
+    if places is None:
+        return ""
+    if not getattr(model, "is_quantized", False):
+        model.to(accelerator.device)
+    short, long = places
+    compute = _Compute(accelerator, cfg, model, train, loss_sum)
+    was_training, precision = model.training, torch.get_float32_matmul_precision()
+    model.eval()
+    torch.set_float32_matmul_precision("highest")  # so that rounding does not look like a difference
+    try:
+        with torch.no_grad():
+            # The padded text comes first, because some models (BigBird) change for good when they get a short text.
+            padded = compute([short, long])
+            alone = compute([short])
+            apart = _distance(alone, padded)
+            if apart <= ALLOWED:
+                return ""
+            # Half precision and deep models round more. The same text twice has no more padding than once.
+            noise = _distance(alone, compute([short, short]))
+    except Exception as error:  # the model of a user may fail in many ways; the first step then reports it
+        log.info("texts with and without padding were not compared: %s: %s", type(error).__name__, error)
+        return ""
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        model.train(was_training)
+    if apart <= ALLOWED_NOISE * noise:
+        return ""
+    lengths = [compute.tokens(place) for place in places]
+    return (
+        f"the model computes a different result for a text of {lengths[0]} tokens if it is padded to the {lengths[1]} tokens of "
+        f"another text (by {apart:.1e} of its largest value)"
+    )
+
+
+class _Compute:
+    """Computes the result of the first of some items, in the order in which `loss_sum` gets it from the model."""
+
+    def __init__(
+        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+    ):
+        self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+
+    def tokens(self, place: int) -> int:
+        sizes = self.train.batch_of([place], self.accelerator, self.cfg).sizes
+        return sizes.width
+
+    def __call__(self, places: list[int]) -> Tensor:
+        batch = self.train.batch_of(places, self.accelerator, self.cfg)
+        outputs: list[Any] = []
+        hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            with CurrentBatch(batch):
+                if isinstance(self.loss_sum, WholeBatch):
+                    return self.loss_sum.embed(self.model, batch)[:1].flatten()
+                self.loss_sum(self.model, batch)
+        finally:
+            hook.remove()
+        has_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        return _of_first(_main_tensor(outputs[-1]), batch, len(places), has_decoder)
+
+
+def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> tuple[int, int] | None:
+    """Return the indices of a short and of a long item, or None if no item is a text or all have the same length."""
+    if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
+        return None
+    lengths = train.lengths
+    if lengths is not None:
+        short, long = int(lengths.argmin()), int(lengths.argmax())
+        return (short, long) if lengths[short] < lengths[long] else None
+    # The last block of a text is shorter than the others.
+    places = sorted({*range(min(TRIED, len(train))), len(train) - 1})
+    widths = {place: train.batch_of([place], accelerator, cfg).sizes.tokens for place in places}
+    short, long = min(places, key=lambda place: widths[place]), max(places, key=lambda place: widths[place])
+    return (short, long) if widths[short] < widths[long] else None
+
+
+def _main_tensor(output: Any) -> Tensor:
+    """Return the logits or the hidden states of the output of a model."""
+    if isinstance(output, Tensor):
+        return output
+    values = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(values.get(name), Tensor):
+            return values[name]
+    return next(value for value in values.values() if isinstance(value, Tensor))
+
+
+def _of_first(output: Tensor, batch: Any, number: int, has_decoder: bool) -> Tensor:
+    """Return the part of the output that belongs to the first of `number` items, without padding."""
+    texts = len(batch["attention_mask"])
+    mask = batch["labels"] != -100 if has_decoder and "labels" in batch else batch["attention_mask"].bool()
+    if output.ndim > 2 and output.shape[:2] == mask.shape:
+        return output[: texts // number][mask[: texts // number]].flatten()
+    if len(output) == texts:
+        return output[: texts // number].flatten()
+    return output.flatten()  # the tokens that are predicted, as one row; those of the first text come first
+
+
+def _distance(alone: Tensor, padded: Tensor) -> float:
+    """Return the largest difference as a fraction of the largest value. It is not a number if one of the values is not."""
+    before, after = alone.float(), padded[: len(alone)].float()
+    if before.shape != after.shape:
+        return float("inf")
+    differs = before != after  # a masked logit is infinite in both
+    if not differs.any():
+        return 0.0
+    largest = before[before.isfinite()].abs().max() if before.isfinite().any() else before.new_tensor(0.0)
+    return float((before - after)[differs].abs().max() / largest.clamp(min=1e-12))

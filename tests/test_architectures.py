@@ -1,0 +1,68 @@
+"""Tiny models of 63 architectures learn the same on one rank and on two, in any micro-batches, and after a resume.
+
+One launch of two ranks computes all of them. After an update of transformers, the names of the failing tests show what changed.
+"""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROGRAMS, run_ranks
+
+PROGRAM = PROGRAMS / "architectures.py"
+# Their result for a text depends on its padding, so that `fit` refuses them.
+DEPENDENT = {
+    "BigBird, sparse",  # a micro-batch of short texts switches the model to full attention
+    "ConvBert",  # convolutions reach into the padding
+    "FNet",  # the Fourier transform has no mask
+    "Llama, dynamic rope",  # the longest text of a micro-batch determines the rotary embeddings
+    "Nystromformer",  # landmarks are means over segments of the padded text
+    "Phi3, longrope",  # as with dynamic rope
+    "XLNet",  # it classifies by the last position, which is padding
+}
+
+
+def names() -> list[str]:
+    """Return the names in the tables of the program, which is not imported, because that takes seconds."""
+    tables = ("ENCODERS", "DECODERS", "SEQ2SEQ", "IMAGES", "SPECIAL")
+    tree = ast.parse(Path(PROGRAM).read_text())
+    found = {
+        node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")
+    }
+    return [key.value for table in tables for key in found[table].keys]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("architectures")
+    run_ranks(2, PROGRAM, "--out", folder / "facts.json", "--output_dir", folder / "run", timeout=900).well()
+    return json.loads((folder / "facts.json").read_text())
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_architecture_learns_the_same_however_its_items_are_spread(facts, name):
+    found = facts[name]
+    assert "error" not in found, f"{name} cannot be built or trained with this version of transformers: {found['error']}"
+    assert found["moved"] > 1e-4, "the updates have not changed the weights"
+    assert found["resumed"] == 0, "a resumed run has other weights"
+    if name in DEPENDENT:
+        assert found["micro"] > 1e-5, f"the weights of {name} do not depend on padding any more. Remove it from DEPENDENT."
+        assert "computes a different result" in found["padding"], "the padding check does not detect it"
+    else:
+        assert found["padding"] == ""
+        assert found["ranks"] < 1e-6, "two ranks and a plain loop on one process have different weights"
+        assert found["micro"] < 1e-6, "micro-batches of one item give other weights"
+
+
+def test_a_model_that_depends_on_padding_is_refused_on_every_rank(facts):
+    found = facts["fit"]
+    first, second = found["FNet"]
+    assert first == second
+    assert "--micro_batch_size 8: the model computes a different result for a text of 4 tokens if it is padded to the 24" in first
+    assert "Use --micro_batch_size 1, which needs no padding" in first
+    assert "--allow_inexact" in first
+    others = {name: errors for name, errors in found.items() if name != "FNet"}
+    assert len(others) == 5
+    assert all(errors == ["", ""] for errors in others.values()), "options that make it possible, and a model without dependence"
