@@ -23,13 +23,13 @@ class TrainConfig:
     seed: int = option(0, "seed of new weights, of the data order and of dropout", group="training")
     epochs: float = option(
         1.0,
-        "passes over the training items; --steps overrides it",
+        "passes over the training items; --steps overrides it; a resumed run may have more",
         group="training",
         also=("num_train_epochs", "num_epochs", "max_epochs"),
     )
     steps: int = option(
         0,
-        "optimizer updates of the whole run; 0: as many as --epochs needs",
+        "optimizer updates of the whole run; 0: as many as --epochs needs; a resumed run may have more",
         group="training",
         at_least=0,
         also=("max_steps", "num_steps", "train_steps", "iterations"),

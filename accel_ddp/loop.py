@@ -3,6 +3,7 @@
 It is the only one, and it is meant to be read. `recipes/own_loop.py` is a short copy to start from if you need another.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print
 from accel_ddp.ranks.failures import EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Checkpoints
+from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training.evaluation import broadcast_metrics
@@ -72,6 +74,8 @@ def fit(
     if speed:
         speed.choose_micro_batch_size(model, optimizer)
     print_on_main(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")
+    if step < total_steps:
+        _print_new_schedule(cfg, saved, step, total_steps)
     updates = train.starting_at(step, accelerator, cfg)
     reader = LateReader(accelerator.device)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
@@ -116,6 +120,23 @@ def fit(
             if run.saves_now() or run.evaluates_now():
                 pace.restart()
         return run.finish()
+
+
+def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:
+    """Print the old and the new learning rate of the next step, if the resumed run has another last step or other options."""
+    names = ("lr", "lr_schedule", "warmup_steps", "warmup_ratio")
+    then = {name: value for name, value in saved.resumed.get("config", {}).items() if name in names}
+    total_before = last_steps(cfg, saved.resumed)[1]
+    now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
+    if not saved.resumed or (total_steps, now) == (total_before, before):
+        return
+    text = f"The learning rate of step {step + 1} is {now:.3g}."
+    if now != before:
+        text = (
+            f"The learning rate of step {step + 1} is {now:.3g} instead of {before:.3g}. From here on the schedule is that of a run of "
+            f"{total_steps} steps with these options. The steps before keep the learning rates that they had."
+        )
+    print_on_main(f"--resume: the run ends after step {total_steps} (before: {total_before}). {text}")
 
 
 @dataclass

@@ -72,7 +72,7 @@ def test_a_newer_format_and_another_model_are_refused(damage):
     ("case", "message"),
     {
         "lr": "--lr was 0.01 and is now 0.02", "seed": "--seed was 0 and is now 1",
-        "batch": "--global_batch_size was 4 and is now 8", "steps": "--steps was 6 and is now 8",
+        "batch": "--global_batch_size was 4 and is now 8", "steps": "--steps was 6 and is now 5",
         "data": "the content of the training data has changed",
         "fewer data": "the training data had 40 items and now have 39",
     }.items(),
@@ -89,6 +89,33 @@ def test_a_run_continues_after_harmless_and_after_allowed_changes_of_options(dam
     assert damage["changed log_every"]["end"] == damage["straight"]["end"]
     assert "continuing although --lr was 0.01 and is now 0.02" in damage["allowed lr"]["said"]
     assert damage["allowed lr"]["end"] != damage["straight"]["end"], "the new learning rate is used, not the saved one"
+
+
+def test_a_run_is_made_longer_without_permission_and_prints_the_old_and_the_new_learning_rate(damage):
+    """The run has ended after step 6. Its learning rate falls from 0.01 at step 0 to 0 after the last step."""
+    for how in ("longer", "longer in epochs"):
+        assert damage[how]["error"] == ""
+        assert (damage[how]["from"], damage[how]["to"]) == (6, 8)
+        assert "the run ends after step 8 (before: 6)" in damage[how]["said"]
+        assert "The learning rate of step 7 is 0.0025 instead of 0." in damage[how]["said"]
+        assert "step_00000008" in damage[how]["left"]
+    assert damage["longer"]["end"] == damage["longer in epochs"]["end"] != damage["straight"]["end"]
+    assert damage["longer from step 4"]["from"] == 4
+    assert "The learning rate of step 5 is 0.005 instead of 0.00333." in damage["longer from step 4"]["said"]
+
+
+def test_a_longer_run_that_is_stopped_and_resumed_has_the_same_result(damage):
+    assert (damage["longer in two parts"]["to"], damage["longer, second part"]["from"]) == (7, 7)
+    assert "instead of" not in damage["longer, second part"]["said"], "the checkpoint of step 7 belongs to the longer run"
+    assert damage["longer, second part"]["end"] == damage["longer"]["end"]
+
+
+def test_a_run_cannot_end_before_its_checkpoint(damage):
+    assert damage["longer, then the old command"]["from"] is None
+    error = damage["longer, then the old command"]["error"]
+    assert "--steps 6 ends the run after step 6, but the checkpoint is at step 8 already" in error
+    assert "use --steps 8 or more" in error
+    assert "accel-ddp export" in error
 
 
 def test_a_path_selects_the_checkpoint_to_resume_from(damage):

@@ -53,6 +53,7 @@ class Checkpoints:
         self.metric = cfg.best() if cfg.keep_best else None
         self.ranking: list[int] = []  # steps by this metric, the best first
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
+        self.resumed: dict[str, Any] = {}  # run.json of the checkpoint that was restored
         self.failed = ""  # why the newest state is not on the disk
         self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[futures.Future] = []
@@ -215,7 +216,7 @@ class Checkpoints:
                 self.cfg.micro_batch_size = found
                 print_on_main(f"--micro_batch_size auto: {found}, as before")
         resume.load(self.accelerator, self.model, self.optimizer, path, run, source)
-        self.run_id = run["run"]
+        self.run_id, self.resumed = run["run"], run
         if source == 0 and path.parent.resolve() == self.folder.resolve():
             self.newest = run["step"]  # if it is elsewhere, a stop before the next step saves into this run's folder
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}

@@ -1,6 +1,7 @@
 """Decides which checkpoint a run resumes from and whether it may, and loads it. No other module makes this decision."""
 
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,9 +140,19 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     """
     then, now = run.get("config", {}), as_plain_dict(cfg)
     free = {*options_that_keep_the_result(type(cfg)), "mixed_precision"}
-    if cfg.lr_schedule == "constant" and not cfg.warmup_ratio:
-        free |= {"steps", "epochs"}  # the learning rate does not depend on the last step
     before = run.get("data") or {}
+    total, total_before = last_steps(cfg, run, data)
+    step = run.get("step", 0)
+    if 0 < total < step:
+        length = f"--steps {cfg.steps}" if cfg.steps else f"--epochs {cfg.epochs:g}"
+        raise UserError(
+            f"--resume: {length} ends the run after step {total}, but the checkpoint is at step {step} already. To continue, use "
+            f"--steps {max(step, total_before)} or more. To use the model as it is, type: accel-ddp export "
+            f"{cfg.output_dir if cfg.resume == 'auto' else cfg.resume} FOLDER"
+        )
+    # A longer run needs no permission, because its user has asked for it. `fit` prints how the learning rate changes.
+    if total >= total_before or (cfg.lr_schedule == "constant" and not cfg.warmup_ratio):
+        free |= {"steps", "epochs"}
     if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
         free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
     changed = [
@@ -164,6 +175,22 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
         f"--resume: the run was saved with other options, which change its result: {'; '.join(changed)}. Use the old values again, "
         "or add --allow_config_change to continue with the new ones."
     )
+
+
+def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Return the last step of this run, and that of the saved run with its own options. 0: it is not known.
+
+    Without `data` the number of items is that of the saved run.
+    """
+    then, before = run.get("config", {}), run.get("data") or {}
+
+    def last_step(options: TrainConfig, items: int) -> int:
+        return options.total_steps(items) if items or options.steps else 0
+
+    names = ("steps", "epochs", "global_batch_size")
+    saved = dataclasses.replace(cfg, **{name: then[name] for name in names if name in then})
+    items = before.get("items", 0)
+    return last_step(cfg, (data or before).get("items", 0)), run.get("total_steps") or last_step(saved, items)
 
 
 # ---- loading

@@ -154,12 +154,21 @@ def main(cfg: Config) -> None:
     resume_after("another model", lambda path: None, width=5)
     remove_last = lambda path: shutil.rmtree(path)  # the run resumes at step 4
     for name, changes in {
-        "lr": {"lr": 0.02}, "seed": {"seed": 1}, "batch": {"global_batch_size": 8}, "steps": {"steps": 8},
+        "lr": {"lr": 0.02}, "seed": {"seed": 1}, "batch": {"global_batch_size": 8}, "steps": {"steps": 5},
         "data": {"fingerprint": "g"}, "fewer data": {"items": 39}, "log_every": {"log_every": 1},
         "micro": {"micro_batch_size": 4},
     }.items():  # fmt: skip
         resume_after(f"changed {name}", remove_last, **changes)
     resume_after("allowed lr", remove_last, lr=0.02, allow_config_change=True)
+    # Without --steps, 40 items in steps of 4 items are 10 steps per epoch.
+    for name, changes in {
+        "longer": {"steps": 8}, "longer in epochs": {"steps": 0, "epochs": 0.8}, "longer in two parts": {"steps": 8, "stop_after": 7},
+    }.items():  # fmt: skip
+        resume_after(name, lambda path: None, **changes)
+    folder = root / "longer_in_two_parts"
+    results["longer, second part"] = fit(folder, resume="auto", steps=8)
+    results["longer, then the old command"] = fit(folder, resume="auto")
+    results["longer from step 4"] = fit(root / "longer_from_4", resume=str(complete_run / "step_00000004"), steps=8)
     results["path of a run"] = fit(root / "elsewhere", resume=str(complete_run)) if (root / "elsewhere").mkdir() is None else None
     results["no path"] = fit(root / "elsewhere", resume=str(root / "nowhere"))
     results["damaged path"] = fit(root / "elsewhere", resume=str(root / "truncate_run.json" / "damaged_step_00000006"))
