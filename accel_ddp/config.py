@@ -460,7 +460,11 @@ class RecipeConfig(TrainConfig):
         also=("validation_split", "dataset_test_split", "test_split"),
     )
     max_train_items: int = option(
-        0, "use only the first so many training rows; 0: all", group="data", at_least=0, also=("max_train_samples", "max_samples")
+        0,
+        "use a sample of so many training rows, which --seed draws; 0: all",
+        group="data",
+        at_least=0,
+        also=("max_train_samples", "max_samples"),
     )
     max_eval_items: int = option(
         0,

@@ -122,20 +122,24 @@ def logits(model, batch):
 def build_data(cfg: Config, tokenizer):
     """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, and the names of the labels."""
     train, test = accel_ddp.data.load_rows(cfg)
-    needed = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column, "label_column": cfg.label_column}
-    accel_ddp.data.require_columns(needed, train, test)
-    train, test = accel_ddp.data.drop_unlabelled([train, test], cfg.label_column, cfg)
+    texts = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column}
+    accel_ddp.data.require_columns({**texts, "label_column": cfg.label_column}, train, test)
+    accel_ddp.data.require_texts(texts, train, test)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
-    columns = [cfg.text_column, *([cfg.text_pair_column] if cfg.text_pair_column else [])]
+    columns = [column for column in texts.values() if column]
 
     def encode(rows):
-        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
-        tokens = tokenizer(*texts, truncation=True, max_length=cfg.max_length)
-        return {**tokens, "labels": labels.encode(rows), "problem": accel_ddp.data.find_empty(columns, texts)}
+        tokens = tokenizer(
+            *(accel_ddp.data.read_texts(rows, column) for column in columns), truncation=True, max_length=cfg.max_length
+        )
+        problems = accel_ddp.data.merge_problems(accel_ddp.data.find_text_problems(rows, columns), labels.find_problems(rows))
+        return {**tokens, "labels": labels.encode(rows), "problem": problems}
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.max_length, labels.identity]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    return (*accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length), labels)
+    usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    labels.report_classes(usable)
+    return (*usable, labels)
 
 
 def build_model(cfg: Config, accelerator, tokenizer, labels):

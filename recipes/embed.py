@@ -7,6 +7,13 @@ r"""Fine-tune a sentence encoder for retrieval: each anchor must find its positi
 The batch is part of the loss: negatives come from all ranks and all micro-batches, with gradient. The result is therefore the same
 as on one rank that holds the whole batch. If --micro_batch_size is smaller than the share of a rank, micro-batches are embedded one
 after the other (GradCache), at the cost of one more forward pass.
+
+Pairs with scores of their similarity are learned with --score_column: the cosine of each pair is to equal its score, which is scaled
+from --min_score and --max_score to 0 and 1 (mean squared error, CosineSimilarityLoss of sentence-transformers). The metrics are then
+the correlations of cosines and scores, and not those of retrieval.
+
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file sts.csv \
+        --anchor_column sentence1 --positive_column sentence2 --score_column score --max_score 5 --lr 2e-5
 """
 
 from dataclasses import dataclass
@@ -24,7 +31,12 @@ class Config(RecipeConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:docstrings"
     anchor_column: str = option("anchor", "column of the query", group="data")
-    positive_column: str = option("positive", "column of the text to find", group="data")
+    positive_column: str = option("positive", "column of the text to find, or of the second text of a scored pair", group="data")
+    score_column: str = option(
+        "", "column of the similarity of anchor and positive; default: all pairs are similar", group="data"
+    )
+    min_score: float = option(0.0, "score of texts that have nothing in common; their cosine is to be 0", group="data")
+    max_score: float = option(1.0, "score of texts that mean the same, for example 5; their cosine is to be 1", group="data")
     negative_columns: tuple[str, ...] = option(
         (), "columns of texts that look right and are wrong (hard negatives)", group="data"
     )
@@ -42,15 +54,26 @@ class Config(RecipeConfig):
     micro_batch_size: int | Literal["auto"] = 64
     lr: float = 1e-4
     warmup_ratio: float = 0.1
-    best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr")
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with scores spearman")
 
     def metric_directions(self):
         sizes = ["", *(f"_{size}" for size in self.matryoshka)]
-        return {f"{name}{size}": "max" for size in sizes for name in ("mrr", "recall_at_1", "recall_at_5", "recall_at_10")}
+        names = ("spearman", "pearson") if self.score_column else ("mrr", "recall_at_1", "recall_at_5", "recall_at_10")
+        loss = {"loss": "min"} if self.score_column else {}
+        return {f"{name}{size}": "max" for size in sizes for name in names} | loss
 
     def validate(self) -> None:
         super().validate()
-        if self.global_batch_size < 2 and not self.negative_columns:
+        if self.score_column and self.negative_columns:
+            raise UserError(
+                f"--negative_columns {' '.join(self.negative_columns)}: cannot be used with --score_column {self.score_column}. "
+                "Give each negative as a pair with a low score."
+            )
+        if not self.score_column and (self.min_score, self.max_score) != (0, 1):
+            raise UserError("--min_score and --max_score: need --score_column.")
+        if not self.min_score < self.max_score:
+            raise UserError(f"--min_score {self.min_score}: must be below --max_score {self.max_score}.")
+        if self.global_batch_size < 2 and not self.negative_columns and not self.score_column:
             raise UserError(f"--global_batch_size {self.global_batch_size}: a single row has no negatives. Use 32 or more.")
         if self.scale <= 0:
             raise UserError(f"--scale {self.scale}: must be above 0. 20 is usual.")
@@ -82,7 +105,12 @@ class Task:
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
-        self.loss_sum = accel_ddp.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+        if not cfg.score_column:
+            self.loss_sum = accel_ddp.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+
+    def loss_sum(self, model, batch):
+        """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""
+        return accel_ddp.contrastive.score_losses(self.embed(model, batch), batch["scores"], self.sizes).sum()
 
     def embed(self, model, batch):
         return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
@@ -98,20 +126,26 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
+        if self.cfg.score_column:
+            cosines = accel_ddp.contrastive.pair_cosines(self.embed(model, batch), self.sizes)
+            return {"cosines": cosines, "scores": batch["scores"]}
         return {"embeddings": self.embed(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
+        if self.cfg.score_column:
+            return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with the tokens of several texts each: anchor, positive and negatives."""
+    """Return rows with the tokens of several texts each: anchor, positive and negatives. With scores, a row also has its score."""
     tables = accel_ddp.data.load_rows(cfg)
     columns = [cfg.anchor_column, cfg.positive_column, *cfg.negative_columns]
     options = ["anchor_column", "positive_column", *["negative_columns"] * len(cfg.negative_columns)]
     for name, column in zip(options, columns):
-        accel_ddp.data.require_columns({name: column}, *tables)
+        accel_ddp.data.require_texts({name: column}, *tables)
+    accel_ddp.data.require_columns({"score_column": cfg.score_column}, *tables)
     prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(columns) - 1)
 
     def encode(rows):
@@ -120,14 +154,15 @@ def build_data(cfg: Config, tokenizer):
             tokenizer([prefix + text for text in some], truncation=True, max_length=cfg.max_length)["input_ids"]
             for prefix, some in zip(prefixes, texts)
         ]
-        ids = [list(row) for row in zip(*tokens)]
-        return {
-            "input_ids": ids,
-            "keys": accel_ddp.contrastive.text_keys(texts),
-            "problem": accel_ddp.data.find_empty(columns, texts),
-        }
+        done = {"input_ids": [list(row) for row in zip(*tokens)], "keys": accel_ddp.contrastive.text_keys(texts)}
+        problems = accel_ddp.data.find_text_problems(rows, columns)
+        if cfg.score_column:
+            done["scores"], others = accel_ddp.contrastive.read_scores(rows[cfg.score_column], cfg)
+            problems = accel_ddp.data.merge_problems(problems, others)
+        return {**done, "problem": problems}
 
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length]
+    scores = [cfg.score_column, cfg.min_score, cfg.max_score]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length, scores]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     return accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
 

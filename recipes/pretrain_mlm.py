@@ -101,7 +101,8 @@ def build_data(cfg: Config, tokenizer):
     if cfg.streaming:
         return accel_ddp.text_blocks.stream_blocks(cfg, block_tokenizer)
     tables = accel_ddp.text_files.load_texts(cfg)
-    accel_ddp.data.require_columns({"text_column": cfg.text_column}, *tables)
+    accel_ddp.data.require_texts({"text_column": cfg.text_column}, *tables)
+    tables = accel_ddp.text_files.drop_other_values(tables, cfg)
     blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
     return (*blocks, [accel_ddp.tokenisation.fingerprint(part) for part in blocks])
 

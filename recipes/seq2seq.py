@@ -118,16 +118,16 @@ def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask` and `labels`, and the texts `source` and `target`."""
     train, test = (rows.flatten() for rows in accel_ddp.data.load_rows(cfg))  # keys of dictionaries become columns
     columns = {"source_column": cfg.source_column, "target_column": cfg.target_column}
-    accel_ddp.data.require_columns(columns, train, test)
+    accel_ddp.data.require_texts(columns, train, test)
 
     def encode(rows):
-        sources, targets = texts = [accel_ddp.data.read_texts(rows, column) for column in columns.values()]
+        sources, targets = (accel_ddp.data.read_texts(rows, column) for column in columns.values())
         prefixed = [cfg.prefix + source for source in sources]
         inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
         labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
         return {
             **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
-            **{"source": sources, "target": targets, "problem": accel_ddp.data.find_empty(list(columns.values()), texts)},
+            **{"source": sources, "target": targets, "problem": accel_ddp.data.find_text_problems(rows, list(columns.values()))},
             "max_length": accel_ddp.generation_metrics.find_truncated(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
             "max_target_length": accel_ddp.generation_metrics.find_truncated(tokenizer, targets, labels, cfg.max_target_length),
         }

@@ -112,6 +112,7 @@ def build_data(cfg: Config, tokenizer):
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     train, test = accel_ddp.data.drop_broken(encoded, cfg)
     accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
+    tags.report_classes([train, test])
     return train, test, tags
 
 

@@ -191,9 +191,21 @@ def test_labels_are_named_and_checked():
     assert Labels.from_rows(train, table(label=["c"]), "label", use_both=True).names == ["a", "b", "c"]
     multi_label = Labels.from_rows(table(label=[["x", "y"], []]), table(label=[["y"]]), "label")
     assert multi_label.encode({"label": [["y"], ["x", "y"], []]}) == [[0, 1], [1, 1], [0, 0]]
+    assert labels.find_problems({"label": ["a", None, " ", float("nan"), "c"]}) == [
+        "",
+        *["it has no label"] * 3,
+        "it has a label that does not occur in the training data (a, b)\t'c'",
+    ]
+    assert multi_label.find_problems({"label": [["x"], [], None, [None], ["x", "z"]]})[:4] == [
+        "",
+        "",
+        "it has no label",
+        "its label contains an empty name",
+    ]
     for bad, words in [
-        ((train, table(label=["c"])), "do not occur in the training data: c. Known labels are: a, b"),
-        ((table(label=["a", None]), test), "has no label"),
+        ((table(label=[None, None]), test), "no training row has a label"),
+        ((table(label=[{"a": 1}]), test), "names or whole numbers"),
+        ((table(label=["0.5", "1.25"]), table(label=["0.5"])), "For regression, add --num_labels 1"),
         ((table(label=["a", "a"]), table(label=["a"])), "nothing to learn"),
         ((table(label=[0.5, 1.5]), table(label=[0.5])), "names or whole numbers"),
         ((table(label=[[0, 1, 1], [1, 0, 0]]), table(label=[[0, 0, 1]])), "a list of 0 and 1"),

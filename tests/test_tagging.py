@@ -94,8 +94,7 @@ def test_files_that_do_not_exist_or_have_another_format_are_rejected(tmp_path):
 def test_tags_are_those_of_the_training_rows():
     train, test = table([["a", "b"]], [["O", "B-X"]]), table([["a"]], [["B-Y"]])
     assert tags_of(train).names == ["B-X", "O"]
-    with pytest.raises(UserError, match="the evaluation data have tags that do not occur in the training data: B-Y"):
-        tags_of(train, test)
+    assert tags_of(train, test).names == ["B-X", "O"], "a row with another tag is reported with its number"
     assert tags_of(train, test, use_both=True).names == ["B-X", "B-Y", "O"]
     with pytest.raises(UserError, match="nothing to learn"):
         tags_of(table([["a"]], [["O"]]))
@@ -140,21 +139,23 @@ def test_words_that_are_truncated_or_have_no_tokens_have_no_first_token(tokenize
 @pytest.mark.parametrize(
     ("tokens", "tags", "message"),
     [
-        (["a", "b"], ["O"], "it has 2 tokens but 1 tags"),
+        (["a", "b"], ["O"], "2 tokens but 1 tags"),
+        (["a", "b"], ["O", "B-Y"], "it has a tag that does not occur in the training data (O)\t'B-Y'"),
         ([], [], "it has no tokens"),
         (None, ["O"], "not a list of words"),
         ("a b", ["O", "O"], "not a list of words"),
-        (["a"], None, "its tags are None"),
-        (["a", None], ["O", "O"], "its token 1 is None"),
-        (["a", "b"], ["O", None], "its tag 1 is None"),
-        (["a"], [0.5], "its tag 0 is 0.5"),
+        (["a"], None, "its tags are not a list\tNone"),
+        (["a", None], ["O", "O"], "token 2 is None"),
+        (["a", "b"], ["O", None], "tag 2 is None"),
+        (["a"], [0.5], "tag 1 is 0.5"),
     ],
 )
 def test_the_problem_of_a_row_is_reported(tokenizer, tokens, tags, message):
-    assert message in find_problem(tokens, tags)
+    known = Tags("tags", ["O"], {"O": 0})
+    assert message in find_problem(tokens, tags, known)
     rows = {"tokens": [["in"], tokens], "tags": [["O"], tags]}
-    done = align(rows, "tokens", Tags("tags", ["O"], {"O": 0}), tokenizer, max_length=64)
-    assert done["problem"] == ["", find_problem(tokens, tags)]
+    done = align(rows, "tokens", known, tokenizer, max_length=64)
+    assert done["problem"] == ["", find_problem(tokens, tags, known)]
     assert done["first"] == [[1], []]
 
 

@@ -102,11 +102,13 @@ def test_broken_images_are_named_or_dropped_and_a_corrected_one_is_checked_again
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
-    with pytest.raises(UserError, match=rf"1 of 6 training rows cannot be used: row 2: {broken} cannot be read: .*runcated"):
+    with pytest.raises(
+        UserError, match=rf"1 of 6 rows of {folder} cannot be used: its image cannot be read: {broken}: .*runcated"
+    ):
         loaded(cfg)
     cfg.skip_broken = True
     (train, _), _ = loaded(cfg)
-    assert "--skip_broken: 1 of 6 training rows cannot be used" in caplog.text
+    assert f"--skip_broken: 1 of 6 rows of {folder} cannot be used" in caplog.text
     images = vision.Images(train, vision.load_processor(cfg, small_model(), train), small_model())
     assert len(images) == 5
     assert [images[i]["labels"] for i in range(5)] == [0, 0, 1, 1, 1], "an image keeps its own label"
@@ -124,8 +126,8 @@ def test_a_broken_row_is_named_by_its_number_in_the_file(tmp_path, cache):
     datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 10}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(UserError) as error:
         loaded(Config(train_file=str(tmp_path / "x.parquet"), cache_dir=cache))
-    assert "row 13: it is not an image that Pillow can read" in str(error.value)
-    assert "row 18: it has more than 8 bits per channel" in str(error.value)
+    assert "its image is not one that Pillow can read: row 13" in str(error.value)
+    assert "its image has more than 8 bits per channel: row 18" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Loads training and evaluation rows from the Hub, from files or from built-in datasets, and checks them."""
 
-import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,13 +11,14 @@ from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
+from accel_ddp.sources.files import SEPARATORS, find_lines, load_file
 from accel_ddp.sources.hub import prepare_hub
 from accel_ddp.sources.messages import warn
 
 if TYPE_CHECKING:
     import datasets
 
-FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+SHOWN = 5  # rows of each kind of problem that an error message names
 
 # ---------------------------------------------------------------------------------------------- loading
 
@@ -28,7 +29,7 @@ def load_rows(
     """Return training and evaluation rows of a Hub dataset, a built-in dataset or files.
 
     `reader(option, path)` reads the files; the default is `load_file`. Without evaluation data, a tenth of the training rows
-    (at most 2,000) is set aside. The choice depends on the seed only.
+    (at most 2,000) is set aside. `--max_train_items` and `--max_eval_items` draw a sample. Both depend on the seed only.
     """
     prepare_hub()
     splits, train_split, eval_split = _load_splits(cfg, reader or load_file)
@@ -42,7 +43,7 @@ def load_rows(
     for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
             raise UserError(f"{cfg.train_file or cfg.dataset}: the {name} data have no rows. Give another file or split.")
-    return _select_first(train, cfg.max_train_items), _select_first(test, cfg.max_eval_items)
+    return draw_sample(train, "max_train_items", cfg), draw_sample(test, "max_eval_items", cfg)
 
 
 def _load_splits(
@@ -67,49 +68,17 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
     import datasets
 
     if len(train) < 2:
+        # A .json with one object, whose values are the rows or the columns, is read as one row.
+        hint = "Write the rows as a list of objects, or one object per line." if cfg.train_file.endswith(".json") else ""
         raise UserError(
             f"{cfg.train_file or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
-            "Give more rows, or --eval_file."
+            f"{hint or 'Give more rows, or --eval_file.'}"
         )
     # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
     numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
     options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
     rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
     return [with_row_numbers(rows[part], np.array(numbers[part]["number"][:])) for part in ("train", "test")]
-
-
-def load_file(option: str, path: str) -> "datasets.Dataset":
-    """Return the rows of a file with one of the endings in FILE_FORMATS."""
-    import datasets
-
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}).")
-    if file.suffix not in FILE_FORMATS:
-        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {', '.join(FILE_FORMATS)}.")
-    if file.stat().st_size == 0:
-        raise UserError(f"{option} {path}: the file is empty.")
-    options = {"sep": "\t", "quoting": 3} if file.suffix == ".tsv" else {}  # 3: quotes in a .tsv are ordinary characters
-    if FILE_FORMATS[file.suffix] == "csv":  # "None" and "NA" are texts and labels like any other
-        options |= {"keep_default_na": False, "na_values": [""]}
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # the UserErrors below replace what it would log
-    try:
-        rows = datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=str(file.resolve()), split="train", **options)
-    except Exception as error:
-        if "corresponds to no data" in str(error):
-            raise UserError(f"{option} {path}: the file has no rows.") from error
-        cause = str(error.__cause__ or error).splitlines()[0]
-        if "codec can't decode" in str(error) or "codec can't decode" in cause:
-            raise UserError(
-                f"{option} {path}: the file is not UTF-8 (tables exported from Excel often are not). Save it as UTF-8."
-            ) from error
-        raise UserError(f"{option} {path}: the file cannot be read as {FILE_FORMATS[file.suffix]}: {cause}") from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-    if len(rows) == 0:
-        raise UserError(f"{option} {path}: the file has no rows.")
-    return rows
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -128,13 +97,37 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------- row numbers
+# ---------------------------------------------------------------------------------------------- samples and row numbers
+
+
+def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
+    """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
+    positions = draw_positions(len(rows), option, cfg, run_length)
+    return rows if len(positions) == len(rows) else _select(rows, np.array(positions))
+
+
+def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: int = 1) -> list[int] | range:
+    """Return the positions that `option` (`max_train_items` or `max_eval_items`) draws, in ascending order.
+
+    The first rows would be a biased sample, because many files are sorted. The draw depends on the seed and the number of rows
+    only, so that a resumed run has the same rows. Positions are drawn in runs of `run_length` consecutive rows.
+    """
+    number = getattr(cfg, option)
+    if not 0 < number < num_rows:
+        return range(num_rows)
+    num_runs = -(-num_rows // run_length)
+    draw = random.Random(mixed(cfg.seed, option))
+    runs = draw.sample(
+        range(num_runs), min(num_runs, -(-number // run_length) + 1)
+    )  # one more, because the last run may be short
+    positions = [i for run in runs for i in range(run * run_length, min((run + 1) * run_length, num_rows))]
+    return sorted(positions[:number])
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
-    """Return the number of each row in its file, counted from 0. Error messages name these numbers.
+    """Return the number of each row in its file, counted from 0. Error messages name these numbers, counted from 1.
 
-    They differ from the positions in `rows` if rows were set aside or dropped.
+    They differ from the positions in `rows` if rows were set aside, sampled or dropped.
     """
     return getattr(rows, "row_numbers", np.arange(len(rows)))
 
@@ -145,15 +138,11 @@ def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets
     return rows
 
 
-def _select_first(rows: "datasets.Dataset", number: int) -> "datasets.Dataset":
-    return _select(rows, np.arange(number)) if 0 < number < len(rows) else rows
-
-
 def _select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Dataset":
     return with_row_numbers(rows.select(positions), row_numbers(rows)[positions])
 
 
-# ---------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------------- columns
 
 
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
@@ -161,68 +150,160 @@ def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> Non
     for rows in tables:
         for option, column in columns.items():
             if column and column not in rows.column_names:
-                mark = next((mark for mark in ";\t|" if len(rows.column_names) == 1 and mark in rows.column_names[0]), "")
-                hint = f" Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv." if mark else ""
-                raise UserError(
-                    f"--{option} {column}: there is no such column. The data have: {', '.join(rows.column_names)}.{hint}"
-                )
+                raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, columns)}")
+
+
+def require_texts(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
+    """Raise UserError if a table lacks a column, or if a column contains no texts."""
+    require_columns(columns, *tables)
+    for rows in tables:
+        for option, column in columns.items():
+            kind = rows.features[column] if column else None
+            if column and str(getattr(kind, "dtype", "")) not in ("string", "large_string") and not _may_be_mixed(kind):
+                raise UserError(f"--{option} {column}: contains {rows[0][column]!r:.40} ({kind!s:.40}), which is not text.")
+
+
+def _may_be_mixed(kind: Any) -> bool:
+    """Return whether a column may have values of several types, which `datasets` 5 calls Json."""
+    return type(kind).__name__ == "Json" or str(getattr(kind, "dtype", "")) == "null"
+
+
+def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
+    """Return the names of the columns, and why a needed one may be missing. `needed` maps options to their values."""
+    names = rows.column_names
+    text = f"The data have: {', '.join(name if name == name.strip() else repr(name) for name in names)}."
+    similar = lambda name: " ".join(name.split()).casefold()
+    missing = next((column for column in needed.values() if column and column not in names), "")
+    near = next((name for name in names if missing and similar(name) == similar(missing)), "")
+    if near:
+        return f"{text} Did you mean {near!r}?"
+    if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
+        return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
+    if _looks_like_values(rows):
+        example = ",".join(column for column in needed.values() if column)
+        return (
+            f"{text} These look like values: the table appears to have no header. Add a first line with the names of its "
+            f"{len(names)} columns, for example {example}"
+        )
+    return text
+
+
+def _looks_like_values(rows: "datasets.Dataset") -> bool:
+    """Return whether the names of the columns look like the values of a row: numbers, sentences, or values of the same column."""
+    names = rows.column_names
+    if names == [str(i) for i in range(len(names))]:  # pandas names columns so if they have no names
+        return False
+    first = rows.select(range(min(len(rows), 1000)))
+    return any(parse_number(name) is not None or len(name.split()) >= 5 or name in map(str, first[name][:]) for name in names)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def parse_number(value: Any) -> float | None:
+    """Return a finite number, also from a text, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if np.isfinite(number) else None
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell is empty: None, NaN, or a text without characters. pandas writes NaN for an empty cell."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 def read_texts(rows: dict[str, list], column: str) -> list[str]:
-    """Return a column of texts. Missing values become "". Raise UserError for the first value of another type."""
-    for value in rows[column]:
-        if not isinstance(value, str | None):
-            raise UserError(f"column {column!r} contains {value!r} ({type(value).__name__}), which is not text.")
-    return [value or "" for value in rows[column]]
+    """Return a column of texts. Values that are not text become "", see `find_text_problems`."""
+    return [value if isinstance(value, str) else "" for value in rows[column]]
 
 
-def find_empty(columns: list[str], texts: list[list[str]]) -> list[str]:
-    """Return the column `problem` for `drop_broken`: which of the columns is empty in a row, or ""."""
-    first_empty = lambda row: next((column for column, text in zip(columns, row) if not text.strip()), None)
-    return [f"its {column} is empty" if (column := first_empty(row)) else "" for row in zip(*texts)]
+# ---------------------------------------------------------------------------------------------- broken rows
+
+
+def find_text_problems(rows: dict[str, list], columns: list[str]) -> list[str]:
+    """Return for each row why one of its texts cannot be used, or "". See `drop_broken`."""
+    found = []
+    for texts in zip(*(rows[column] for column in columns)):
+        problems = [
+            f"its {column} is empty" if is_missing(text) else f"its {column} is not text\t{text!r:.40}"
+            for column, text in zip(columns, texts)
+            if is_missing(text) or not isinstance(text, str)
+        ]
+        found.append("\n".join(problems))
+    return found
+
+
+def merge_problems(*parts: list[str]) -> list[str]:
+    """Return all problems of each row. Each part has a text for each row, which is "" if there is no problem."""
+    return ["\n".join(filter(None, problems)) for problems in zip(*parts, strict=True)]
 
 
 def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["datasets.Dataset"]:
     """Return training and evaluation rows whose `problem` is "", without that column.
 
-    Other rows raise UserError. With `--skip_broken` they are dropped, and a warning reports their number.
+    Other rows raise one UserError, which reports all problems of both tables. With `--skip_broken` they are dropped, and a warning
+    reports them. The column `problem` has a line for each problem. After a tab, a line states what is special to this row.
     """
-    usable = []
-    for rows, name in zip(tables, ("training", "evaluation")):
-        without_column = with_row_numbers(rows.remove_columns("problem"), row_numbers(rows))
-        usable.append(_drop(without_column, rows["problem"][:], cfg, name))
-    return usable
-
-
-def drop_unlabelled(tables: Sequence["datasets.Dataset"], column: str, cfg: RecipeConfig) -> Sequence["datasets.Dataset"]:
-    """Return training and evaluation rows that have a label. Other rows are handled as in `drop_broken`."""
-    import datasets
-
-    problems = [[f"it has no {column}" if value is None else "" for value in rows[column][:]] for rows in tables]
+    problems = [rows["problem"][:] for rows in tables]
+    clean = [with_row_numbers(rows.remove_columns("problem"), row_numbers(rows)) for rows in tables]
     if not any(map(any, problems)):
-        return tables
-    usable = [_drop(*one, cfg, name) for one, name in zip(zip(tables, problems), ("training", "evaluation"))]
-    is_float = getattr(tables[0].features[column], "dtype", "") == "float64"
-    if is_float and all(value.is_integer() for rows in usable for value in rows[column][:]):
-        # Integers of a .csv are read as floats if one of them is missing.
-        return [with_row_numbers(rows.cast_column(column, datasets.Value("int64")), row_numbers(rows)) for rows in usable]
-    return usable
-
-
-def _drop(rows: "datasets.Dataset", problems: list[str], cfg: RecipeConfig, name: str) -> "datasets.Dataset":
-    broken = [i for i, problem in enumerate(problems) if problem]
-    if not broken:
-        return rows
-    file = cfg.eval_file if name == "evaluation" and cfg.eval_file else cfg.train_file or cfg.dataset
-    number = row_numbers(rows) + 1
-    shown = "; ".join(f"row {number[i]}: {problems[i]}" for i in sorted(broken, key=lambda i: number[i])[:3])
-    found = (
-        f"{len(broken):,} of {len(problems):,} {name} rows cannot be used: {shown}{'; ...' if broken[3:] else ''} "
-        f"(rows of {file}, counted from 1 without the header)."
-    )
+        return clean
+    found = _describe_broken(clean, problems, cfg)
     if not cfg.skip_broken:
         raise UserError(f"{found} Correct them, or leave them out with --skip_broken.")
-    if len(broken) == len(problems):
-        raise UserError(f"--skip_broken: no rows are left. {found}")
+    for name, texts in zip(("training", "evaluation"), problems):
+        if all(texts):
+            raise UserError(f"--skip_broken: no {name} rows are left. {found}")
     warn(f"--skip_broken: {found}")
-    return _select(rows, np.setdiff1d(np.arange(len(problems)), broken))
+    keep = lambda rows, texts: _select(rows, np.flatnonzero([not text for text in texts])) if any(texts) else rows
+    return [keep(rows, texts) for rows, texts in zip(clean, problems)]
+
+
+def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
+    """Return a sentence for each file with the number of broken rows, their kinds, and the first rows of each kind."""
+    source = cfg.train_file or cfg.dataset
+    if cfg.eval_file:
+        sources = [source, cfg.eval_file]
+    elif cfg.train_file and not cfg.train_file.endswith(".npz"):  # the evaluation rows were set aside
+        sources = [source, source]
+    else:
+        sources = [f"{source} (training)", f"{source} (evaluation)"]
+    sentences = []
+    for place in dict.fromkeys(sources):
+        broken, total = {}, set()
+        for rows, texts, its_place in zip(tables, problems, sources):
+            if its_place == place:
+                numbers = row_numbers(rows).tolist()
+                total.update(numbers)
+                broken |= {number: text for number, text in zip(numbers, texts) if text}
+        if broken:
+            kinds = _describe_kinds(broken, place)
+            sentences.append(f"{len(broken):,} of {len(total):,} rows of {place} cannot be used: {kinds}.")
+    return " ".join(sentences)
+
+
+def _describe_kinds(broken: dict[int, str], place: str) -> str:
+    """Return each kind of problem with its number of rows and its first rows. Rows and lines count from 1."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for number in sorted(broken):
+        for problem in broken[number].split("\n"):
+            kind, _, detail = problem.partition("\t")
+            kinds.setdefault(kind, []).append((number, detail))
+    lines = find_lines(place, [number for rows in kinds.values() for number, _ in rows[:SHOWN]])
+    described = []
+    for kind, rows in list(kinds.items())[: 2 * SHOWN]:
+        shown = []
+        for number, detail in rows[:SHOWN]:
+            line = f"line {lines[number]:,}" if lines.get(number, number + 1) != number + 1 else ""
+            more = ", ".join(filter(None, (line, detail)))
+            # A folder has no rows, and the detail is the name of the file.
+            shown.append(detail if detail and Path(place).is_dir() else f"row {number + 1:,}{f' ({more})' if more else ''}")
+        count = f"{len(rows):,} rows, the first are " if rows[SHOWN:] else ""
+        described.append(f"{kind}: {count}{', '.join(shown)}")
+    if (rest := len(kinds) - 2 * SHOWN) > 0:
+        described.append(f"and {rest:,} other problems")
+    return "; ".join(described)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_ddp.errors import UserError
+from accel_ddp.sources.data import describe_columns
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.tokenisation import SOURCE
 
@@ -39,10 +40,9 @@ class Format:
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any):
         self.tokenizer, self.max_length, self.train_on_prompts = tokenizer, cfg.max_length, cfg.train_on_prompts
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        names = ", ".join(rows.column_names)
         for option, column in given.items():
             if column and column not in rows.column_names:
-                raise UserError(f"--{option} {column}: there is no such column. The data have: {names}.")
+                raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
         usual = {option: next((n for n in USUAL_COLUMNS[option] if n in rows.column_names), "") for option in USUAL_COLUMNS}
         found = {option: given[option] or usual[option] for option in USUAL_COLUMNS}
         may_be_chats = given["messages_column"] or not any(given.values())
@@ -58,7 +58,8 @@ class Format:
         else:
             raise UserError(
                 "The data need a column of chats (--messages_column), columns of prompts and answers (--prompt_column, "
-                f"--answer_column), or a column of texts (--text_column). They have: {names}."
+                f"--answer_column), or a column of texts (--text_column). "
+                f"{describe_columns(rows, {'prompt_column': 'prompt', 'answer_column': 'answer'})}"
             )
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
         if ignored:

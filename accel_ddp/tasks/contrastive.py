@@ -1,4 +1,4 @@
-"""Contrastive learning of sentence embeddings: the loss over a batch, retrieval metrics, and files for sentence-transformers."""
+"""Sentence embeddings: losses of pairs, metrics of retrieval and similarity, and files for sentence-transformers."""
 
 import hashlib
 import json
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_ddp.sources import tokenisation
+from accel_ddp.sources import data, tokenisation
+from accel_ddp.tasks.metrics import regression_metrics
 
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
@@ -29,6 +30,8 @@ def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], An
     def collate(rows: list[dict[str, Any]]) -> Any:
         batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
         batch["keys"] = torch.tensor([row["keys"] for row in rows])
+        if "scores" in rows[0]:
+            batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
         return batch
 
     return collate
@@ -36,7 +39,7 @@ def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], An
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
     """Return embeddings of the shape (rows, texts per row, dimensions), not normalised."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "keys"}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
     hidden = model(**inputs).last_hidden_state
     if pooling == "cls":
         pooled = hidden[:, 0]
@@ -65,6 +68,44 @@ def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[
         scores = scale * unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2:].flatten(0, 1)]).T
         losses.append(F.cross_entropy(scores.masked_fill(excluded, float("-inf")), targets, reduction="none"))
     return torch.stack(losses).mean(0)
+
+
+def read_scores(values: list, cfg: Any) -> tuple[list[float], list[str]]:
+    """Return the scores, scaled so that `--min_score` is 0 and `--max_score` is 1, and the problem of each row."""
+    numbers = [data.parse_number(value) for value in values]
+    column, low, high = cfg.score_column, cfg.min_score, cfg.max_score
+    problems = [
+        f"it has no {column}"
+        if data.is_missing(value)
+        else f"its {column} is not a finite number\t{value!r:.40}"
+        if number is None
+        else f"its {column} is not between --min_score {low:g} and --max_score {high:g}\t{number:g}"
+        if not low <= number <= high
+        else ""
+        for value, number in zip(values, numbers)
+    ]
+    return [0.0 if problem else (number - low) / (high - low) for number, problem in zip(numbers, problems)], problems
+
+
+def pair_cosines(rows: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    """Return the cosines of the two texts of each row, truncated to each of the dimensions: (rows, dimensions)."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.stack([F.cosine_similarity(rows[:, 0, :size], rows[:, 1, :size], dim=-1) for size in dimensions], dim=-1)
+
+
+def score_losses(rows: Tensor, scores: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    """Return for each row the squared difference of cosine and score, as a mean over the dimensions."""
+    return (pair_cosines(rows, dimensions) - scores[:, None]).square().mean(-1)
+
+
+def correlation_metrics(cosines: np.ndarray, scores: np.ndarray, dimensions: tuple[int, ...]) -> dict[str, float]:
+    """Return the correlations of cosines and scores for each of the dimensions, the largest of which comes first, and the loss."""
+    metrics: dict[str, float] = {}
+    for i, size in enumerate(dimensions):
+        found = regression_metrics(cosines[:, i].astype(np.float64), scores.astype(np.float64))
+        name = f"_{size}" if i else ""
+        metrics |= {f"spearman{name}": found["spearman"], f"pearson{name}": found["pearson"]}
+    return {**metrics, "loss": float(((cosines - scores[:, None]) ** 2).mean(dtype=np.float64))}
 
 
 def retrieval_metrics(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int, ...] = ()) -> dict[str, float]:

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import data
+from accel_ddp.sources.files import load_file, require_file
 
 if TYPE_CHECKING:
     import datasets
@@ -42,7 +43,9 @@ def read_images(option: str, path: str) -> "datasets.Dataset":
     """Return the columns `image` and `label` of a folder or an .npz, or the columns of a table."""
     if Path(path).is_dir():
         return _read_folder(option, path)
-    return _read_npz(option, path) if path.endswith(".npz") else data.load_file(option, path)
+    if Path(path).suffix.lower() in Image.registered_extensions():
+        raise UserError(f"{option} {path}: is one image. Give a folder with a subfolder for each class: FOLDER/CLASS/IMAGE.")
+    return _read_npz(option, path) if path.endswith(".npz") else load_file(option, path)
 
 
 def read_content(image: dict[str, Any]) -> bytes:
@@ -86,7 +89,7 @@ def _read_folder(option: str, path: str) -> "datasets.Dataset":
 
 def _open_npz(option: str, path: str) -> Any:
     if not Path(path).is_file():
-        raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}).")
+        require_file(option, path)
     if not zipfile.is_zipfile(path):
         raise UserError(f"{option} {path}: is not an .npz file. Write it with numpy.savez.")
     return np.load(path, allow_pickle=False)  # pickled objects could run code

@@ -1,9 +1,14 @@
 """Labels of rows: classes (one per row, or several), or numbers for regression."""
 
-import math
+import re
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from accel_ddp.errors import UserError
+from accel_ddp.sources import data
+from accel_ddp.sources.messages import warn
 
 if TYPE_CHECKING:
     import datasets
@@ -25,6 +30,7 @@ class Labels:
     ):
         self.column, self.names, self.class_ids = column, names, class_ids
         self.is_multi_label, self.is_regression = is_multi_label, is_regression
+        self.is_declared = False  # whether the dataset declares the names of the classes
         self.problem_type = (
             "regression" if is_regression else "multi_label_classification" if is_multi_label else "single_label_classification"
         )
@@ -59,58 +65,82 @@ class Labels:
 
     @classmethod
     def for_regression(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str) -> "Labels":
-        """Return labels that are numbers. Raise UserError for the first value that is not a finite number."""
-        for name, rows in (("training", train), ("evaluation", test)):
-            values = rows[column][:]
-            bad = next((i for i, v in enumerate(values) if isinstance(v, bool) or not isinstance(v, int | float)), None)
-            if bad is None:
-                bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-            if bad is not None:
-                raise UserError(
-                    f"--label_column {column}: row {bad} of the {name} data contains {values[bad]!r}, which is not a number. "
-                    "For classes, leave --num_labels out."
-                )
+        """Return labels that are numbers. Raise UserError if no training row has a number."""
+        values = train[column][:]
+        if all(data.parse_number(value) is None for value in values):
+            raise UserError(
+                f"--label_column {column}: no training row contains a number, for example {values[0]!r:.40}. "
+                "For classes, leave --num_labels out."
+            )
         return cls(column, [column], {}, is_regression=True)
 
     @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Labels":
         """Return the labels of the training rows, or with `use_both` of both tables.
 
-        Raise UserError for a label that occurs only in `test`, unless `use_both` is set.
+        `find_problems` reports rows without a label, and rows of `test` with a label that is not among these.
         """
         feature = train.features[column]
         is_multi_label = _is_list(feature)
         inner = feature.feature if is_multi_label else feature
-        dtype = str(getattr(inner, "dtype", ""))
-        if dtype not in ("string", "large_string", "bool") and not dtype.startswith(("int", "uint")):
-            kinds = sorted({type(value).__name__ for value in train[column][:1000]})
+        names = getattr(inner, "names", None)  # declared by the dataset, including classes without rows
+        found = [_distinct(rows, column, is_multi_label) for rows in (train, test)]
+        value_of = _find_values(found[0] | found[1])
+        if value_of is None:
+            kinds = sorted({type(cell).__name__ for cell in found[0] | found[1]})
             raise UserError(
                 f"--label_column {column}: contains {', '.join(kinds)} ({inner}). Labels must be names or whole numbers, or "
                 "lists of them. For regression, add --num_labels 1."
             )
-        found = {name: _distinct(rows, column, is_multi_label) for name, rows in (("training", train), ("evaluation", test))}
-        for name, values in found.items():
-            if None in values:
-                raise UserError(f"--label_column {column}: a row of the {name} data has no label.")
-        names = getattr(inner, "names", None)  # declared by the dataset, including classes without rows
-        values = list(range(len(names))) if names else sorted(found["training"] | (found["evaluation"] if use_both else set()))
-        if is_multi_label and set(values) == {0, 1} and len({len(row) for row in train[column][:]}) == 1:
+        if not found[0]:
+            raise UserError(f"--label_column {column}: no training row has a label.")
+        used = found[0] | (found[1] if use_both else set())
+        values = list(range(len(names))) if names else sorted({value_of[cell] for cell in used})
+        if is_multi_label and set(values) == {0, 1} and len({len(row) for row in train[column][:] if row is not None}) == 1:
             raise UserError(
                 f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of the names of the classes instead."
             )
-        check_known(f"--label_column {column}", "labels", found, values, names)
         if len(values) < 2 and not is_multi_label:
             raise UserError(f"--label_column {column}: all rows have the same label {values}, so that there is nothing to learn.")
-        class_ids = {value: i for i, value in enumerate(values)}
-        return cls(column, names or [str(value) for value in values], class_ids, is_multi_label)
+        index = {value: i for i, value in enumerate(values)}
+        class_ids = {cell: index[value] for cell, value in value_of.items() if value in index}
+        labels = cls(column, names or [str(value) for value in values], class_ids, is_multi_label)
+        labels.is_declared = bool(names)
+        return labels
+
+    def find_problems(self, rows: dict[str, list]) -> list[str]:
+        """Return for each row why its label cannot be used, or "". See `data.drop_broken`."""
+        return [self._find_problem(cell) for cell in rows[self.column]]
+
+    def _find_problem(self, cell: Any) -> str:
+        if data.is_missing(cell):
+            return f"it has no {self.column}"
+        if self.is_regression:
+            return "" if data.parse_number(cell) is not None else f"its {self.column} is not a finite number\t{cell!r:.40}"
+        cells = cell if self.is_multi_label else [cell]
+        if any(map(data.is_missing, cells)):
+            return f"its {self.column} contains an empty name"
+        unknown = [one for one in cells if one not in self.class_ids]
+        return describe_unknown("label", unknown, self.names, self.is_declared) if unknown else ""
 
     def encode(self, rows: dict[str, list]) -> list:
-        """Return class numbers, for several labels per row a 0 or 1 for each class, or for regression the numbers."""
+        """Return class numbers, for several labels per row a 0 or 1 for each class, or for regression the numbers.
+
+        Rows with a problem have class 0, no class, or the number 0.
+        """
+        cells = rows[self.column]
         if self.is_regression:
-            return [float(value) for value in rows[self.column]]
+            return [data.parse_number(cell) or 0.0 for cell in cells]
         if not self.is_multi_label:
-            return [self.class_ids[value] for value in rows[self.column]]
-        return [[int(name in set(row)) for name in self.class_ids] for row in rows[self.column]]
+            return [self.class_ids.get(cell, 0) if isinstance(cell, Hashable) else 0 for cell in cells]
+        chosen = [{self.class_ids.get(one) for one in row or ()} for row in cells]
+        return [[int(i in some) for i in range(len(self.names))] for some in chosen]
+
+    def report_classes(self, tables: Iterable[dict[str, list]]) -> None:
+        """Warn about classes that may be mistakes, see `report_classes`. The tables have the column `labels` of `encode`."""
+        if not self.is_regression:
+            counts = [_count(rows["labels"][:], len(self.names), self.is_multi_label) for rows in tables]
+            report_classes(f"--label_column {self.column}", "rows", self.names, *counts)
 
     def balanced_weights(self, encoded: list[int], device: Any) -> Any:
         """Return a weight for each class, inverse to its number of rows. The mean weight over all rows is 1."""
@@ -135,20 +165,79 @@ def _is_list(feature: Any) -> bool:
 
 
 def _distinct(rows: "datasets.Dataset", column: str, is_multi_label: bool) -> set:
-    if not is_multi_label:
-        return set(rows.unique(column))
-    return {value for row in rows[column][:] for value in (row if row is not None else [None])}
+    """Return the labels that occur, without empty ones."""
+    if getattr(rows.features[column], "dtype", ""):
+        cells = rows.unique(column)
+    else:  # lists, dictionaries, and values of several types
+        cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
+    # `_find_values` rejects a tuple, which stands for a list or a dictionary.
+    return {cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)}
 
 
-def check_known(option: str, what: str, found: dict[str, set], values: list, names: list[str] | None) -> None:
-    """Raise UserError if training or evaluation data have labels or tags that are not among `values`.
+def _find_values(cells: set) -> dict[Any, Any] | None:
+    """Return the value of each label: itself, or a whole number that is written as a text or a float. Return None for other types.
 
-    `names` are those that the dataset declares, or None if it declares none.
+    All cells of a .csv are texts. Whole numbers become floats such as 1.0 in a table of pandas in which one of them is missing.
     """
-    for name, those in found.items():
-        if unknown := sorted(those - set(values), key=str):
-            reason = "the dataset does not declare" if names else "do not occur in the training data"
-            raise UserError(
-                f"{option}: the {name} data have {what} that {reason}: {', '.join(map(str, unknown[:10]))}. "
-                f"Known {what} are: {', '.join(map(str, (names or values)[:20]))}."
-            )
+    kinds = {type(cell) for cell in cells}
+    if len(kinds) > 1 or not kinds <= {str, int, bool, float}:
+        return None
+    if kinds == {str}:
+        if all(re.fullmatch(r"-?(0|[1-9]\d*)(\.0+)?", cell.strip()) for cell in cells):
+            return {cell: int(cell.partition(".")[0]) for cell in cells}
+        numbers = [number for cell in cells if (number := data.parse_number(cell)) is not None]
+        if sum(not number.is_integer() for number in numbers) > len(cells) / 2:
+            return None
+    if kinds == {float}:
+        return {cell: int(cell) for cell in cells} if all(cell.is_integer() for cell in cells) else None
+    return {cell: cell for cell in cells}
+
+
+def describe_unknown(what: str, unknown: list, names: list[str], is_declared: bool) -> str:
+    """Return the problem of a row that has a label or tag (`what`) without a class."""
+    known = ", ".join(names[:10]) + (", ..." if names[10:] else "")
+    reason = "is not declared by the dataset" if is_declared else "does not occur in the training data"
+    return f"it has a {what} that {reason} ({known})\t{', '.join(map(repr, unknown[:3]))}"
+
+
+# ------------------------------------------------------------------------------------ classes that may be mistakes
+
+# What programs write for a missing value. "none" and "na" are left out, because they are names in many datasets.
+NAMES_OF_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "N/A", "n/a", "NA", "<NA>", "#N/A"}
+
+
+def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, test: np.ndarray) -> None:
+    """Warn about classes without training data, names that differ in case or white space only, and names such as nan.
+
+    `train` and `test` have the number of rows or words (`unit`) of each class.
+    """
+    if missing := [i for i in range(len(names)) if not train[i]]:
+        shown = [f"{names[i]!r} ({test[i]:,} evaluation {unit})" if test[i] else repr(names[i]) for i in missing]
+        few = len(missing) > 1
+        warn(
+            f"{option}: {len(missing):,} of {len(names):,} classes {'have' if few else 'has'} no training {unit} and cannot be "
+            f"learned: {_shorten(shown)}."
+        )
+    groups: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault(" ".join(name.split()).casefold(), []).append(i)
+    show = lambda some: ", ".join(f"{names[i]!r} ({train[i] + test[i]:,} {unit})" for i in some)
+    if alike := [group for group in groups.values() if group[1:]]:
+        warn(
+            f"{option}: some names differ only in case or white space, and are separate classes: "
+            f"{_shorten([show(group) for group in alike], '; ')}. Write them in the same way if they mean the same."
+        )
+    if odd := [i for i, name in enumerate(names) if name.strip() in NAMES_OF_MISSING]:
+        warn(f"{option}: a class is named {show(odd)}. Leave these {unit} empty if the label is missing, and use --skip_broken.")
+
+
+def _shorten(texts: list[str], separator: str = ", ") -> str:
+    """Return the first texts, and the number of the others."""
+    rest = f"{separator}and {len(texts) - 5:,} more" if texts[5:] else ""
+    return separator.join(texts[:5]) + rest
+
+
+def _count(encoded: list, num_classes: int, is_multi_label: bool) -> np.ndarray:
+    if is_multi_label:
+        return np.array(encoded, dtype=np.int64).reshape(-1, num_classes).sum(0)
+    return np.bincount(np.array(encoded, dtype=np.int64), minlength=num_classes)

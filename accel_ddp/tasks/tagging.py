@@ -1,19 +1,21 @@
 """Words and their tags: reads files, aligns tags with sub-word tokens, and computes metrics of entities."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from accel_ddp.errors import UserError
-from accel_ddp.sources.data import FILE_FORMATS, load_file
+from accel_ddp.sources.files import FILE_FORMATS, load_file, require_file, require_utf8
 from accel_ddp.sources.messages import warn
-from accel_ddp.tasks.labels import check_known
+from accel_ddp.tasks.labels import describe_unknown, report_classes
 from accel_ddp.tasks.score_table import Row, ScoreTable
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
 
 CONLL_SUFFIXES = (".conll", ".iob", ".bio", ".txt")
 WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
@@ -26,41 +28,38 @@ def load_words(option: str, path: str) -> "datasets.Dataset":
     """Return the columns `tokens` and `tags` of a CoNLL file, or the columns of a file of another format."""
     file = Path(path)
     if file.suffix in CONLL_SUFFIXES:
-        return _load_conll(option, file)
-    if file.is_file() and file.suffix not in FILE_FORMATS:
+        return _load_conll(option, path)
+    if file.is_file() and file.suffix.lower() not in FILE_FORMATS:
         known = ", ".join([*CONLL_SUFFIXES, ".json", ".jsonl", ".parquet"])
         raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {known}.")
     return load_file(option, path)
 
 
-def _load_conll(option: str, file: Path) -> "datasets.Dataset":
+def _load_conll(option: str, path: str) -> "datasets.Dataset":
     """Read a word from the first column of each line and its tag from the last. An empty line ends a sentence."""
     import datasets
 
-    if not file.is_file():
-        raise UserError(f"{option} {file}: there is no such file (looked in {Path.cwd()}).")
+    file = require_file(option, path)
+    require_utf8(option, file)
     sentences, width = [[]], 0
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                # Between tabs a word may contain spaces. Other white space, such as a no-break space, is part of a word.
-                columns = [part.strip(" ") for part in line.rstrip("\n").split("\t" if "\t" in line else " ")]
-                columns = [part for part in columns if part]
-                if not columns or columns[0] == "-DOCSTART-":
-                    sentences += [[]] if sentences[-1] else []
-                    continue
-                width = width or len(columns)
-                if len(columns) == 1:
-                    raise UserError(
-                        f"{option} {file}: line {number} has one column: {columns[0]!r}. Each line needs a word and a tag."
-                    )
-                if len(columns) != width:  # the last column of such a line may not be a tag
-                    raise UserError(
-                        f"{option} {file}: line {number} has {len(columns)} columns, but the lines before it have {width}."
-                    )
-                sentences[-1].append((columns[0], columns[-1]))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option} {file}: the file is not UTF-8: {error}. Save it as UTF-8.") from error
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            # Between tabs a word may contain spaces. Other white space, such as a no-break space, is part of a word.
+            columns = [part.strip(" ") for part in line.rstrip("\n").split("\t" if "\t" in line else " ")]
+            columns = [part for part in columns if part]
+            if not columns or columns[0] == "-DOCSTART-":
+                sentences += [[]] if sentences[-1] else []
+                continue
+            width = width or len(columns)
+            if len(columns) == 1:
+                raise UserError(
+                    f"{option} {file}: line {number} has one column: {columns[0]!r}. Each line needs a word and a tag."
+                )
+            if len(columns) != width:  # the last column of such a line may not be a tag
+                raise UserError(
+                    f"{option} {file}: line {number} has {len(columns)} columns, but the lines before it have {width}."
+                )
+            sentences[-1].append((columns[0], columns[-1]))
     sentences = [sentence for sentence in sentences if sentence]
     if not sentences:
         raise UserError(f"{option} {file}: the file has no rows.")
@@ -80,13 +79,13 @@ class Tags:
     column: str
     names: list[str]
     tag_ids: dict[str | int, int]
+    is_declared: bool = False  # whether the dataset declares the names
 
     @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Tags":
         """Return the tags of the training rows, or with `use_both` of both tables.
 
-        Raise UserError for a tag that occurs only in `test`, unless `use_both` is set. Values that cannot be tags are ignored
-        here: `find_problem` reports them with their rows.
+        Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
         found = {
             name: {tag for row in rows[column][:] if isinstance(row, list) for tag in row if isinstance(tag, str | int)}
@@ -98,7 +97,7 @@ class Tags:
             if names
             else sorted(found["training"] | (found["evaluation"] if use_both else set()), key=_sort_key)
         )
-        check_known(f"--tags_column {column}", "tags", found, values, names)
+        is_declared = bool(names)
         names = names or [str(value) for value in values]
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so that there is nothing to learn.")
@@ -107,7 +106,12 @@ class Tags:
                 f"--tags_column {column}: tags without the prefix B- or I- ({', '.join(plain[:3])}): each word with such a tag is "
                 "scored as an entity. To score entities of several words, use tags such as B-PER, I-PER, O."
             )
-        return cls(column, names, {value: number for number, value in enumerate(values)})
+        return cls(column, names, {value: number for number, value in enumerate(values)}, is_declared)
+
+    def report_classes(self, tables: Iterable[dict[str, list]]) -> None:
+        """Warn about tags that may be mistakes. The tables have the column `tags` of `align`."""
+        count = lambda rows: np.bincount([tag for row in rows["tags"][:] for tag in row], minlength=len(self.names))
+        report_classes(f"--tags_column {self.column}", "words", self.names, *map(count, tables))
 
     def model_config(self) -> dict[str, Any]:
         """Return the options of a transformers config for a model with these tags."""
@@ -118,21 +122,22 @@ def _sort_key(value: str | int) -> tuple[bool, str | int]:
     return isinstance(value, str), value
 
 
-def find_problem(tokens: Any, tags: Any) -> str:
-    """Return why this row cannot be used, or ""."""
+def find_problem(tokens: Any, row: Any, tags: Tags) -> str:
+    """Return why this row cannot be used, or "". See `data.drop_broken`."""
     if not isinstance(tokens, list):
-        return f"its tokens are {tokens!r}, which is not a list of words"
+        return f"its tokens are not a list of words\t{tokens!r:.40}"
     if not tokens:
         return "it has no tokens"
-    if not isinstance(tags, list):
-        return f"its tags are {tags!r}, which is not a list"
-    if len(tokens) != len(tags):
-        return f"it has {len(tokens)} tokens but {len(tags)} tags"
-    for name, values, kinds, expected in (("token", tokens, str, "word"), ("tag", tags, str | int, "name or whole number")):
+    if not isinstance(row, list):
+        return f"its tags are not a list\t{row!r:.40}"
+    if len(tokens) != len(row):
+        return f"it has another number of tags than of tokens\t{len(tokens)} tokens but {len(row)} tags"
+    for name, values, kinds, expected in (("token", tokens, str, "word"), ("tag", row, str | int, "name or whole number")):
         for i, value in enumerate(values):
             if not isinstance(value, kinds):
-                return f"its {name} {i} is {value!r}, which is not a {expected}"
-    return ""
+                return f"one of its {name}s is not a {expected}\t{name} {i + 1} is {value!r:.40}"
+    unknown = list(dict.fromkeys(tag for tag in row if tag not in tags.tag_ids))
+    return describe_unknown("tag", unknown, tags.names, tags.is_declared) if unknown else ""
 
 
 # ------------------------------------------------------------------------------------------ alignment
@@ -164,7 +169,7 @@ def align(rows: dict[str, list], tokens_column: str, tags: Tags, tokenizer: Any,
     number of each word's tag. `problem` is described at `find_problem`; a row with a problem has no words.
     """
     pairs = list(zip(rows[tokens_column], rows[tags.column]))
-    problems = [find_problem(*pair) for pair in pairs]
+    problems = [find_problem(*pair, tags) for pair in pairs]
     words = [[] if problems[i] else tokens for i, (tokens, _) in enumerate(pairs)]
     numbers = [[] if problems[i] else [tags.tag_ids[tag] for tag in row] for i, (_, row) in enumerate(pairs)]
     encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
@@ -192,7 +197,7 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
 # --------------------------------------------------------------------------------------------- metrics
 
 
-def predicted_tags(predictions: "np.ndarray", first: list[list[int]], names: list[str]) -> list[list[str]]:
+def predicted_tags(predictions: np.ndarray, first: list[list[int]], names: list[str]) -> list[list[str]]:
     """Return the tag of each word of each text, in the form of seqeval. A word without a prediction has O.
 
     `predictions` has a row for each text with a tag number for each token; `first` is described at `align`.

@@ -161,7 +161,7 @@ class StreamedBlocks(Dataset):
         while first < last:
             number, begin, end = self._file_at(first)
             raw = self._read(number, first - begin, min(last, end) - begin)
-            found.append(decode_utf8(raw, self.files[number], first - begin)[0])
+            found.append(decode_utf8(raw, self.files[number], first - begin))
             first += len(raw)
         return found
 
@@ -226,8 +226,8 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
             )
         num_train = len(blocks) - min(2000, max(1, len(blocks) // 100, min(100, len(blocks) // 10)))
         test_blocks, train, test = blocks, range(num_train), range(num_train, len(blocks))
-    return (
-        Subset(blocks, train[: cfg.max_train_items or len(train)]),
-        Subset(test_blocks, test[: cfg.max_eval_items or len(test)]),
-        [blocks.fingerprint, test_blocks.fingerprint],
-    )
+    parts = []
+    for option, part, its_blocks in (("max_train_items", train, blocks), ("max_eval_items", test, test_blocks)):
+        drawn = data.draw_positions(len(part), option, cfg)
+        parts.append(Subset(its_blocks, part if isinstance(drawn, range) else [part[i] for i in drawn]))
+    return (*parts, [blocks.fingerprint, test_blocks.fingerprint])

@@ -64,7 +64,9 @@ def check_images(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: Re
     def check(rows: dict[str, list]) -> dict[str, list]:
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(_inspect, rows[column]))
-        return {"labels": labels.encode(rows), **{name: [one[name] for one in found] for name in found[0]}}
+        problems = data.merge_problems([one["problem"] for one in found], labels.find_problems(rows))
+        properties = {name: [one[name] for one in found] for name in found[0]}
+        return {**properties, "labels": labels.encode(rows), "problem": problems}
 
     properties = []
     for rows in tables:
@@ -76,19 +78,23 @@ def check_images(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: Re
 
 def _inspect(image: dict[str, Any] | None) -> dict[str, Any]:
     """Return height, width and digest of an image, or its `problem`."""
-    name = (image or {}).get("path") or "it"
+    name = (image or {}).get("path") or ""
     found = {"height": 0, "width": 0, "digest": "", "problem": ""}
-    if image is None:
-        return {**found, "problem": f"{name} has no image"}
+    broken = lambda kind, reason="": {
+        **found,
+        "problem": "\t".join(filter(None, (kind, ": ".join(filter(None, (name, reason)))))),
+    }
+    if image is None or (image["bytes"] is None and not name):
+        return broken("it has no image")
     try:
         picture = decode(content := read_content(image))
         if picture.mode.startswith(("I", "F")):  # Pillow would turn every value above 255 into white
-            return {**found, "problem": f"{name} has more than 8 bits per channel"}
+            return broken("its image has more than 8 bits per channel")
         picture.convert("RGB")
     except UnidentifiedImageError:
-        return {**found, "problem": f"{name} is not an image that Pillow can read"}
+        return broken("its image is not one that Pillow can read")
     except Exception as error:  # many types, which depend on the format: OSError, SyntaxError, ValueError, struct.error
-        return {**found, "problem": f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"}
+        return broken("its image cannot be read", str(getattr(error, "strerror", None) or error))
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
     return {**found, "height": picture.height, "width": picture.width, "digest": digest}
 
