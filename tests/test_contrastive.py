@@ -1,5 +1,6 @@
 """Losses over a whole batch, and models that skip parameters: the same result on any number of ranks."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from torch import nn
 
-from accel_ddp.tasks.contrastive import in_batch_losses, retrieval_metrics, text_keys
+from accel_ddp.tasks.contrastive import correlation_metrics, in_batch_losses, retrieval_metrics, score_losses, text_keys
 from accel_ddp.training.optim import freeze, words_to_freeze
-from tests.conftest import PROGRAMS, run_ranks
+from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 
 def weights(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -75,6 +76,52 @@ def test_retrieval_scores_are_those_counted_by_hand():
     assert scores["mrr"] == pytest.approx(np.mean([1 / rank for rank in ranks]))
     same = retrieval_metrics(np.ones((4, 2, 3)), np.array(text_keys([list("abcd"), list("wxyz")])))
     assert same["recall_at_1"] == 0, "constant embeddings find nothing"
+
+
+def test_the_loss_of_scored_pairs_is_that_of_sentence_transformers():
+    torch.manual_seed(0)
+    rows, scores = torch.randn(6, 2, 8), torch.rand(6)
+    expected = torch.nn.MSELoss()(torch.cosine_similarity(rows[:, 0], rows[:, 1]), scores)  # its CosineSimilarityLoss
+    torch.testing.assert_close(score_losses(rows, scores, (8,)).mean(), expected)
+    both = (score_losses(rows, scores, (8,)) + score_losses(rows[..., :4], scores, (4,))) / 2
+    torch.testing.assert_close(score_losses(rows, scores, (8, 4)), both)
+    found = correlation_metrics(np.array([[0.1, 0.9], [0.2, 0.5], [0.9, 0.1]]), np.array([0.0, 0.5, 0.6]), (8, 4))
+    assert found["spearman"] == pytest.approx(1)
+    assert found["spearman_4"] == pytest.approx(-1)
+    assert 0.5 < found["pearson"] < 1
+
+
+def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_path, tiny_model, cache):
+    """Scores from 0 to 5 state how many words two texts share."""
+    words = ["film", "house", "people", "acting", "water", "music", "light", "paper", "stone", "glass"]
+    lines = ["first,second,similarity"]
+    for i in range(60):
+        texts = [[words[(i * 3 + j) % 10] for j in range(5)], [words[(i * 3 + j + i % 6) % 10] for j in range(5)]]
+        lines.append(f"{' '.join(texts[0])},{' '.join(texts[1])},{5 - i % 6}")
+    (tmp_path / "sts.csv").write_text("\n".join(lines))
+    for ranks in (1, 2):
+        text = run_ranks(
+            ranks, ROOT / "recipes" / "embed.py", "--model", tiny_model, "--train_file", tmp_path / "sts.csv",
+            "--anchor_column", "first", "--positive_column", "second", "--score_column", "similarity", "--max_score", 5,
+            "--matryoshka", 8, "--epochs", 5, "--global_batch_size", 8, "--micro_batch_size", 2, "--lr", 0.003, "--no_dropout",
+            "--keep_best", "--output_dir", tmp_path / str(ranks),
+        ).well().text  # fmt: skip
+    assert_same(*(load_file(tmp_path / name / "model" / "model.safetensors") for name in "12"), 1e-4)
+    logged = [json.loads(line) for line in (tmp_path / "1" / "log.jsonl").read_text().splitlines()]
+    before, *_, after = [event for event in logged if event["event"] == "evaluate"]
+    assert after["loss"] < before["loss"]
+    assert {"spearman", "pearson", "spearman_8", "pearson_8"} <= after.keys()
+    assert json.loads((tmp_path / "1" / "best.json").read_text())["metric"] == "spearman"
+    assert "SentenceTransformer" in text
+
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(tmp_path / "1" / "model"))
+    same, other = model.similarity(model.encode(["film house people"]), model.encode(["film house people", "stone glass light"]))[
+        0
+    ]
+    assert same.item() == pytest.approx(1, abs=1e-4)
+    assert other < same
 
 
 def test_parameters_without_a_gradient_are_named_with_the_option_to_use(tmp_path):
