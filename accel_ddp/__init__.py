@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_ddp.ranks.agreement import together
     from accel_ddp.recipe import train
     from accel_ddp.saving.checkpoints import Checkpoints
-    from accel_ddp.sources import builtin, data, models, tokenisation
+    from accel_ddp.sources import builtin, data, model_kinds, models, tokenisation
     from accel_ddp.speed import linear_cross_entropy
     from accel_ddp.speed.attach import attach
     from accel_ddp.tasks import (
@@ -69,6 +69,7 @@ _HOME = {
     "losses": "training.",
     "masking": "tasks.",
     "metrics": "tasks.",
+    "model_kinds": "sources.",
     "models": "sources.",
     "optim": "training.",
     "option": "options",
@@ -112,6 +113,7 @@ __all__ = [
     "losses",
     "masking",
     "metrics",
+    "model_kinds",
     "models",
     "optim",
     "option",

@@ -170,11 +170,14 @@ def build_data(cfg: Config, tokenizer):
 def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModel
 
+    accel_ddp.model_kinds.check_config("embeddings", cfg.model, accel_ddp.models.load_config(cfg))
     model = accel_ddp.models.load(AutoModel, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
     for name, parameter in model.named_parameters():
         if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
             parameter.requires_grad_(False)
+    first_token = "--pooling cls" if cfg.pooling == "cls" else ""
+    accel_ddp.model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model, first_token)
     return model
 
 

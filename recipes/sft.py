@@ -123,7 +123,9 @@ def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
+    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
+    accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    return model
 
 
 def main(cfg: Config):

@@ -126,7 +126,9 @@ def build_model(cfg: Config, accelerator, tokenizer, tags):
         **tags.model_config(),
         ignore_mismatched_sizes=True,  # a head for other tags is replaced
     )
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="TOKEN_CLS")
+    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="TOKEN_CLS")
+    accel_ddp.model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model)
+    return model
 
 
 def main(cfg: Config):

@@ -61,6 +61,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     no_tokenizer.mkdir()
     (no_tokenizer / "config.json").write_text('{"model_type": "bert"}')
     (folder / "empty_folder").mkdir()
+    no_weights = folder / "no_weights"  # the config is enough to refuse the model
+    shutil.copytree(tiny_model, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     cases = {
         "missing file": {"train_file": str(folder / "nowhere.csv")},
         "unknown ending": {"train_file": file("data.xlsx", "x")},
@@ -127,6 +131,26 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "hub data, no network": {"dataset": "someone/some-data"},
         "built-in model": {"train_file": good, "model": "builtin:gpt-7"},
         "model for another task": {"recipe": "seq2seq", "train_file": lines("s2.jsonl", *[{"source": "1", "target": "one"}] * 9)},
+        "encoder as language model": {
+            "recipe": "sft",
+            "model": str(no_weights),
+            "train_file": lines("asked.jsonl", *[{"prompt": "why", "answer": "because"}] * 9),
+        },
+        "decoder as encoder": {"recipe": "embed", "dataset": "builtin:docstrings", "model": "builtin:tiny-t5"},
+        "first token of a decoder": {
+            "recipe": "embed",
+            "model": "builtin:tiny-llama",
+            "pooling": "cls",
+            "train_file": lines("found.jsonl", *[{"anchor": "1", "positive": "one"}] * 9),
+        },
+        "tool calls": {
+            "recipe": "sft",
+            "model": "builtin:tiny-llama",
+            "train_file": lines(
+                "calls.jsonl", *[chat("Hi", "Hello")] * 9, {"messages": [*chat("Hi", "Hello")["messages"], call]}
+            ),
+            "eval_file": lines("no_calls.jsonl", chat("Hi", "Hello")),
+        },
         "built-in data": {"dataset": "builtin:everything"},
         "old prefix of a model": {"train_file": good, "model": "embedded:tiny-bert"},
         "old prefix of data": {"dataset": "embedded:rotten_tomatoes_small"},
@@ -254,7 +278,11 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "hub model, no network": ["someone/some-model", "no network", "path of a folder"],
         "hub data, no network": ["someone/some-data", "no network", "--train_file"],
         "built-in model": ["builtin:all-MiniLM-L6-v2"],
-        "model for another task": ["cannot be loaded as AutoModelForSeq2SeqLM"],
+        "model for another task": ["is not an encoder-decoder model (bert)", "google-t5/t5-small"],
+        "encoder as language model": ["is an encoder (bert)", "would read the answers", "recipes/pretrain_mlm.py"],
+        "decoder as encoder": ["is an encoder-decoder model (t5)", "BAAI/bge-small-en-v1.5"],
+        "first token of a decoder": ["--pooling cls: --model builtin:tiny-llama: LlamaModel is causal"],
+        "tool calls": ["row 10: a message has tool_calls"],
         "built-in data": ["builtin:rotten_tomatoes"],
         "old prefix of a model": ["--model embedded:tiny-bert", "did you mean builtin:tiny-bert?"],
         "old prefix of data": ["--dataset embedded:rotten_tomatoes_small", "did you mean builtin:rotten_tomatoes_small?"],

@@ -13,7 +13,7 @@ from torch import nn
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import builtin
+from accel_ddp.sources import builtin, model_kinds
 from accel_ddp.sources.hub import prepare_hub
 from accel_ddp.sources.messages import warn
 from accel_ddp.training.optim import freeze
@@ -71,11 +71,20 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.blake2b(f"{[*settings, tokenizer.truncation_side]}{vocabulary}".encode(), digest_size=16).hexdigest()
 
 
+def load_config(cfg: RecipeConfig) -> Any:
+    """Return the config of `--model`, without its weights."""
+    from transformers import AutoConfig
+
+    return from_pretrained(AutoConfig, cfg.model, locate(cfg.model, cfg.cache_dir))
+
+
 def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: Any) -> nn.Module:
     """Return the model of `--model`, with weights of `--dtype` and embeddings for all tokens of the tokenizer.
 
-    The dtype is not that of the file, because training bf16 weights loses small updates.
+    Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. The dtype is not that
+    of the file, because training bf16 weights loses small updates.
     """
+    model_kinds.check_config(auto_class.__name__, cfg.model, load_config(cfg))
     if cfg.dtype != "float32" and not cfg.lora_r:
         warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so that small updates are lost in rounding.")
     options["dtype"] = getattr(torch, cfg.dtype)
@@ -88,6 +97,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     _check_positions(model, cfg)
+    model_kinds.report_router_loss(model)
     rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
     if tokenizer is not None and len(tokenizer) > rows:
         if cfg.lora_r:

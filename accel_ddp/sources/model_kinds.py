@@ -1,0 +1,133 @@
+"""Checks whether a model suits a task. Many models can be loaded for a task and then learn something else without an error."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import print_on_main
+from accel_ddp.sources.messages import warn
+
+# What to use instead, by the task: the class with which a recipe loads its model, or "embeddings".
+INSTEAD = {
+    "AutoModelForCausalLM": "Use a causal language model, for example HuggingFaceTB/SmolLM2-135M-Instruct",
+    "AutoModelForMaskedLM": "Use an encoder, for example FacebookAI/roberta-base",
+    "AutoModelForSequenceClassification": "Use an encoder, for example FacebookAI/roberta-base",
+    "AutoModelForSeq2SeqLM": "Use an encoder-decoder model, for example google-t5/t5-small",
+    "embeddings": "Use an encoder, for example BAAI/bge-small-en-v1.5",
+}
+
+
+def check_config(task: str, name: str, config: Any) -> None:
+    """Raise UserError if the config shows that the model is wrong for the task (see `INSTEAD`).
+
+    `name` is the value of `--model`.
+    """
+    kind = config.model_type
+    has_encoder_and_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    is_causal = _is_causal_encoder(config)
+    reason, recipe = "", ""
+    if task == "AutoModelForCausalLM" and has_encoder_and_decoder:
+        reason, recipe = f"is an encoder-decoder model ({kind}), whose encoder would be left out", "seq2seq"
+    elif task == "AutoModelForCausalLM" and is_causal is False:
+        reason = f"is an encoder ({kind}): each token sees the tokens behind it, so that it would read the answers that it learns"
+        recipe = "pretrain_mlm"
+    elif task == "AutoModelForMaskedLM" and has_encoder_and_decoder:
+        reason, recipe = f"is an encoder-decoder model ({kind}), whose decoder would be given masked tokens", "seq2seq"
+    elif task == "AutoModelForMaskedLM" and is_causal:
+        reason, recipe = "is causal: a masked token would not see the tokens behind it", "sft"
+    elif task == "AutoModelForSequenceClassification" and is_causal:
+        reason = f"is causal, but {kind} models classify by their first token, which would see no other token"
+    elif task == "AutoModelForSeq2SeqLM" and not has_encoder_and_decoder:
+        reason = f"is not an encoder-decoder model ({kind})"
+    elif task == "embeddings" and has_encoder_and_decoder:
+        reason = f"is an encoder-decoder model ({kind}), whose embeddings would come from its decoder"
+    elif task == "embeddings" and not hasattr(config, "hidden_size"):
+        reason = f"is not a model of texts alone ({kind})"
+    if reason:
+        other = f", or use this model with recipes/{recipe}.py" if recipe else ""
+        raise UserError(f"--model {name}: {reason}. {INSTEAD[task]}{other}.")
+
+
+def _is_causal_encoder(config: Any) -> bool | None:
+    """Return whether a model of a type that exists as an encoder is used as a decoder. Return None for other types."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return None
+    return bool(getattr(config, "is_decoder", False) or getattr(config, "causal", False))  # XLM names it `causal`
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | None:
+    """Return whether no token sees the tokens behind it, or None if the model does not compute a text of 8 tokens.
+
+    The config does not always show it. Two texts that differ in their last token are therefore compared. The model is moved to
+    the device, where it takes milliseconds.
+    """
+    known = _is_causal_encoder(model.config)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
+    rows = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    ordinary = [token for token in range(rows) if token not in special]
+    if known is not None or len(ordinary) < 9:
+        return known
+    ids = torch.tensor(ordinary[:: len(ordinary) // 9][:9], device=device)
+    texts = torch.stack([ids[:8], torch.cat([ids[:7], ids[8:]])])
+    was_training = model.training
+    if not getattr(model, "is_quantized", False):
+        model.to(device)
+    model.eval()
+    try:
+        output = model(input_ids=texts, attention_mask=torch.ones_like(texts))
+        scores: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # training reports what the model does not accept
+        return None
+    finally:
+        model.train(was_training)
+    a, b = scores.float()
+    apart = torch.where(a == b, 0, a - b).abs().flatten(1).amax(1)  # a logit of -inf equals itself
+    allowed = 1e-4 if scores.dtype in (torch.float32, torch.float64) else 3e-2
+    return bool(apart[:-1].max() <= allowed * apart[-1])
+
+
+def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
+    """Raise UserError if the outputs of a language model depend on later tokens. `name` is the value of `--model`."""
+    if is_causal(model, tokenizer, device) is False:
+        raise UserError(
+            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so that "
+            f"it would read the answers that it learns. {INSTEAD['AutoModelForCausalLM']}."
+        )
+
+
+def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str, first_token: str = "") -> None:
+    """Warn if tokens do not see the tokens behind them. With `first_token`, the option that reads only the first token, raise
+    UserError instead.
+    """
+    if not is_causal(model, tokenizer, device):
+        return
+    reason = f"{_class_name(model)} is causal"
+    if first_token:
+        raise UserError(
+            f"{first_token}: --model {name}: {reason}, so that its first token sees no other token and is the same for all texts. "
+            f"{INSTEAD['embeddings']}."
+        )
+    warn(f"--model {name}: {reason}: a token does not see the tokens behind it. Encoders are usually better for this task.")
+
+
+def report_router_loss(model: nn.Module) -> None:
+    """Print on the main rank that the auxiliary loss of a mixture-of-experts model is not used, if the model has one."""
+    configs = (model.config, getattr(model.config, "text_config", None), model)  # some models store the factor themselves
+    factors = (getattr(one, key, None) for one in configs for key in ("router_aux_loss_coef", "aux_loss_coef"))
+    factor = next((factor for factor in factors if isinstance(factor, float) and factor), 0)
+    if factor and any("expert" in key or "router" in key for key, _ in model.named_parameters()):
+        print_on_main(
+            f"mixture of experts: the router's auxiliary loss (factor {factor:g} in the config) is off, because it is not exact over "
+            "several micro-batches (docs/exactness.md). Only the loss of the task is learned."
+        )
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__  # without adapters

@@ -1,0 +1,135 @@
+"""Tests that a model which can be loaded but is wrong for a task is refused, and that other models are not."""
+
+import pytest
+import torch
+import transformers
+
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
+from accel_ddp.sources import model_kinds, models
+
+SMALL = {
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OLD = {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}  # XLNet
+
+
+def config_of(kind: str, **more: object):
+    config = transformers.AutoConfig.for_model(kind)
+    given = OLD if kind == "xlnet" else {key: value for key, value in SMALL.items() if hasattr(config, key)}
+    return transformers.AutoConfig.for_model(kind, **{**given, **more})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return models.load_tokenizer(RecipeConfig(model=tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        ("llama", {}, True),
+        ("gpt2", {}, True),
+        ("gpt_neox", {}, True),  # its config has is_decoder = False
+        ("mamba", {}, True),
+        ("mixtral", {"num_local_experts": 4}, True),
+        ("bert", {"is_decoder": True}, True),
+        ("bert-generation", {}, False),
+        ("bert-generation", {"is_decoder": True}, True),
+        ("xlnet", {}, False),
+        ("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 8}, False),
+        ("gemma3_text", {"head_dim": 8}, True),
+    ],
+)
+def test_a_language_model_is_causal_if_later_tokens_do_not_change_its_output(kind, options, wanted, tokenizer):
+    """Compute two texts with each model, because configs do not show it reliably."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **options))
+    device = torch.device("cpu")
+    assert model_kinds.is_causal(model.train(), tokenizer, device) is wanted
+    assert model.training
+    if wanted:
+        model_kinds.require_causal(model, tokenizer, device, "some/model")
+    else:
+        with pytest.raises(
+            UserError, match=r"^--model some/model: \w+ is not causal: .* Use a causal language model, for example"
+        ):
+            model_kinds.require_causal(model, tokenizer, device, "some/model")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "xlm", "rembert", "camembert", "roformer", "big_bird", "xmod"])
+def test_an_encoder_is_refused_as_a_language_model_by_its_config(kind):
+    with pytest.raises(UserError, match=rf"--model x: is an encoder \({kind}\).*recipes/pretrain_mlm.py"):
+        model_kinds.check_config("AutoModelForCausalLM", "x", config_of(kind))
+    model_kinds.check_config("AutoModelForMaskedLM", "x", config_of(kind))
+    model_kinds.check_config("AutoModelForSequenceClassification", "x", config_of(kind))
+    model_kinds.check_config("embeddings", "x", config_of(kind))
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "options", "words"),
+    [
+        ("AutoModelForCausalLM", "bart", {}, "whose encoder would be left out.*recipes/seq2seq.py"),
+        ("AutoModelForCausalLM", "whisper", {}, "is an encoder-decoder model"),
+        ("AutoModelForMaskedLM", "bart", {}, "whose decoder would be given masked tokens"),
+        ("AutoModelForMaskedLM", "bert", {"is_decoder": True}, "is causal.*recipes/sft.py"),
+        ("AutoModelForMaskedLM", "xlm", {"causal": True}, "is causal"),
+        ("AutoModelForSequenceClassification", "bert", {"is_decoder": True}, "first token, which would see no other token"),
+        ("AutoModelForSeq2SeqLM", "qwen2_audio", {}, "is not an encoder-decoder model"),
+        ("embeddings", "t5", {}, "whose embeddings would come from its decoder"),
+        ("embeddings", "bart", {}, "whose embeddings would come from its decoder"),
+        ("embeddings", "clip", {}, "not a model of texts alone"),
+    ],
+)
+def test_a_model_that_loads_but_is_wrong_for_a_task_is_refused_by_its_config(task, kind, options, words):
+    with pytest.raises(UserError, match=words) as error:
+        model_kinds.check_config(task, "some/model", transformers.AutoConfig.for_model(kind, **options))
+    assert str(error.value).startswith("--model some/model: ")
+    assert "for example" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "options"),
+    [
+        ("AutoModelForCausalLM", "bert", {"is_decoder": True}),
+        ("AutoModelForCausalLM", "xlm", {"causal": True}),
+        ("AutoModelForCausalLM", "bart", {"is_decoder": True, "is_encoder_decoder": False}),  # what BartForCausalLM saves
+        ("AutoModelForSequenceClassification", "bart", {}),
+        ("AutoModelForSequenceClassification", "gpt2", {}),
+        ("AutoModelForTokenClassification", "t5", {}),
+        ("AutoModelForSeq2SeqLM", "t5", {}),
+        ("AutoModel", "t5", {}),  # a recipe of a user's own
+        ("embeddings", "gpt2", {}),
+        ("embeddings", "distilbert", {}),
+    ],
+)
+def test_a_model_that_suits_a_task_is_not_refused(task, kind, options):
+    model_kinds.check_config(task, "some/model", transformers.AutoConfig.for_model(kind, **options))
+
+
+def test_embeddings_of_the_first_token_of_a_causal_model_are_refused_and_others_are_warned_about(tokenizer, caplog):
+    """The first token of a causal model sees no other token, so that all texts have the same embedding."""
+    encoder = transformers.AutoModel.from_config(config_of("bert"))
+    decoder = transformers.AutoModel.from_config(config_of("llama"))
+    device = torch.device("cpu")
+    with pytest.raises(UserError, match=r"^--pooling cls: --model some/model: LlamaModel is causal"):
+        model_kinds.report_causal(decoder, tokenizer, device, "some/model", "--pooling cls")
+    model_kinds.report_causal(encoder, tokenizer, device, "some/model", "--pooling cls")
+    model_kinds.report_causal(encoder, tokenizer, device, "some/model")
+    assert not caplog.records
+    model_kinds.report_causal(decoder, tokenizer, device, "some/model")
+    assert "LlamaModel is causal" in caplog.text
+
+
+def test_the_auxiliary_loss_of_a_mixture_of_experts_is_reported_as_off(capsys):
+    for kind, options in {
+        "mixtral": {"num_local_experts": 4},
+        "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        "olmoe": {"num_experts": 4},
+    }.items():
+        model_kinds.report_router_loss(transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)))
+        assert "the router's auxiliary loss (factor 0.0" in capsys.readouterr().out
+    for kind, options in {"llama": {}, "doge": {}, "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.0}}.items():
+        model_kinds.report_router_loss(transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)))
+        assert not capsys.readouterr().out, kind
