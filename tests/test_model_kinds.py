@@ -122,14 +122,47 @@ def test_embeddings_of_the_first_token_of_a_causal_model_are_refused_and_others_
     assert "LlamaModel is causal" in caplog.text
 
 
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
 def test_the_auxiliary_loss_of_a_mixture_of_experts_is_reported_as_off(capsys):
-    for kind, options in {
-        "mixtral": {"num_local_experts": 4},
-        "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        "olmoe": {"num_experts": 4},
-    }.items():
-        model_kinds.report_router_loss(transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)))
+    for kind, options in EXPERTS.items():
+        model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **options, output_router_logits=True))
+        model_kinds.report_router_loss(model)
         assert "the router's auxiliary loss (factor 0.0" in capsys.readouterr().out
+        assert not model.config.output_router_logits
     for kind, options in {"llama": {}, "doge": {}, "mixtral": {"num_local_experts": 4, "router_aux_loss_coef": 0.0}}.items():
         model_kinds.report_router_loss(transformers.AutoModelForCausalLM.from_config(config_of(kind, **options)))
         assert not capsys.readouterr().out, kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [*((kind, "AutoModelForCausalLM") for kind in EXPERTS), ("mixtral", "AutoModelForSequenceClassification")],
+)
+def test_experts_are_chosen_for_each_token_alone(kind, task):
+    """Logits of a text do not depend on the other texts of a micro-batch, nor on padding."""
+    torch.manual_seed(0)
+    model = getattr(transformers, task).from_config(config_of(kind, **EXPERTS[kind])).eval()
+    ids = torch.randint(5, 99, (4, 12))
+    mask = (torch.arange(12) < torch.tensor([12, 3, 7, 1])[:, None]).long()
+    with torch.no_grad():
+        together = model(input_ids=ids * mask, attention_mask=mask).logits
+        for i, length in enumerate(mask.sum(1).tolist()):
+            alone = model(input_ids=ids[i : i + 1, :length], attention_mask=mask[i : i + 1, :length]).logits[0]
+            torch.testing.assert_close(together[i, :length] if alone.ndim == 2 else together[i], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_language_model_without_its_head_is_reported(tmp_path, tokenizer, caplog):
+    config = config_of("llama", vocab_size=len(tokenizer))
+    cfg = RecipeConfig(model=str(tmp_path))
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    models.load(transformers.AutoModelForCausalLM, cfg, tokenizer)
+    assert "no weights for 1 of 21 tensors of LlamaForCausalLM, for example lm_head.weight" in caplog.text
+    caplog.clear()
+    models.load(transformers.AutoModelForTokenClassification, cfg, tokenizer)
+    assert not caplog.records, "a new head for labels is usual"

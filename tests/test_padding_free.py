@@ -34,6 +34,9 @@ KINDS = {
         transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=100, n_positions=64)
     ),
     "gpt-neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SHAPE, **POSITIONS)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, num_local_experts=4)
+    ),
     "mistral, short texts": lambda: transformers.MistralForCausalLM(
         transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=64)
     ),

@@ -118,14 +118,35 @@ def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: 
 
 
 def report_router_loss(model: nn.Module) -> None:
-    """Print on the main rank that the auxiliary loss of a mixture-of-experts model is not used, if the model has one."""
-    configs = (model.config, getattr(model.config, "text_config", None), model)  # some models store the factor themselves
-    factors = (getattr(one, key, None) for one in configs for key in ("router_aux_loss_coef", "aux_loss_coef"))
+    """Print on the main rank that the auxiliary loss of a mixture-of-experts model is not used, if the model has one.
+
+    `output_router_logits` is turned off, because the model would compute this loss in vain, and cannot without padding.
+    """
+    configs = [one for one in (model.config, getattr(model.config, "text_config", None)) if one is not None]
+    owners = (*configs, model)  # some models store the factor themselves
+    factors = (getattr(one, key, None) for one in owners for key in ("router_aux_loss_coef", "aux_loss_coef"))
     factor = next((factor for factor in factors if isinstance(factor, float) and factor), 0)
-    if factor and any("expert" in key or "router" in key for key, _ in model.named_parameters()):
-        print_on_main(
-            f"mixture of experts: the router's auxiliary loss (factor {factor:g} in the config) is off, because it is not exact over "
-            "several micro-batches (docs/exactness.md). Only the loss of the task is learned."
+    if not factor or not any("expert" in key or "router" in key for key, _ in model.named_parameters()):
+        return
+    for config in configs:
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+    print_on_main(
+        f"mixture of experts: the router's auxiliary loss (factor {factor:g} in the config) is off. Only the loss of the task is "
+        "learned; docs/exactness.md explains why."
+    )
+
+
+def report_new_weights(task: str, model: nn.Module, missing: set[str], name: str) -> None:
+    """Warn if a language model lacks weights, or any model most of them, because they begin at random values.
+
+    A new head for labels is usual. `missing` are the names of the tensors that are not in the files.
+    """
+    number = len(model.state_dict())
+    if missing and (task in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") or len(missing) > number / 2):
+        warn(
+            f"--model {name}: its files have no weights for {len(missing):,} of {number:,} tensors of {_class_name(model)}, for "
+            f"example {min(missing)}. These begin at random values. Was the model saved for another task?"
         )
 
 

@@ -98,6 +98,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     _check_positions(model, cfg)
     model_kinds.report_router_loss(model)
+    model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
     rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
     if tokenizer is not None and len(tokenizer) > rows:
         if cfg.lora_r:
