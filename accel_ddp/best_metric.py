@@ -37,11 +37,11 @@ class BestMetric(NamedTuple):
         return sorted((step for step in values if not math.isnan(values[step])), key=lambda step: (sign * values[step], step))
 
 
-def choose(text: str, declared: dict[str, Direction]) -> BestMetric:
+def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> BestMetric:
     """Return the metric that `--best_metric TEXT` means among those that a recipe declares.
 
     TEXT is NAME, NAME:min or NAME:max. Without it, the first declared metric is used. If a recipe declares none, any name is
-    accepted, because its metrics are not known before its first evaluation.
+    accepted, because its metrics are not known before its first evaluation. `can_add` states whether there is `--metrics`.
     """
     is_closed = bool(declared)
     declared = declared or {"loss": "min"}
@@ -55,7 +55,8 @@ def choose(text: str, declared: dict[str, Direction]) -> BestMetric:
     if is_closed and not is_known:
         raise UserError(
             f"--best_metric {text}: this recipe does not measure {name}.{_suggest(name, list(declared))} "
-            f"Use one of: {', '.join(declared)}. A metric that you add to a recipe is declared in `metric_directions` of its Config."
+            f"Use one of: {', '.join(declared)}.{' Or add it with --metrics.' if can_add else ''} A metric that you write into a "
+            "recipe is declared in `metric_directions` of its Config."
         )
     direction = given or declared.get(name, "")
     if direction not in ("min", "max"):
@@ -68,5 +69,6 @@ def choose(text: str, declared: dict[str, Direction]) -> BestMetric:
 
 def _suggest(name: str, known: list[str]) -> str:
     """Return " Did you mean accuracy?" for a misspelt name, or "". HF Trainer writes eval_ before each name."""
-    near = difflib.get_close_matches(name.lower().removeprefix("eval_"), known, n=1)
+    word = name.lower().removeprefix("eval_")
+    near = difflib.get_close_matches(word, known, n=1) or [other for other in known if word in other]
     return f" Did you mean {near[0]}?" if near else ""

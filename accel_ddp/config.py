@@ -348,7 +348,7 @@ class TrainConfig:
 
     def best(self) -> BestMetric:
         """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
-        return choose(self.best_metric, self.metric_directions())
+        return choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
     def total_steps(self, num_items: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.

@@ -124,6 +124,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "train_file": lines("roles.jsonl", *[chat("Hi", "Hello")] * 9, {"messages": [{"role": "usr", "content": "Hi"}]}),
             "eval_file": lines("answers.jsonl", chat("Hi", "Hello")),
         },
+        "metric that is not measured": {"train_file": good, "best_metric": "f1"},
         "no tokenizer": {"train_file": good, "model": str(no_tokenizer)},
         "empty model folder": {"train_file": good, "model": str(folder / "empty_folder")},
         "no model folder": {"train_file": good, "model": "./nowhere"},
@@ -214,6 +215,8 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "image without a label": {"recipe": "images", "model": "mini-resnet", "train_file": str(folder / "photos.parquet")},
         "nothing to mask": {"recipe": "pretrain_mlm", "model": "builtin:tiny-bert", "train_file": file("blank.txt", " \n\n \n")},
         "not utf-8": {"recipe": "pretrain_mlm", "model": "builtin:tiny-bert", "train_file": latin},
+        # The last one, because only the main rank fails: the other rank is then in a barrier that the main rank never enters.
+        "metric of the hub, no network": {"train_file": good, "metrics": ["matthews_corelation"]},
     }
     path = folder / "cases.json"
     path.write_text(json.dumps({name: {"model": tiny_model, **case} for name, case in cases.items()}))
@@ -269,6 +272,8 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "a long text, then none": ["1 of 6 rows of", "its text is empty: row 5.", "long_texts.jsonl"],
         "semicolons": ["text;label", "separated by ';'", ".tsv"],
         "table of Excel": ["latin.csv", "not UTF-8", "Save it"],
+        "metric of the hub, no network": ["--metrics matthews_corelation", "cannot be reached", "mean matthews_correlation?"],
+        "metric that is not measured": ["does not measure f1. Did you mean macro_f1?"],
         "labels of two kinds": ["--label_column label", "contains int, str"],
         "evaluation without answers": ["The evaluation data lack the column 'answer'", "They have: prompt"],
         "misspelt role": ["a message has the role 'usr' (did you mean 'user'?): row 10"],

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp import export
-from tests.conftest import ROOT, Running, rank_environments, run_ranks
+from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
 
 WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
 
@@ -103,23 +103,24 @@ CASES = {
     "classify": Case(
         "classify",
         lambda i: {"text": sentence(i), "label": i % 3},
-        ["--class_weights", "balanced"],
+        ["--class_weights", "balanced", "--metrics", "matthews_correlation", "brier_score", str(PROGRAMS / "weighted_by_place"),
+         "--early_stopping_patience", "9", "--best_metric", "weighted_by_place:min"],
         pipeline("text-classification", "a fine film"),
-        metrics=("accuracy", "macro_f1", "loss"),
+        metrics=("accuracy", "macro_f1", "loss", "matthews_correlation", "brier_score", "weighted_by_place"),
     ),
     "classify a number": Case(
         "classify",
         lambda i: {"a": sentence(i), "b": sentence(i + 1), "label": (i % 7) / 7},
-        ["--num_labels", "1", "--text_column", "a", "--text_pair_column", "b", "--best_metric", "mse"],
+        ["--num_labels", "1", "--text_column", "a", "--text_pair_column", "b", "--best_metric", "r2", "--metrics", "r2"],
         pipeline("text-classification", {"text": "a fine film", "text_pair": "a dull one"}),
-        metrics=("mse", "pearson", "loss"),
+        metrics=("mse", "pearson", "loss", "r2"),
     ),
     "tag": Case(
         "tag",
         lambda i: {"tokens": sentence(i, 1 + i % 9).split(), "tags": (["B-X", "I-X", "O"] * 3)[: 1 + i % 9]},
-        [],
+        ["--metrics", "macro_f1"],
         pipeline("token-classification", "a fine film", aggregation_strategy="simple"),
-        metrics=("f1", "loss"),
+        metrics=("f1", "loss", "macro_f1"),
     ),
     "sft": Case("sft", uneven_chat, ["--samples", "1", "--max_new_tokens", "2"], pipeline("text-generation", "hello"),
                 metrics=("loss", "perplexity")),
@@ -139,12 +140,13 @@ CASES = {
     "seq2seq": Case(
         "seq2seq",
         lambda i: {"source": sentence(i, 3), "target": sentence(i, 1 + i % 9)},
-        ["--max_new_tokens", "4"],
+        ["--max_new_tokens", "4", "--metrics", "ter", "rouge_1"],
         lambda folder: __import__("transformers").AutoModelForSeq2SeqLM.from_pretrained(folder),
     ),
     "images": Case(
-        "images", None, ["--norm", "group"], pipeline("image-classification", image_of_a_digit(), trust_remote_code=True),
-        metrics=("accuracy", "loss"),
+        "images", None, ["--norm", "group", "--metrics", "roc_auc"],
+        pipeline("image-classification", image_of_a_digit(), trust_remote_code=True),
+        metrics=("accuracy", "loss", "roc_auc"),
     ),
     "embed": Case(
         "embed",

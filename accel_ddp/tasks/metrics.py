@@ -277,8 +277,10 @@ def _of_classes(name: str, predictions: Any, references: Any, probabilities: Any
         return function(references, predictions, labels=present, average=average, zero_division=0) if present else 0.0
     if name in FROM_PROBABILITIES:
         truth = references if references.ndim > 1 else one_hot(references, probabilities.shape[1])
-        if name == "roc_auc":  # each class against the rest; of two classes both values are equal
-            return sklearn.roc_auc_score(truth, probabilities, average="macro")
+        if name == "roc_auc":  # each class that occurs against the rest; of two classes both values are equal
+            is_defined = truth.any(0) & ~truth.all(0)
+            scores = [sklearn.roc_auc_score(truth[:, i], probabilities[:, i]) for i in is_defined.nonzero()[0]]
+            return sum(scores) / len(scores) if scores else math.nan
         errors = (probabilities - truth) ** 2  # of two classes both columns are equal, and the score is that of one
         return errors.mean() if references.ndim > 1 or truth.shape[1] == 2 else errors.sum(-1).mean()
     function = {
