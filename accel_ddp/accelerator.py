@@ -18,6 +18,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import resume, run_folder
 from accel_ddp.seeds import mixed
 
@@ -28,9 +29,10 @@ def start(cfg: TrainConfig) -> Accelerator:
     This also chooses and claims the output folder and seeds the initial weights.
     """
     logs.configure()
+    supervise_program(cfg)
     _check_accelerate_config()
     launcher.check_requested_world()
-    if "TORCHELASTIC_RUN_ID" in os.environ or launcher.find_accelerate_request():
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _tracker_names(cfg.report_to)
@@ -39,6 +41,8 @@ def start(cfg: TrainConfig) -> Accelerator:
     use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
     if process.num_ranks > 1:
         use_gpu = group.connect(cfg, precision)
+    else:
+        group.connect_to_launcher(cfg)
     _check_device(cfg, precision, use_gpu)
     _configure_torch(cfg, use_gpu)
     _choose_output_dir(cfg, trackers)
@@ -79,8 +83,8 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool) -> None:
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     if not use_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # with it Accelerate treats N ranks without GPUs as one world
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # `accelerate launch` sets 1, also for a single process
-            torch.set_num_threads(max(1, _num_cores() // process.local_ranks))
+    if threads := _num_threads(cfg, use_gpu):
+        torch.set_num_threads(threads)
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
@@ -88,6 +92,19 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool) -> None:
         torch.backends.cudnn.allow_tf32 = cfg.tf32  # for convolutions, where torch's default is True
         if cfg.tf32:
             torch.set_float32_matmul_precision("high")
+
+
+def _num_threads(cfg: TrainConfig, use_gpu: bool) -> int:
+    """Return the number of threads of this rank for operations on a CPU. 0: torch's own number."""
+    if cfg.num_threads or use_gpu:
+        return cfg.num_threads
+    # `accelerate launch` sets OMP_NUM_THREADS to 1 if the user has not set it, and torchrun does for several ranks.
+    is_set_by_launcher = ("TORCHELASTIC_RUN_ID" in os.environ and process.local_ranks > 1) or launcher.is_started_by_accelerate()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = os.environ.get(name, "").split(",")[0].strip()  # OpenMP accepts one number for each nested level
+        if value.isdigit() and int(value) and not (value == "1" and name == "OMP_NUM_THREADS" and is_set_by_launcher):
+            return int(value)
+    return max(1, _num_cores() // process.local_ranks)
 
 
 def _num_cores() -> int:
@@ -149,7 +166,8 @@ def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
     on_gpu = accelerator.device.type == "cuda"
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads > 1)}"
     text = (
         f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {process.local_ranks} "
         f"rank{'s' * (process.local_ranks > 1)} x {split}   ({device}; mixed precision: {precision})"

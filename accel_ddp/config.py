@@ -244,6 +244,15 @@ class TrainConfig:
         at_least=-1,
         also=("dataloader_num_workers",),
     )
+    num_threads: int = option(
+        0,
+        "CPU threads of each rank; 0: OMP_NUM_THREADS if you have set it, or the cores of the node divided by its ranks",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        at_least=0,
+        also=("num_cpu_threads_per_process", "omp_num_threads", "torch_num_threads"),
+    )
     prefetch_factor: int = option(
         4,
         "batches that each of these processes prepares ahead",

@@ -50,7 +50,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     code = supervise(main, cfg)
-    if code:  # at once: an interpreter that shuts down may wait for ranks that are gone
+    if code:  # at once, because an interpreter that shuts down may wait for ranks that are gone
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +18,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import EvaluationStopped, Failure, Stopped
+from accel_ddp.ranks.liveness import end_job
 from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
@@ -32,6 +33,10 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
+
+# The fp16 scaler halves its factor after each skipped step. It begins with 2**16, so that after 25 steps it is 2**-9, and gradients
+# that are still not finite are above 2**24 or not numbers at all. No smaller factor helps them.
+MAX_SKIPPED_IN_A_ROW = 25
 
 
 class Outcome(NamedTuple):
@@ -80,10 +85,10 @@ def fit(
     reader = LateReader(accelerator.device)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
     run = _Run(accelerator, cfg, model, evaluate, hooks, saved, pace, total_steps, len(train), first=step, step=step)
-    run.is_done = any([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])  # a list: every hook is called
+    run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     model.train(cfg.dropout)
-    with signals.can_save(cfg), saved:
+    with signals.can_save(cfg):
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
@@ -182,12 +187,24 @@ class _Run:
     def receive(self, updates: Iterator[Numbers]) -> None:
         """Check and log the numbers of completed updates."""
         for numbers in updates:
-            self.skipped += _check(self.accelerator, numbers)
+            is_skipped = _check(self.accelerator, numbers)
+            self.skipped += is_skipped
+            self.saved.skipped_in_a_row = self.saved.skipped_in_a_row + 1 if is_skipped else 0
+            if self.saved.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                self._refuse_skipped(numbers.step)
             # The sum of votes is the same on every rank, so that all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
+
+    def _refuse_skipped(self, step: int) -> NoReturn:
+        """Raise UserError. The gradient norm is the same on every rank, so that every rank gets here."""
+        raise UserError(
+            f"step {step}: the fp16 scaler has skipped the last {self.saved.skipped_in_a_row} steps, because their gradients were not "
+            "finite, so that nothing was learned in these steps. The run ends. Use --mixed_precision bf16 or no. If gradients are not "
+            "finite there either, look for a square root, a logarithm or a division of 0 in the loss, or use a lower --lr."
+        )
 
     def evaluate(self) -> None:
         try:
@@ -199,8 +216,8 @@ class _Run:
         # Ranks that compared different values would disagree on when to stop. An `evaluate` function of a user may return them.
         self.metrics = broadcast_metrics(metrics)
         self.saved.evaluated(self.step, self.metrics)
-        ends = [hook.on_evaluate(self.step, self.metrics) for hook in self.hooks]  # a list, so that every hook is called
-        self.is_done = self.is_done or any(ends)
+        ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
+        self.is_done = self.is_done or ends
 
     def report_saves(self) -> None:
         for step, path in self.saved.take_committed():
@@ -210,6 +227,8 @@ class _Run:
     def finish(self) -> Outcome:
         """Complete the last save, call the hooks for the last time, and return the outcome or raise `Stopped`."""
         cfg, saved = self.cfg, self.saved
+        if 0 < self.step == saved.skipped_in_a_row and not self.is_stopping:  # all steps of a run that is shorter than the limit
+            self._refuse_skipped(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self.evaluate()
         if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
@@ -228,8 +247,7 @@ class _Run:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)
             failure = self._stop_message(reason, unsaved)
-            if process.job_store:
-                process.job_store.set("stopped", failure.encode())
+            end_job(failure)
             raise Stopped(failure)
         if unsaved:
             unsaved = f"the run is complete, but {unsaved}."
@@ -256,6 +274,11 @@ class _Run:
             f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, type the same command with "
             f"--resume --output_dir {self.cfg.output_dir}",
         )
+
+
+def _any_rank(ends: list[bool | None]) -> bool:
+    """Return whether a hook of any rank ends the run. This is a collective, because ranks may have different hooks."""
+    return any(gather_everywhere(any(ends)))
 
 
 def _check(accelerator: Accelerator, numbers: Numbers) -> bool:

@@ -197,10 +197,11 @@ def test_a_run_continues_from_its_newest_checkpoint_and_is_never_overwritten(one
     folder, model = tmp_path / "run", tmp_path / "model"
     for place in (folder, model):
         place.mkdir()
-        (place / "config.json").write_text("{}")
-    (folder / "log.jsonl").touch()  # a run that is refused before its first step leaves this file
+        (place / "config.json").write_text('{"model_type": "bert"}')
+    for name in (".accel_ddp", "log.jsonl"):  # a run that is refused before its first step leaves these files
+        (folder / name).touch()
     refused = run_ranks(1, CLASSIFY, *arguments, "--output_dir", model)
-    assert "holds another run (config.json)" in refused.text
+    assert "holds a model (config.json)" in refused.text
     run_ranks(1, CLASSIFY, *arguments, "--steps", 12, "--save_every", 5, "--output_dir", folder, "--keep_last", 3).well()
     for newest in ("step_00000012", "step_00000010"):  # these are missing in a run that was killed after step 5
         shutil.rmtree(folder / newest)

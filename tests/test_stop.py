@@ -189,7 +189,7 @@ def test_a_stop_in_the_evaluation_before_training_reports_that_there_is_nothing_
     assert "evaluation:" not in ended.text, "the evaluation was completed"
     assert ended.text.count("before the first step. There is nothing to save") == 1
     assert steps_saved(folder) == []
-    start_ranks(2, "--output_dir", folder, "--resume").ended().well()
+    start_ranks(2, "--output_dir", folder).ended().well()  # the same command again, without --resume
     assert last_checkpoint(folder) == uninterrupted
 
 

@@ -47,6 +47,15 @@ def read_accelerate_config(file: str) -> dict[str, Any]:
 
 def find_accelerate_request() -> dict[str, Any]:
     """Return the settings and options given to the `accelerate launch` that started this process, or {} if none did."""
+    return _find_accelerate_command() or {}
+
+
+def is_started_by_accelerate() -> bool:
+    """Return whether `accelerate launch` started this process, also if it has neither settings nor options."""
+    return _find_accelerate_command() is not None
+
+
+def _find_accelerate_command() -> dict[str, Any] | None:
     import psutil
 
     for parent in psutil.Process().parents()[:2]:
@@ -57,7 +66,7 @@ def find_accelerate_request() -> dict[str, Any]:
         request = parse_accelerate_command(argv)
         if request is not None:
             return request
-    return {}
+    return None
 
 
 def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:

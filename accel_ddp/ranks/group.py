@@ -34,11 +34,9 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
             )
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     root = _open_store(cfg, timeout)
-    process.job_store = dist.PrefixStore("accel_ddp_job", root)
     attempt = dist.PrefixStore(f"attempt/{process.restarts}", root)
     process.store = dist.PrefixStore("accel_ddp", attempt)
-    if process.job_store.check(["stopped"]):  # the launcher takes an agreed stop for a failure and starts the ranks again
-        raise Stopped(Failure.decode(process.job_store.get("stopped")))
+    _join_job(root)
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     mine = {
         "host": process.host, "pid": os.getpid(), "gpus": gpus, "local": process.local_ranks, "rank": process.rank,
@@ -61,6 +59,22 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     process.slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # its receives last as long as the run
     process.close_watch = Watch().close
     return use_gpu
+
+
+def connect_to_launcher(cfg: TrainConfig) -> None:
+    """Open the job store of a single rank, if torchrun has started it. The store lasts longer than the rank."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _join_job(_open_store(cfg, timedelta(seconds=cfg.ddp_timeout_seconds)))
+
+
+def _join_job(root: dist.Store) -> None:
+    """Raise `Stopped` if an earlier attempt of this job has stopped on request.
+
+    torchrun takes the exit code of a stop for a failure, and starts the ranks again with `--max_restarts`.
+    """
+    process.job_store = dist.PrefixStore("accel_ddp_job", root)
+    if process.job_store.check(["stopped"]):
+        raise Stopped(Failure.decode(process.job_store.get("stopped")))
 
 
 def _check_options(ranks: list[dict]) -> None:

@@ -68,6 +68,9 @@ class Watch:
             while time.monotonic() < deadline:
                 if process.is_leaving.wait(0.05) or process.store.check(["failed"]) or process.store.add("leaving", 0):
                     return
+                # The rank has ended normally, or this program has closed the process group itself.
+                if process.store.check([f"finished/{dead}"]) or not dist.is_initialized():
+                    return
             info = json.loads(process.store.get(f"rank/{dead}"))
             failure = store_failure(
                 Failure(
@@ -103,11 +106,11 @@ def _listen() -> None:
             if is_first:
                 print(failure, file=sys.stderr, flush=True)
         process.failure = failure
-        time.sleep(EXIT_SECONDS)
-        while process.is_writing:
-            time.sleep(0.1)
+        if process.is_leaving.wait(EXIT_SECONDS):
+            return  # this rank ends by itself
         if failure.is_signal and process.is_local_main:
             print(failure, file=sys.stderr, flush=True)
+        process.complete_save()  # after the message, because the disk may hang
         os._exit(failure.exit_code)
 
 
@@ -120,6 +123,13 @@ def store_failure(failure: Failure) -> Failure:
         if process.store and not process.failure:
             return Failure.decode(process.store.compare_set("failed", "", failure.encode()))
     return process.failure or failure
+
+
+def end_job(failure: Failure) -> None:
+    """Store that the run was stopped on request, so that ranks which torchrun starts again end with the same message."""
+    with contextlib.suppress(Exception):  # the store may be lost with its host
+        if process.job_store:
+            process.job_store.set("stopped", failure.encode())
 
 
 def find_dead_rank(seconds: float = 3 * GRACE_SECONDS) -> Failure | None:

@@ -53,7 +53,8 @@ class Process:
         self.failure: Failure | None = None  # the first failure of any rank, once received
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
-        self.is_writing = False  # a checkpoint is being written; the process must not end before it is complete
+        self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit
+        self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process
         self.stop = StopRequest()
 

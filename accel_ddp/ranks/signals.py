@@ -19,7 +19,7 @@ from pathlib import Path
 from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import Failure
-from accel_ddp.ranks.liveness import GRACE_SECONDS, ask_all_to_stop, find_dead_rank, store_failure
+from accel_ddp.ranks.liveness import GRACE_SECONDS, ask_all_to_stop, end_job, find_dead_rank, store_failure
 from accel_ddp.ranks.process import process
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
@@ -112,12 +112,15 @@ def _handle_signals(reader: int) -> None:
         if is_repeated or not stop.can_save:
             failure = Failure(
                 "interrupted" if interrupted_at else "stopped",
-                f"received {name} on {process.host}. Every rank ends now. Continue from the last checkpoint with --resume.",
+                f"received {name} on {process.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
+                "Otherwise type the same command again.",
             )
             if number == signal.SIGTERM and not is_repeated and "TORCHELASTIC_RUN_ID" in os.environ:
                 # torchrun also sends SIGTERM when another rank has died.
                 failure = find_dead_rank(2 * GRACE_SECONDS) or failure
-            _exit_now(failure, is_urgent=is_repeated)
+            # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
+            is_request = number != signal.SIGTERM or process.num_ranks == 1
+            _exit_now(failure, is_urgent=is_repeated, ends_job=is_request)
         elif not stop.reason:
             _request(f"{name} on rank {process.rank} ({process.host})")
             if number in (signal.SIGTERM, signal.SIGINT) and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -153,8 +156,13 @@ def _request(reason: str) -> None:
     threading.Thread(target=ask_all_to_stop, args=(reason,), daemon=True).start()
 
 
-def _exit_now(failure: Failure, is_urgent: bool = False) -> None:
-    storing = threading.Thread(target=store_failure, args=(failure,), daemon=True)
+def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
+    def store() -> None:
+        if ends_job:
+            end_job(failure)
+        store_failure(failure)
+
+    storing = threading.Thread(target=store, daemon=True)
     storing.start()
     storing.join(1)
     if process.is_main and process.store and not is_urgent:

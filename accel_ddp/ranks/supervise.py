@@ -1,5 +1,6 @@
 """Runs a recipe's `main` and turns its end into messages on every node and an exit code on every rank."""
 
+import atexit
 import contextlib
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from accel_ddp.ranks.process import process
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
     """Run `main(cfg)`, print what went wrong if anything did, and return the exit code."""
+    process.is_supervised = True
     signals.listen(cfg)
     try:
         try:
@@ -29,29 +32,78 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         except SystemExit as exit:
             if exit.code:
                 raise
-        if process.unsaved:
-            return _leave(Failure("unsaved", process.unsaved))
-        if process.store:
+        return _finish()
+    except (Exception, SystemExit) as error:
+        return _fail(error, cfg)
+
+
+def supervise_program(cfg: TrainConfig) -> None:
+    """Let a program that calls `start` without `run` end as one that uses `run`. Its signal handlers stay as they are.
+
+    Otherwise the other ranks would take a rank that has returned normally for a dead one, and would wait for one that has raised.
+    """
+    if process.is_supervised:
+        return
+    process.is_supervised = True
+    own_pid, hook_before = os.getpid(), sys.excepthook  # a child process inherits both handlers and must not use them
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != own_pid:
+            return hook_before(kind, error, trace)
+        # torch calls this function from a hook of its own, which prints our text after we have returned.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            _exit(_fail(error, cfg))
+
+    def finish() -> None:
+        if os.getpid() != own_pid:
+            return
+        try:
+            code = _finish()
+        except Exception as error:
+            code = _fail(error, cfg)
+        if code:
+            _exit(code)
+
+    sys.excepthook = fail
+    atexit.register(finish)
+
+
+def _exit(code: int) -> None:
+    """Exit at once. An interpreter that shuts down may wait for ranks that are gone."""
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+def _finish() -> int:
+    """Close the connections of a rank whose program is complete. Return the exit code."""
+    if process.unsaved:
+        return _leave(Failure("unsaved", process.unsaved))
+    if process.store:
+        with contextlib.suppress(Exception):  # rank 0, which may host the store, does not wait longer than the limit
             _wait_for_last_collectives()
-            if not process.close_watch():
-                sys.stdout.flush(), sys.stderr.flush()
-                os._exit(0)
-        if dist.is_initialized():  # torchrun opens a process group for a single rank too
-            dist.destroy_process_group()
-        return 0
-    except Stopped as stopped:
-        return _leave(stopped.failure)
-    except SystemExit as exit:  # raised by the user's own code
-        text = f"rank {process.rank} on {process.host} called sys.exit({exit.code!r})."
+        if not process.close_watch():
+            _exit(0)
+    if dist.is_initialized():  # torchrun opens a process group for a single rank too
+        dist.destroy_process_group()
+    return 0
+
+
+def _fail(error: BaseException, cfg: TrainConfig) -> int:
+    """Print what went wrong, store it for the other ranks, and return the exit code."""
+    if isinstance(error, Stopped):
+        return _leave(error.failure)
+    if isinstance(error, SystemExit):  # raised by the user's own code
+        text = f"rank {process.rank} on {process.host} called sys.exit({error.code!r})."
         _leave(store_failure(Failure("failed", text)))
-        return exit.code if isinstance(exit.code, int) else 1
-    except UserError as error:
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
+        return _leave(store_failure(Failure("interrupted", f"received Ctrl-C on {process.host}. Every rank ends now.")))
+    if isinstance(error, UserError):
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
         failure = _with_unsaved(Failure("error", text))
         store_failure(failure)
         return _leave(failure)
-    except Exception as error:
-        return _leave(_with_unsaved(_diagnose(error, cfg)))
+    return _leave(_with_unsaved(_diagnose(error, cfg)))
 
 
 def _with_unsaved(failure: Failure) -> Failure:
@@ -59,11 +111,11 @@ def _with_unsaved(failure: Failure) -> Failure:
     return Failure("unsaved", f"{process.unsaved} Another error followed: {failure.text}") if process.unsaved else failure
 
 
-def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
+def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
     """Return the first failure of the run: that of another rank, or the one that `error` describes."""
     if _is_lost_connection(error):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
-        if dead := find_dead_rank():
+        if dead := find_dead_rank() or _find_finished_rank():
             return store_failure(dead)
     if _is_out_of_memory(error):
         micro = cfg.split(process.num_ranks)[0]
@@ -84,7 +136,20 @@ def _diagnose(error: Exception, cfg: TrainConfig) -> Failure:
     return first
 
 
-def _first_line(error: Exception) -> str:
+def _find_finished_rank() -> Failure | None:
+    """Return the failure of a connection to a rank whose program has ended normally, or None if there is no such rank."""
+    with contextlib.suppress(Exception):  # the store may be lost with its host
+        for rank in range(process.num_ranks if process.store else 0):
+            if process.store.check([f"finished/{rank}"]):
+                return Failure(
+                    "failed",
+                    f"rank {process.rank} on {process.host} still waited for rank {rank}, whose program has ended without an error. "
+                    "Every rank must do the same updates and evaluations. Look for a return or an exit on some ranks only.",
+                )
+    return None
+
+
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no text
 
 
@@ -94,6 +159,7 @@ def _wait_for_last_collectives() -> None:
     A rank that ended earlier would interrupt it on the other ranks, and a launcher waits 300 s for a node that failed at the
     end.
     """
+    process.store.set(f"finished/{process.rank}", "")
     process.store.add("done", 1)
     deadline = time.monotonic() + 60
     while process.store.add("done", 0) < process.num_ranks and time.monotonic() < deadline:
@@ -120,6 +186,7 @@ def _leave(failure: Failure) -> int:
     if is_first:
         print(text, file=sys.stderr, flush=True)
     write_error_file(text)
+    process.complete_save()
     with contextlib.suppress(Exception):
         deadline = time.monotonic() + (2 if failure.kind == "died" else 5)
         leaving = store.add("leaving", 1) if store else process.num_ranks

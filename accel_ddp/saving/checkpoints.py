@@ -5,6 +5,7 @@ Nothing else needs to be saved, because data order, learning rate and dropout ar
 
 import contextlib
 import sys
+import time
 import uuid
 from concurrent import futures
 from pathlib import Path
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
+from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, print_on_main, together
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
@@ -55,20 +56,14 @@ class Checkpoints:
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
         self.resumed: dict[str, Any] = {}  # run.json of the checkpoint that was restored
         self.failed = ""  # why the newest state is not on the disk
+        self.skipped_in_a_row = 0  # the last steps that the fp16 scaler has skipped; counted by `fit`
         self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[futures.Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[tuple[int, Path]] = []
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, kind: object, error: object, where: object) -> None:
-        """Complete the save that is in progress, also when the run fails."""
-        if error is not None:
-            with contextlib.suppress(Exception):
-                self.wait()
+        process.complete_save()  # of an earlier run of this process, which has failed
+        process.complete_save = self._complete_save
 
     # ---- saving: on the main rank only and without collectives
 
@@ -96,7 +91,7 @@ class Checkpoints:
             "config": as_plain_dict(self.cfg), "versions": versions(), "host": process.host,
             "optimizer": type(self.optimizer).__name__, "values": values,
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
-            "scaler": scaler.state_dict() if scaler else None,
+            "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
         }  # fmt: skip
         self.failed = ""
@@ -123,7 +118,6 @@ class Checkpoints:
 
     def _write(self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any) -> None:
         """Write a checkpoint and remove old ones. Runs in the writer thread."""
-        process.is_writing = True  # a rank that ends because another one failed waits for the writer
         try:
             if copied is not None:
                 copied.synchronize()
@@ -134,8 +128,6 @@ class Checkpoints:
             there = ", ".join(p.name for p in format.list_checkpoints(self.folder)) or "none"
             print(f"{self.failed}. Training continues. Existing checkpoints: {there}.", file=sys.stderr, flush=True)
             return
-        finally:
-            process.is_writing = False
         self.failed = ""
         self._committed.append((run["step"], path))
         with contextlib.suppress(OSError):  # the next save tries again to remove them
@@ -174,12 +166,32 @@ class Checkpoints:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the writer is idle. Return False if that takes longer than `timeout` seconds."""
-        _, late = futures.wait(self._pending, timeout)
-        if late:
-            return False
+        began, seconds = time.monotonic(), 0.0
+        while futures.wait(self._pending, REPORT_EVERY if timeout is None else min(REPORT_EVERY, timeout - seconds)).not_done:
+            seconds = time.monotonic() - began
+            if timeout is not None and seconds >= timeout:
+                return False
+            print(f"{self._being_written()} ({seconds:.0f} s).", file=sys.stderr, flush=True)
         while self._pending:
             self._pending.pop(0).result()
         return True
+
+    def _complete_save(self) -> None:
+        """Wait for the save in progress before this process ends because of a failure, at most `--ddp_timeout_seconds`.
+
+        The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
+        """
+        pending, limit = list(self._pending), self.cfg.ddp_timeout_seconds
+        if futures.wait(pending, 2).not_done:
+            text = f"{self._being_written()}. This process ends when that is done, or after --ddp_timeout_seconds {limit}."
+            print(text, file=sys.stderr, flush=True)
+            if futures.wait(pending, limit).not_done:
+                text = f"The disk of {self.folder} did not answer within {limit} s. The file may be missing."
+                print(text, file=sys.stderr, flush=True)
+
+    def _being_written(self) -> str:
+        what = f"The checkpoint of step {self.newest}" if self.newest else "evaluations.json"
+        return f"{what} is still being written to {self.folder}"
 
     def take_committed(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of the checkpoints that were completed since the last call, on the main rank only."""
@@ -189,7 +201,8 @@ class Checkpoints:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
         self.wait()
         if self.failed:  # the state is still in host memory, and there may be free space by now
-            self._write(*self._last)
+            self._pending.append(self._writer.submit(self._write, *self._last))
+            self.wait()
         self._writer.shutdown()
         return broadcast_object(self.failed, what="write the last checkpoint")
 
@@ -217,6 +230,7 @@ class Checkpoints:
                 print_on_main(f"--micro_batch_size auto: {found}, as before")
         resume.load(self.accelerator, self.model, self.optimizer, path, run, source)
         self.run_id, self.resumed = run["run"], run
+        self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():
             self.newest = run["step"]  # if it is elsewhere, a stop before the next step saves into this run's folder
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}

@@ -113,7 +113,9 @@ def _remove(path: Path) -> None:
 
 def sweep(output_dir: str | Path) -> None:
     """Remove partial files of a killed process. Only the holder of the folder's lock may call it."""
-    for pattern in (".step_*.partial", ".step_*.removed", ".*.tmp"):
+    names = ("config.json", "evaluations.json", "best.json", "classes.csv", ".accel_ddp")
+    files = [f".{name}.tmp" for name in names]  # of `write_text`
+    for pattern in (".step_*.partial", ".step_*.removed", *files):
         for path in Path(output_dir).glob(pattern):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 

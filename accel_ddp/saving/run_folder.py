@@ -1,6 +1,8 @@
-"""Claims the output folder of a run: one run per folder, and no run is overwritten."""
+"""Claims the output folder of a run: one run per folder, and neither a run nor a file of the user is overwritten."""
 
+import contextlib
 import fcntl
+import json
 import logging
 import os
 import time
@@ -14,33 +16,87 @@ from accel_ddp.saving import format, resume
 
 log = logging.getLogger(__name__)
 
+MARKER = ".accel_ddp"  # a file in the folder of every run; config.json alone may belong to a model
+_WRITTEN_BY_RUNS = ("config.json", "log.jsonl", "evaluations.json", "best.json", "model")
+
 
 def claim(cfg: TrainConfig) -> IO[str]:
     """Lock `--output_dir` and write config.json into it. The lock lasts as long as the returned file is open.
 
-    Raise UserError if the folder holds another run, is in use, or holds a run that was saved with other options.
+    Raise UserError if the folder holds another run, is in use, holds a run that was saved with other options, or holds files that
+    are not those of a run. A run that ended before it had anything to continue from does not block its folder.
     """
     folder = Path(cfg.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        was_claimed = (folder / ".lock").exists()
+        _refuse_foreign_files(folder)  # before the lock is made, so that the folder stays as it is
         lock = _lock(folder)
-        found = [name for name in ("config.json", "log.jsonl", "model") if (folder / name).exists()]
-        found += [path.name for path in format.list_checkpoints(folder)[-1:]]
-        has_empty_log = "log.jsonl" in found and (folder / "log.jsonl").stat().st_size == 0
-        if (found == ["config.json", "log.jsonl"] and has_empty_log) or (found == ["config.json"] and was_claimed):
-            found = []  # left by a run that was refused before it began, for example because of a mistyped column
-        if found and not resume.continues_run_in(folder, cfg):
-            raise UserError(
-                f"--output_dir {folder} holds another run ({', '.join(found)}). Add --resume without a path to continue it, or "
-                "choose another --output_dir."
-            )
+        if not resume.continues_run_in(folder, cfg):
+            _refuse_other_run(folder)
         resume.check_options_early(cfg)
-        format.sweep(folder)
+        if _is_run(folder):  # elsewhere hidden files belong to the user
+            format.sweep(folder)
+        format.write_json(folder / MARKER, {"format": format.FORMAT})
         format.write_json(folder / "config.json", as_plain_dict(cfg))
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {process.host}: {error.strerror}.") from error
     return lock
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a run has used this folder. Runs of older versions have no marker, but their options are in config.json."""
+    config = format.read_json(folder / "config.json")
+    has_options = isinstance(config, dict) and {"global_batch_size", "stop_signal", "output_dir"} <= config.keys()
+    return (folder / MARKER).exists() or has_options or bool(format.list_checkpoints(folder))
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """Raise UserError if the folder belongs to a model, or if this run would overwrite files that no run has written."""
+    if _is_run(folder):
+        return
+    config = format.read_json(folder / "config.json")
+    is_model = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+    weights = [
+        path.name for pattern in ("*.safetensors", "pytorch_model*.bin", "adapter_config.json") for path in folder.glob(pattern)
+    ]
+    if is_model or weights:
+        names = ["config.json"] * is_model + sorted(weights)[:2]
+        raise UserError(
+            f"--output_dir {folder} holds a model ({', '.join(names)}), which the files of a run would damage. Choose another "
+            f"--output_dir. To train this model, use --model {folder}."
+        )
+    if found := [name for name in _WRITTEN_BY_RUNS if (folder / name).exists()]:
+        raise UserError(
+            f"--output_dir {folder} contains {', '.join(found)}, which was not written by a run, and which this run would change. "
+            "Choose another --output_dir."
+        )
+
+
+def _refuse_other_run(folder: Path) -> None:
+    """Raise UserError if the folder holds a run that can be continued or has a result."""
+    if checkpoints := format.list_checkpoints(folder):
+        raise UserError(
+            f"--output_dir {folder} holds another run ({checkpoints[-1].name}). Add --resume without a path to continue it, or "
+            "choose another --output_dir."
+        )
+    step = _last_logged_step(folder / "log.jsonl")
+    if step or (folder / "model").exists():
+        what = f"its log ends at step {step}" if step else "it has exported its model"
+        raise UserError(
+            f"--output_dir {folder} holds another run ({what}) without a checkpoint, so that it cannot be continued. Choose another "
+            "--output_dir. Or add --resume without a path: the run then starts again at step 0 in this folder. A smaller --save_every "
+            "saves earlier."
+        )
+
+
+def _last_logged_step(log_file: Path) -> int:
+    """Return the last step of the log, or 0 if there is none. A killed run may have written half of a line."""
+    last = 0
+    with contextlib.suppress(OSError), log_file.open(errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                last = max(last, int(json.loads(line)["step"]))
+    return last
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -20,7 +20,10 @@ from accel_ddp.training.throughput import Pace
 
 
 class Hook:
-    """A hook is called on every rank, with numbers that are the same on every rank."""
+    """A hook is called on every rank that has it, with numbers that are the same on every rank.
+
+    If a hook ends the run on one rank, all ranks end it, so that a hook may exist on the main rank only.
+    """
 
     def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
         """`evaluations` are those before the run was resumed. Return True if they end the run."""

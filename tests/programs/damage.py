@@ -17,6 +17,7 @@ import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
 
 
 @dataclass(kw_only=True)
@@ -75,6 +76,7 @@ def main(cfg: Config) -> None:
                 )  # fmt: skip
             except (UserError, accel_ddp.ranks.failures.Stopped) as problem:
                 error = str(problem)
+                process.complete_save()  # as at the end of a process that failed
         left = sorted(p.name for p in folder.iterdir())
         end = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
         return {

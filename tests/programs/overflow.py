@@ -1,22 +1,45 @@
-"""Train with a loss so steep that float16 gradients overflow until the scaler has reduced its factor."""
+"""Train with a loss so steep that float16 gradients overflow until the scaler has reduced its factor.
+
+With --finite_steps, the gradients of all later steps are not finite for any factor. On a CPU, where Accelerate has no fp16, the
+program gives the Accelerator a scaler of torch.
+"""
+
+from dataclasses import dataclass
 
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
+from accel_ddp.options import option
 
 
-def main(cfg: TrainConfig) -> None:
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    finite_steps: int = option(-1, "steps of this process with finite gradients; -1: all", affects_result=False)
+
+
+def main(cfg: Config) -> None:
     import torch
 
     accelerator = accel_ddp.start(cfg)
-    model = torch.nn.Linear(8, 8)
+    if accelerator.scaler is None:
+        accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+        accelerator.state._mixed_precision = "fp16"
+    model, calls = torch.nn.Linear(8, 8), []
+
+    def loss_sum(model, batch):
+        calls.append(batch)
+        loss = 100 * model(batch).square().sum()
+        if 0 <= cfg.finite_steps < len(calls):
+            loss = loss + (model(batch).float().sum() * 0).abs().sqrt()  # the square root of 0 has no finite gradient
+        return loss
+
     accel_ddp.fit(
         accelerator,
         cfg,
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(list(torch.randn(64, 8)), torch.stack),
-        loss_sum=lambda model, batch: 100 * model(batch).square().sum(),
+        loss_sum=loss_sum,
         count=len,
     )
     if accelerator.is_main_process:
@@ -24,4 +47,4 @@ def main(cfg: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(TrainConfig, main)
+    run(Config, main)

@@ -1,0 +1,83 @@
+"""Train, and end in the way that --how names. Without --uses_run, the program calls `start` and `fit` but not `run`.
+
+- (empty): train three times with hooks and metrics that exist on the main rank only. Rank 0 ends seconds after the others.
+- raise, user error: the last rank raises an exception, or every rank raises a UserError.
+- stuck disk: the first evaluation cannot be written, and then rank 0 raises an exception.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+from accel_ddp.training.hooks import Hook
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    how: str = ""
+    uses_run: bool = False
+    steps: int = 6
+    eval_every: int = 2
+    global_batch_size: int = 4
+    eval_first: bool = False
+
+
+class EndsRun(Hook):
+    """Ends the run at its start, or in the evaluation after step 2."""
+
+    def __init__(self, at_start: bool):
+        self.at_start = at_start
+
+    def on_start(self, step, total_steps, evaluations):
+        return self.at_start
+
+    def on_evaluate(self, step, metrics):
+        return step == 2
+
+
+def main(cfg: Config) -> None:
+    import torch
+
+    accelerator = accel_ddp.start(cfg)
+    is_main, is_last = accelerator.is_main_process, accelerator.is_last_process
+
+    def fit(name: str, *hooks: Hook) -> int:
+        """Return the last step."""
+        config = dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}/{name}")
+        Path(config.output_dir).mkdir(exist_ok=True, parents=True)
+        if cfg.how == "stuck disk" and is_main:
+            # A process that opens this file for writing waits until another one reads it, as on a disk that does not answer.
+            os.mkfifo(f"{config.output_dir}/.evaluations.json.tmp")
+        model, calls = torch.nn.Linear(4, 1), []
+
+        def loss_sum(model, batch):
+            calls.append(batch)
+            if len(calls) == 4 and ((cfg.how == "raise" and is_last) or (cfg.how == "stuck disk" and is_main)):
+                raise ValueError("a bug in the user's loss")
+            if len(calls) == 4 and cfg.how == "user error":
+                raise accel_ddp.UserError("a mistake of the user")
+            return model(batch).square().sum()
+
+        return accel_ddp.fit(
+            accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
+            train=accel_ddp.TrainBatches(list(torch.randn(64, 4)), torch.stack), loss_sum=loss_sum, count=len,
+            evaluate=lambda model: {"loss": 1.0} if is_main else {},
+        ).step  # fmt: skip
+
+    if cfg.how:
+        fit("fails")
+    ends = [fit("start", *[EndsRun(True)] * is_main), fit("evaluation", *[EndsRun(False)] * is_main), fit("none")]
+    print(f"rank {accelerator.process_index} ended its runs after the steps {ends}", flush=True)
+    if is_main and not is_last:
+        time.sleep(4)
+        print("rank 0 ends", flush=True)
+
+
+if __name__ == "__main__":
+    run(Config, main) if "--uses_run" in sys.argv else main(accel_ddp.parse_config(Config))

@@ -1,0 +1,122 @@
+"""All ranks end together: with or without `run`, by a hook of one rank, with a disk that hangs, and without finite gradients."""
+
+import os
+import sys
+
+import pytest
+
+from accel_ddp.config import TrainConfig
+from tests.conftest import BIN, PROGRAMS, Running, clean_environment, free_port, rank_environments, run_ranks
+
+ENDINGS = PROGRAMS / "endings.py"
+
+
+def test_a_program_without_run_ends_normally_on_every_rank_and_a_hook_of_one_rank_ends_the_run_on_all(tmp_path):
+    """Rank 0 ends 4 s after rank 1, which must not be taken for dead. Hooks and metrics exist on rank 0 only."""
+    ended = run_ranks(2, ENDINGS, "--output_dir", tmp_path / "run", timeout=60).well()
+    for rank, text in enumerate(ended.texts):
+        assert f"rank {rank} ended its runs after the steps [0, 2, 6]" in text
+    assert "rank 0 ends" in ended.texts[0]
+    assert "died" not in ended.text
+    assert "error" not in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_an_exception_in_a_program_without_run_is_reported_to_the_other_ranks(tmp_path):
+    ended = run_ranks(2, ENDINGS, "--how", "raise", "--output_dir", tmp_path / "run", timeout=60)
+    assert ended.codes == [1, 1], ended.text
+    assert "error: rank 1 on" in ended.text
+    assert "ValueError: a bug in the user's loss" in ended.texts[1]
+    assert ended.text.count("Traceback") == 1
+    assert "died" not in ended.text
+    ended = run_ranks(2, ENDINGS, "--how", "user error", "--output_dir", tmp_path / "run2", timeout=60)
+    assert ended.codes == [2, 2], ended.text
+    assert ended.text.count("error: a mistake of the user") == 1
+    assert "Traceback" not in ended.text
+
+
+def test_a_failure_is_reported_before_the_process_waits_for_a_disk_that_hangs(tmp_path):
+    """Rank 0 fails while its writer waits for the disk. The test lets the disk answer after both ranks know of the failure."""
+    command = [sys.executable, ENDINGS, "--uses_run", "--how", "stuck disk", "--output_dir", tmp_path / "run"]
+    running = Running([command] * 2, rank_environments(2))
+    running.until("error: rank 0 on")
+    running.processes[1].wait(60)  # rank 1 ends although the disk hangs
+    running.until("is still being written to")
+    assert running.processes[0].poll() is None, "rank 0 still waits for its save"
+    disk = os.open(tmp_path / "run" / "fails" / ".evaluations.json.tmp", os.O_RDWR)
+    ended = running.ended()
+    assert '"loss": 1.0' in os.read(disk, 1000).decode()
+    os.close(disk)
+    assert ended.codes == [1, 1], ended.text
+    assert "did not answer" not in ended.text
+
+
+@pytest.mark.parametrize("uses_run", [True, False])
+def test_a_process_that_failed_does_not_wait_forever_for_a_disk_that_hangs(tmp_path, uses_run):
+    arguments = ["--uses_run"] * uses_run + ["--how", "stuck disk", "--ddp_timeout_seconds", 1, "--output_dir", tmp_path / "run"]
+    ended = run_ranks(1, ENDINGS, *arguments, timeout=60)
+    assert ended.codes == [1], ended.text
+    error, limit = (ended.text.index(words) for words in ("error: rank 0 on", "did not answer within 1 s"))
+    assert error < limit
+
+
+def test_a_run_whose_gradients_are_never_finite_ends_with_an_error_on_every_rank(tmp_path):
+    """25 skipped steps in a row end the run. The first 7 of them are from before the stop."""
+    arguments = [PROGRAMS / "overflow.py", "--steps", 100, "--micro_batch_size", 16, "--output_dir", tmp_path / "run"]
+    ended = run_ranks(2, *arguments, "--finite_steps", 30, "--stop_after", 37)
+    assert ended.codes == [75, 75], ended.text
+    ended = run_ranks(2, *arguments, "--finite_steps", 0, "--resume")
+    assert ended.codes == [2, 2], ended.text
+    assert "step 55: the fp16 scaler has skipped the last 25 steps" in ended.text
+    short = run_ranks(1, PROGRAMS / "overflow.py", "--steps", 4, "--finite_steps", 0, "--output_dir", tmp_path / "short")
+    assert short.codes == [2], "a short run without any update is not a success"
+    assert "step 4: the fp16 scaler has skipped the last 4 steps" in short.text
+
+
+def test_a_single_rank_that_torchrun_starts_again_does_not_undo_a_stop(tmp_path):
+    """torchrun treats the exit code of a stop as a failure. The folder of the run is not given, so that it must be remembered too."""
+    command = [BIN / "torchrun", "--nproc_per_node", 1, "--max_restarts", 1, "--master_port", free_port(), PROGRAMS / "trains.py"]
+    running = Running([[*command, "--step_seconds", 0.05, "--save_every", 100]], [clean_environment()], cwd=tmp_path)
+    running.until("step  2/12")
+    (folder,) = (tmp_path / "runs" / "trains").iterdir()
+    (folder / "STOP").touch()
+    ended = running.ended()
+    assert ended.codes == [1]
+    assert ended.text.count("stopped: requested by the file") >= 2, "the second attempt ends with the message of the first one"
+    assert "resumed at step" not in ended.text
+    (checkpoint,) = folder.glob("step_*")
+    assert int(checkpoint.name[5:]) < 12
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "ranks", "expected"),
+    [
+        (0, {}, 1, 8),
+        (0, {"OMP_NUM_THREADS": "1"}, 1, 1),
+        (0, {"OMP_NUM_THREADS": "4,2"}, 2, 4),
+        (0, {"MKL_NUM_THREADS": "1"}, 1, 1),
+        (0, {"OMP_NUM_THREADS": "many"}, 2, 4),
+        (0, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 1, 1),
+        (0, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 2, 4),
+        (0, {"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, 2, 3),
+        (5, {"OMP_NUM_THREADS": "1"}, 2, 5),
+    ],
+)
+def test_the_users_number_of_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch, given, variables, ranks, expected):
+    from accel_ddp import accelerator
+
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(accelerator.process, "local_ranks", ranks)
+    monkeypatch.setattr(accelerator, "_num_cores", lambda: 8)
+    assert accelerator._num_threads(TrainConfig(num_threads=given), use_gpu=False) == expected
+
+
+def test_a_run_without_a_launcher_uses_the_threads_that_the_user_has_set(tmp_path):
+    arguments = [PROGRAMS / "goes_wrong.py", "--steps", 1, "--output_dir"]
+    ended = run_ranks(1, *arguments, tmp_path / "one", OMP_NUM_THREADS="1").well()
+    assert "(CPU, 1 thread;" in ended.text
+    ended = run_ranks(1, *arguments, tmp_path / "two", "--num_threads", 2, OMP_NUM_THREADS="1").well()
+    assert "(CPU, 2 threads;" in ended.text
