@@ -1,13 +1,15 @@
 """Promise 3: a checkpoint is complete or absent, damage is detected and reported, and no full disk or kill loses saved work."""
 
 import json
+import os
 import re
 import signal
 import sys
+import time
 
 import pytest
 
-from tests.conftest import PROGRAMS, clean_environment, run_all, run_ranks
+from tests.conftest import PROGRAMS, Running, clean_environment, rank_environments, run_all, run_ranks
 
 FILES = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "files/note.txt"]
 
@@ -161,6 +163,30 @@ def test_a_kill_at_any_point_of_a_save_loses_at_most_one_interval(tmp_path):
     for name in ("model.safetensors", "optimizer.safetensors"):
         one, other = (tmp_path / run / f"step_{end:08d}" / name for run in ("run", "run_uninterrupted"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_save_is_skipped_while_the_previous_one_hangs_and_the_last_one_is_not(tmp_path):
+    """Two ranks save after steps 2, 4 and 6. The first save does not end before the second one is skipped."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    common = ["--steps", 6, "--save_every", 2, "--eval_every", 100, "--no_eval_first"]
+    slow = [*common, "--blocked_by", fifo, "--ddp_timeout_seconds", 8, "--output_dir", tmp_path / "slow"]
+    running = Running([[sys.executable, PROGRAMS / "trains.py", *slow]] * 2, rank_environments(2))
+    running.until("checkpoint of step 4 is skipped")
+    running.until("step 6/6")
+    time.sleep(5)  # longer than the 4 s after which the second save was skipped; the last save waits without a limit
+    assert list((tmp_path / "slow").glob("step_*")) == []
+    fifo.write_text("")  # it opens only if the writer of checkpoints has the other end open
+    ended = running.ended().well()
+    assert ended.text.count("The previous checkpoint is still being written on ") == 1
+    assert "also after 4 more seconds. The checkpoint of step 4 is skipped. Training continues." in ended.text
+    assert sorted(path.name for path in (tmp_path / "slow").glob("*step_*")) == ["step_00000002", "step_00000006"]
+    events = [json.loads(line) for line in (tmp_path / "slow" / "log.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "save"] == [2, 6]
+    run_ranks(2, PROGRAMS / "trains.py", *common, "--output_dir", tmp_path / "fast").well()
+    for step in (2, 6):
+        files = [tmp_path / run / f"step_{step:08d}" / "model.safetensors" for run in ("slow", "fast")]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.fixture(scope="module")
