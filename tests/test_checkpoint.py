@@ -1,11 +1,15 @@
 """Promise 3: a checkpoint is complete or absent, damage is detected and reported, and no full disk or kill loses saved work."""
 
 import json
+import os
+import re
+import signal
 import sys
+import time
 
 import pytest
 
-from tests.conftest import PROGRAMS, clean_environment, run_all, run_ranks
+from tests.conftest import PROGRAMS, Running, clean_environment, rank_environments, run_all, run_ranks
 
 FILES = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "files/note.txt"]
 
@@ -185,22 +189,61 @@ def test_a_run_that_fails_does_not_end_before_its_save_is_complete(damage):
     assert damage["evaluation fails"]["left"] == ["step_00000002"]
 
 
-def test_kill_9_at_30_random_points_of_saves_loses_at_most_one_interval(tmp_path):
-    killed = run_ranks(1, PROGRAMS / "killed.py", "--output_dir", tmp_path / "killed").well()
+def test_a_kill_at_any_point_of_a_save_loses_at_most_one_interval(tmp_path):
+    """Each process of the run saves after every step. It completes its first save, and is killed in its second one."""
+    killed = run_ranks(1, PROGRAMS / "killed.py", "--output_dir", tmp_path / "run").well()
     report = json.loads(killed.text.strip().splitlines()[-1])
-    assert [process["status"] for process in report] == [9] * 30 + [0], (
-        "30 processes were ended by SIGKILL, and the last one completed"
+    operations, kills = report["first"]["operations"], report["killed"]
+    commit = next(i for i, one in enumerate(operations) if one.startswith("os.rename .step_"))
+    assert "open manifest.json" in operations[:commit]
+    assert "os.remove model.safetensors" in operations[commit:], "an old checkpoint is removed"
+    assert [one["status"] for one in kills] == [signal.SIGKILL] * len(operations)
+    kind = lambda operation: re.sub(r"\d+", "", operation)
+    for number, one in enumerate(kills):
+        assert [kind(name) for name in one["operations"]] == [kind(name) for name in operations[: number + 1]]
+        (start,) = one["from"]
+        assert start == one["before"][-1], "every process resumes from the newest checkpoint"
+        assert one["after"][-1] == start + (1 if number <= commit else 2), operations[number]
+        assert one["problems"] == [], operations[number]
+    assert [number for number, one in enumerate(kills) if any(".partial" in name for name in one["hidden"])] == list(
+        range(operations.index("os.mkdir .step_00000003.partial") + 1, commit + 1)
     )
-    for process in report:
-        assert process["from"] == f"from {process['had']}", "every process resumes from the newest checkpoint"
-    assert sum(bool(process["partial"]) for process in report) >= 5, "at least 5 kills interrupted a save"
-    end = report[-1]["had"] + 3
-    run_ranks(1, PROGRAMS / "killed.py", "--kills", 0, "--stop_after", end, "--output_dir", tmp_path / "straight").well()
+    assert [one["status"] for one in report["sized"]] == [signal.SIGXFSZ] * 2, "the kernel ended both processes inside of a file"
+    files = [list(names) for one in report["sized"] for names in one["hidden"].values()]
+    assert [sum(name.startswith(".tmp") for name in names) for names in files] == [1, 1]
+    assert ["model.safetensors" in names for names in files] == [False, True]
+    assert [one["after"][-1] - one["from"][0] for one in report["sized"]] == [1, 1]
+    assert report["last"]["status"] == report["uninterrupted"]["status"] == 0
+    assert report["last"]["hidden"] == {}, "partial folders are removed"
+    assert len(report["last"]["after"]) == 2
+    end = report["last"]["after"][-1]
     for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (tmp_path / run / f"step_{end:08d}" / name for run in ("killed", "straight"))
+        one, other = (tmp_path / run / f"step_{end:08d}" / name for run in ("run", "run_uninterrupted"))
         assert one.read_bytes() == other.read_bytes()
-    remaining = [path.name for path in (tmp_path / "killed").iterdir()]
-    assert sorted(name for name in remaining if "step" in name) == [f"step_{end - 1:08d}", f"step_{end:08d}"], remaining
+
+
+def test_a_save_is_skipped_while_the_previous_one_hangs_and_the_last_one_is_not(tmp_path):
+    """Two ranks save after steps 2, 4 and 6. The first save does not end before the second one is skipped."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    common = ["--steps", 6, "--save_every", 2, "--eval_every", 100, "--no_eval_first"]
+    slow = [*common, "--blocked_by", fifo, "--ddp_timeout_seconds", 8, "--output_dir", tmp_path / "slow"]
+    running = Running([[sys.executable, PROGRAMS / "trains.py", *slow]] * 2, rank_environments(2))
+    running.until("checkpoint of step 4 is skipped")
+    running.until("step 6/6")
+    time.sleep(5)  # longer than the 4 s after which the second save was skipped; the last save waits without a limit
+    assert list((tmp_path / "slow").glob("step_*")) == []
+    fifo.write_text("")  # it opens only if the writer of checkpoints has the other end open
+    ended = running.ended().well()
+    assert ended.text.count("The previous checkpoint is still being written on ") == 1
+    assert "also after 4 more seconds. The checkpoint of step 4 is skipped. Training continues." in ended.text
+    assert sorted(path.name for path in (tmp_path / "slow").glob("*step_*")) == ["step_00000002", "step_00000006"]
+    events = [json.loads(line) for line in (tmp_path / "slow" / "log.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "save"] == [2, 6]
+    run_ranks(2, PROGRAMS / "trains.py", *common, "--output_dir", tmp_path / "fast").well()
+    for step in (2, 6):
+        files = [tmp_path / run / f"step_{step:08d}" / "model.safetensors" for run in ("slow", "fast")]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -76,8 +76,12 @@ class Checkpoints:
             return
         # Only one save runs at a time, because all saves use the same host buffers. The other ranks wait in the next all-reduce,
         # which has a timeout; after the last step they wait without one.
-        if not self.wait(None if is_last else self.cfg.ddp_timeout_seconds / 2):
-            text = f"The previous checkpoint is still being written. The checkpoint of step {step} is skipped."
+        seconds = None if is_last else self.cfg.ddp_timeout_seconds / 2
+        if not self.wait(seconds):
+            text = (
+                f"The previous checkpoint is still being written on {process.host}, also after {seconds:.0f} more seconds. The "
+                f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
+            )
             print(text, file=sys.stderr, flush=True)
             return
         self.newest = step

@@ -1,5 +1,8 @@
 """Train a small model with state that a resumed run can lose: dropout, augmentation, data workers and optimizer moments."""
 
+import os
+import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -7,6 +10,7 @@ import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.options import option
+from accel_ddp.saving.format import MANIFEST
 
 
 @dataclass(kw_only=True)
@@ -24,11 +28,27 @@ class Config(TrainConfig):
     busy_seconds: float = option(0.0, "how many seconds the last rank is busy before its first step")
     width: int = 16
     wrong: str = option("", "deliberate mistake in the loss: mean")
+    blocked_by: str = option("", "FIFO at which the first save waits for a writer, as on a disk that hangs", affects_result=False)
+
+
+def block_first_save(fifo: str) -> None:
+    """Let the thread that writes checkpoints wait at the FIFO before it writes the first manifest."""
+    waits = [fifo]
+
+    def on_event(event: str, arguments: tuple) -> None:
+        if event == "open" and str(arguments[0]).endswith(MANIFEST) and threading.current_thread().name.startswith("checkpoint"):
+            while waits:
+                os.close(os.open(waits.pop(), os.O_RDONLY))
+
+    sys.addaudithook(on_event)
 
 
 def main(cfg: Config) -> None:
     import torch
     from torch import nn
+
+    if cfg.blocked_by:
+        block_first_save(cfg.blocked_by)
 
     class Items(torch.utils.data.Dataset):
         def __len__(self):
