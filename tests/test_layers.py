@@ -28,7 +28,7 @@ ALLOWED = {
     "saving": [*LOWEST, "ranks"],
     "training": [*LOWEST, "ranks", "saving"],
     "speed": [*LOWEST, "ranks", "saving", "training"],
-    "sources": [*LOWEST, "ranks", "saving"],
+    "sources": [*LOWEST, "ranks", "saving", "training"],
     "tasks": [*LOWEST, "ranks", "saving", "training", "sources"],
     "accelerator": [*LOWEST, "ranks", "saving"],
     "export": [*LOWEST, "ranks", "saving", "sources", "tasks"],

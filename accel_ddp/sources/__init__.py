@@ -2,6 +2,6 @@
 
 `data` loads and checks rows, `tokenisation` tokenises them, `cache` writes a folder once per node, and `models` loads models and
 adds adapters. `builtin` contains the datasets and models that need no network; its parts are `builtin_data`, `builtin_models`,
-`standard_library` and `packages`. `hub` checks whether the Hub can be reached. The package imports `saving`, `ranks` and the
+`standard_library` and `packages`. `hub` checks whether the Hub can be reached. The package imports `training`, `saving`, `ranks` and the
 lowest layer.
 """

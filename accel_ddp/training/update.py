@@ -142,11 +142,7 @@ def _check_unused_parameters(model: nn.Module) -> None:
             raise
         names = [trained[int(i)] for i in found[1].split()]
         words = words_to_freeze(names, [name for name in trained if name not in names])
-        how = (
-            f"freeze them: --freeze {' '.join(words)}."
-            if words
-            else "call requires_grad_(False) on them before the optimizer is built."
-        )
+        how = f"freeze them: --freeze {' '.join(words)}." if words else "call requires_grad_(False) on them in your recipe."
         raise UserError(
             f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}{', ...' if names[5:] else ''}. The "
             f"forward pass does not use them. If other steps use them, add --find_unused_parameters. If no step does, {how}"
