@@ -111,7 +111,7 @@ def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, templa
         whole, prompts = apply(messages), [apply(messages[:i], add_generation_prompt=True) for i in answers]
         if problem:
             refused += 1
-            assert "tokens of a prompt change" in problem
+            assert "tokens of its prompt change" in problem
             assert any(whole[: len(prompt)] != prompt for prompt in prompts)
             continue
         assert ids == whole
@@ -131,8 +131,7 @@ def test_a_prompt_whose_tokens_change_if_the_answer_follows_is_refused():
     tokenizer.chat_template = CHATML
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
     done = form_of(tokenizer).encode({"messages": rows})
-    assert "tokens of a prompt change" in done["problem"][0]
-    assert "'\\n\\n" in done["problem"][0]
+    assert "tokens of its prompt change" in done["problem"][0]
     assert done["problem"][1] == ""
 
 

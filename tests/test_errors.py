@@ -287,7 +287,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "encoder as language model": ["is an encoder (bert)", "would read the answers", "recipes/pretrain_mlm.py"],
         "decoder as encoder": ["is an encoder-decoder model (t5)", "BAAI/bge-small-en-v1.5"],
         "first token of a decoder": ["--pooling cls: --model builtin:tiny-llama: LlamaModel is causal"],
-        "tool calls": ["row 10: a message has tool_calls"],
+        "tool calls": ["a message has tool_calls, which sft cannot learn yet: row 10"],
         "built-in data": ["builtin:rotten_tomatoes"],
         "old prefix of a model": ["--model embedded:tiny-bert", "did you mean builtin:tiny-bert?"],
         "old prefix of data": ["--dataset embedded:rotten_tomatoes_small", "did you mean builtin:rotten_tomatoes_small?"],

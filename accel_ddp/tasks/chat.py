@@ -187,13 +187,13 @@ class Format:
         """
         messages = [_check_message(message) for message in given]
         text = self._fill_template(messages) if messages else ""
-        if any(isinstance(message.get("content"), list) for message in given):
+        if any(isinstance(message.get("content") or message.get("value"), list) for message in given):
             try:
                 is_same = self._fill_template([_without_none(message) for message in given]) == text
             except _UnusableRow:
                 is_same = False
             if not is_same:
-                raise _UnusableRow("a message has its content in parts, which the chat template does not join. Give one text")
+                raise _UnusableRow("a message has its content in parts, which the chat template does not join to one text")
         answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -251,10 +251,8 @@ class Format:
             for before, until in row.answers:
                 start, same = compare(number, before)
                 if same < start:
-                    problem = (
-                        f"the tokens of a prompt change if the answer follows ({self.tokenizer.decode(ids[same : same + 2])!r}), so "
-                        "that the model gets others in use. Remove white space at the beginning of the answer"
-                    )
+                    # In use the prompt is tokenised alone, so that the model would get tokens that it was not trained on.
+                    problem = "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
                 end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
                 labels[start:end] = ids[start:end]
             first = [] if ids[: len(self.first_ids)] == self.first_ids else self.first_ids
