@@ -103,10 +103,10 @@ def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_pa
         text = run_ranks(
             ranks, ROOT / "recipes" / "embed.py", "--model", tiny_model, "--train_file", tmp_path / "sts.csv",
             "--anchor_column", "first", "--positive_column", "second", "--score_column", "similarity", "--max_score", 5,
-            "--matryoshka", 8, "--epochs", 5, "--global_batch_size", 8, "--micro_batch_size", 2, "--lr", 0.003, "--no_dropout",
-            "--keep_best", "--output_dir", tmp_path / str(ranks),
+            "--matryoshka", 8, "--epochs", 5, "--global_batch_size", 8, "--micro_batch_size", 2, "--lr", 0.2, "--no_dropout",
+            "--optimizer", "sgd", "--keep_best", "--output_dir", tmp_path / str(ranks),
         ).well().text  # fmt: skip
-    assert_same(*(load_file(tmp_path / name / "model" / "model.safetensors") for name in "12"), 1e-4)
+    assert_same(*(load_file(tmp_path / name / "model" / "model.safetensors") for name in "12"), 1e-5)
     logged = [json.loads(line) for line in (tmp_path / "1" / "log.jsonl").read_text().splitlines()]
     before, *_, after = [event for event in logged if event["event"] == "evaluate"]
     assert after["loss"] < before["loss"]

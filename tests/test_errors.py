@@ -263,7 +263,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         ],
         "folder as a file": ["is a folder and not a file. It contains ", " .csv", "Give one file, for example"],
         "broken line": ["line.jsonl: cannot be read as json: line 6 is not JSON: Expecting property name"],
-        "unknown tag": ["1 of 2 rows of", "it has a tag that does not occur in the training data (B-X, O): row 2 ('B-Y')"],
+        "unknown tag": [
+            "1 of 2 rows of",
+            "it has a tag that does not occur in the training data (B-X, O): row 2 (line 3, 'B-Y')",
+        ],
         "score out of range": [
             "2 of 13 rows of",
             "its score is not between --min_score 0 and --max_score 1: row 12 (1.1), row 13 (1.2)",
@@ -304,7 +307,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "no such columns": ["--prompt_column ask", "text, label"],
         "no known columns": ["--messages_column", "--prompt_column", "--text_column", "a, b"],
         "half of a pair": ["--prompt_column question", "--answer_column"],
-        "messages are texts": ["is not a list of messages", "--skip_broken"],
+        "messages are texts": ["9 of 9 rows of", "is not a list of messages", "No training rows are left."],
         "answer first": ["begins with an answer"],
         "no template": ["no chat template"],
         "no answer": ["2 of 11 rows of", "an answer is empty: row 10, row 11", "--skip_broken"],

@@ -176,7 +176,7 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     missing = next((column for column in needed.values() if column and column not in names), "")
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
-        return f"{text} Did you mean {near!r}?"
+        return f"{text} Did you mean {near!r}? Case and white space are part of a name."
     if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
     if _looks_like_values(rows):
@@ -253,11 +253,10 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
     if not any(map(any, problems)):
         return clean
     found = _describe_broken(clean, problems, cfg)
+    if any(map(all, problems)):
+        raise UserError(f"{found} No {'training' if all(problems[0]) else 'evaluation'} rows are left.")
     if not cfg.skip_broken:
         raise UserError(f"{found} Correct them, or leave them out with --skip_broken.")
-    for name, texts in zip(("training", "evaluation"), problems):
-        if all(texts):
-            raise UserError(f"--skip_broken: no {name} rows are left. {found}")
     warn(f"--skip_broken: {found}")
     keep = lambda rows, texts: _select(rows, np.flatnonzero([not text for text in texts])) if any(texts) else rows
     return [keep(rows, texts) for rows, texts in zip(clean, problems)]

@@ -28,6 +28,7 @@ COMPRESSED = {
     b"\xfd7zXZ": "unxz",
     b"\x28\xb5\x2f\xfd": "unzstd",
 }
+SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
 SEPARATORS = ";\t|"  # between the cells of a .csv, by mistake
 
 
@@ -118,7 +119,7 @@ def describe_folder(folder: Path) -> str:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return f"It was written with `save_to_disk` of datasets ({counts}). Write its rows with `to_parquet` instead."
     usable = [entry for entry in entries if entry.suffix.lower() in FILE_FORMATS and entry.is_file()]
-    preferred = sorted(usable, key=lambda file: "train" not in file.name.lower())
+    preferred = sorted(usable, key=lambda file: (file.suffix == ".txt", "train" not in file.name.lower()))
     return f"It contains {counts}. " + (f"Give one file, for example {preferred[0]}." if usable else "None of these can be read.")
 
 
@@ -154,15 +155,20 @@ def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
     """
     file, wanted = Path(path), set(numbers)
     suffix = file.suffix.lower()
-    if not file.is_file() or suffix not in (".csv", ".tsv", ".jsonl"):
+    if not file.is_file():
         return {}
-    if suffix == ".jsonl":
+    if suffix in (".csv", ".tsv"):
+        starts = [line for line, _ in _read_cells(file)][1:]
+    elif suffix in (".jsonl", *SENTENCE_FILES):
         with file.open("rb") as lines:
-            starts = (number for number, line in enumerate(lines, start=1) if line.strip())
-            return {row: line for row, line in enumerate(starts) if row in wanted}
-    records = _read_cells(file)
-    next(records)
-    return {row: line for row, (line, _) in enumerate(records) if row in wanted}
+            filled = [number for number, line in enumerate(lines, start=1) if line.strip() and not line.startswith(b"-DOCSTART-")]
+        is_start = lambda i: (
+            suffix == ".jsonl" or i == 0 or filled[i - 1] < filled[i] - 1
+        )  # sentences have empty lines between them
+        starts = [number for i, number in enumerate(filled) if is_start(i)]
+    else:
+        return {}
+    return {row: line for row, line in enumerate(starts) if row in wanted}
 
 
 # ---------------------------------------------------------------------------------------------- .csv and .tsv

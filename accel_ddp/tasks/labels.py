@@ -88,6 +88,7 @@ class Labels:
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             kinds = sorted({type(cell).__name__ for cell in found[0] | found[1]})
+            kinds = ["decimal numbers"] if kinds == ["str"] else kinds
             raise UserError(
                 f"--label_column {column}: contains {', '.join(kinds)} ({inner}). Labels must be names or whole numbers, or "
                 "lists of them. For regression, add --num_labels 1."
@@ -212,16 +213,14 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
     if missing := [i for i in range(len(names)) if not train[i]]:
-        shown = [f"{names[i]!r} ({test[i]:,} evaluation {unit})" if test[i] else repr(names[i]) for i in missing]
-        few = len(missing) > 1
-        warn(
-            f"{option}: {len(missing):,} of {len(names):,} classes {'have' if few else 'has'} no training {unit} and cannot be "
-            f"learned: {_shorten(shown)}."
-        )
+        shown = [f"{names[i]!r} ({_amount(test[i], f'evaluation {unit}')})" if test[i] else repr(names[i]) for i in missing]
+        has = "has" if len(missing) == 1 else "have"
+        number = f"{len(missing):,} of {len(names):,} classes"
+        warn(f"{option}: {number} {has} no training {unit} and cannot be learned: {_shorten(shown)}.")
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         groups.setdefault(" ".join(name.split()).casefold(), []).append(i)
-    show = lambda some: ", ".join(f"{names[i]!r} ({train[i] + test[i]:,} {unit})" for i in some)
+    show = lambda some: ", ".join(f"{names[i]!r} ({_amount(train[i] + test[i], unit)})" for i in some)
     if alike := [group for group in groups.values() if group[1:]]:
         warn(
             f"{option}: some names differ only in case or white space, and are separate classes: "
@@ -229,6 +228,14 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
         )
     if odd := [i for i, name in enumerate(names) if name.strip() in NAMES_OF_MISSING]:
         warn(f"{option}: a class is named {show(odd)}. Leave these {unit} empty if the label is missing, and use --skip_broken.")
+    if all(name.startswith("[") and name.endswith("]") for name in names):
+        warn(
+            f"{option}: the names look like lists, for example {names[0]!r}. For several labels per row, write lists in a .jsonl."
+        )
+
+
+def _amount(number: int, unit: str) -> str:
+    return f"{number:,} {unit.removesuffix('s') if number == 1 else unit}"
 
 
 def _shorten(texts: list[str], separator: str = ", ") -> str:

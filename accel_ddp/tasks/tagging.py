@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.files import FILE_FORMATS, load_file, require_file, require_utf8
+from accel_ddp.sources.files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.sources.messages import warn
 from accel_ddp.tasks.labels import describe_unknown, report_classes
 from accel_ddp.tasks.score_table import Row, ScoreTable
@@ -17,7 +17,7 @@ from accel_ddp.tasks.score_table import Row, ScoreTable
 if TYPE_CHECKING:
     import datasets
 
-CONLL_SUFFIXES = (".conll", ".iob", ".bio", ".txt")
+CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
 WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
 
 
