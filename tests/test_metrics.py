@@ -16,7 +16,7 @@ from accel_ddp.tasks.generation_metrics import text_metric
 from accel_ddp.tasks.metrics import MoreMetrics, class_metrics
 from accel_ddp.tasks.tagging import score_entities
 from accel_ddp.training.evaluation import as_numbers
-from tests.conftest import PROGRAMS
+from tests.conftest import PROGRAMS, ROOT
 from tests.test_config import recipe_configs
 
 
@@ -83,6 +83,13 @@ def test_every_recipe_declares_metrics_and_their_directions():
         UserError, match=r"mae: is a metric of numbers, but this run predicts classes. Built-in metrics of classes"
     ):
         classify(metrics=("mae",)).validate()
+
+
+def test_the_documentation_lists_all_metrics_of_recipes_and_all_built_in_ones():
+    page = (ROOT / "docs" / "own_data.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    own = [name for cls in recipe_configs() for name in cls().metric_directions()]
+    for name in [*own, *(name for those in metrics.BUILT_IN.values() for name in those)]:
+        assert f" {name}" in page, name
 
 
 # ---- tables of classes
