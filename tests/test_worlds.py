@@ -5,12 +5,12 @@ import torch
 
 from tests.conftest import PROGRAMS, run_ranks
 
-RANK_COUNTS = [1, 2, 3, 4]
+RANK_COUNTS = [1, 2, 3, 4, 8]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, dict]:
-    """Return the results of tests/programs/core.py on 1 to 4 ranks. Each rank is a real process."""
+    """Return the results of tests/programs/core.py on 1 to 8 ranks. Each rank is a real process."""
     folder = tmp_path_factory.mktemp("results")
     loaded = {}
     for ranks in RANK_COUNTS:
@@ -28,16 +28,24 @@ def distance(a: dict, b: dict) -> float:
 
 @pytest.mark.parametrize(("dtype", "limit"), [("torch.float64", 1e-12), ("torch.float32", 1e-5)])
 def test_weights_do_not_depend_on_ranks_or_micro_batches(results, dtype, limit):
-    """Compare 1 to 4 ranks, each with the largest micro-batch and with micro-batches of 2. Numbers of labelled tokens are uneven."""
-    one = results[1][f"{dtype}/24"]
+    """Compare 1 to 8 ranks, each with the largest micro-batch and with micro-batches of 2. Numbers of labelled tokens are uneven."""
+    one = results[1][f"{dtype}/48"]
     for ranks in RANK_COUNTS:
-        for micro in (24, 2):
+        for micro in (48, 2):
             other = results[ranks][f"{dtype}/{micro}"]
             assert distance(one, other) < limit, (ranks, micro)
             assert other["losses"] == pytest.approx(one["losses"], rel=limit * 10)
             assert other["norms"] == pytest.approx(one["norms"], rel=limit * 100)
-    untrained = results[1]["torch.float64/24"]["losses"][0]
-    assert results[1]["torch.float64/24"]["losses"][-1] < 0.7 * untrained  # the model has learned
+    untrained = results[1]["torch.float64/48"]["losses"][0]
+    assert results[1]["torch.float64/48"]["losses"][-1] < 0.7 * untrained  # the model has learned
+
+
+def test_weights_of_eight_ranks_and_of_one_agree_to_two_bits_of_float32(results):
+    for ranks in RANK_COUNTS:
+        assert distance(results[1]["float32, sgd"], results[ranks]["float32, sgd"]) <= 3e-8, ranks
+    weights = results[1]["float32, sgd"]["weights"].values()
+    assert 0.1 < max(weight.abs().max().item() for weight in weights) < 0.25
+    assert min(results[1]["float32, sgd"]["norms"]) > 0.01, "every step moves the weights by more than 1e-3"
 
 
 def test_clipping_and_sgd_do_not_depend_on_ranks(results):
@@ -67,7 +75,7 @@ def test_items_come_in_the_same_order_on_any_number_of_ranks_over_two_epochs(res
     order = results[1]["order"]
     for ranks in RANK_COUNTS:
         assert torch.equal(results[ranks]["order"], order), ranks
-        assert torch.equal(results[ranks]["order from 3"], order[3 * 24 :]), "starting at step 3 gives the same order"
+        assert torch.equal(results[ranks]["order from 3"], order[3 * 48 :]), "starting at step 3 gives the same order"
     first, second = order[:101], order[101:202]
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(101)), "each epoch has each item once"
     assert not torch.equal(first, second), "each epoch has a different order"

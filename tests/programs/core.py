@@ -20,8 +20,8 @@ from accel_ddp.training.stream import TrainBatches
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     out: str = ""
-    global_batch_size: int = 24
-    micro_batch_size: int = 24
+    global_batch_size: int = 48
+    micro_batch_size: int = 48
     steps: int = 9
     lr: float = 0.05
     lr_schedule: str = "constant"
@@ -53,9 +53,13 @@ def count(batch):
     return (batch["labels"] != -100).sum()
 
 
-def new_model(dtype: torch.dtype, dropout: float = 0.0) -> nn.Module:
+def new_model(dtype: torch.dtype, dropout: float = 0.0, scale: float = 1.0) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(40, 16), nn.Dropout(dropout), nn.Linear(16, 5)).to(dtype)
+    model = nn.Sequential(nn.Embedding(40, 16), nn.Dropout(dropout), nn.Linear(16, 5)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
 
 
 class History(Hook):
@@ -86,10 +90,10 @@ class Noisy(torch.utils.data.Dataset):
         return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, **changes):
+def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, **changes):
     """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
-    model, history = new_model(dtype, dropout), History()
+    model, history = new_model(dtype, dropout, scale), History()
     accel_ddp.fit(
         accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate),
         loss_sum=loss_sum, count=count, hooks=[history],
@@ -138,9 +142,11 @@ def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
     results = {}
     for dtype in (torch.float64, torch.float32):
-        for micro in (24, 2):
+        for micro in (48, 2):
             results[f"{dtype}/{micro}"] = train(accelerator, cfg, dtype, micro_batch_size=micro, save_every=10**9)
     results["sgd, clipped"] = train(accelerator, cfg, optimizer="sgd", max_grad_norm=0.01, lr=3.0)
+    # Weights below 0.25, as in most pretrained models: the last bit of such a float32 is at most 1.5e-8.
+    results["float32, sgd"] = train(accelerator, cfg, torch.float32, scale=0.05, optimizer="sgd", lr=0.1, micro_batch_size=2)
     results["dropout"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2)
     results["resumed"] = train_with_resume(accelerator, cfg)
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
