@@ -253,6 +253,14 @@ class TrainConfig:
         at_least=0,
         also=("num_cpu_threads_per_process", "omp_num_threads", "torch_num_threads"),
     )
+    worker_start: Literal["auto", "fork", "forkserver", "spawn"] = option(
+        "auto",
+        "how these processes start; auto: fork on Linux, elsewhere Python's default",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        also=("multiprocessing_context", "dataloader_multiprocessing_context"),
+    )
     prefetch_factor: int = option(
         4,
         "batches that each of these processes prepares ahead",

@@ -79,14 +79,15 @@ class Task:
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
         multiple = 8 if accelerator.device.type == "cuda" else None
-        # It adds the inputs of the decoder, so that the model does not need the labels and computes no loss itself.
-        collate = DataCollatorForSeq2Seq(self.processor, self.model, pad_to_multiple_of=multiple)
+        collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch, reduction="sum"):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
+        inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         return accel_ddp.losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"], reduction)
 
     def count(self, batch):

@@ -316,9 +316,10 @@ import os, time
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.process import process
 process.stop.pid = os.getpid()
+ignore = signals.IgnoreInWorker("fork")
 if os.fork() == 0:
     time.sleep(0.5)
-    signals.ignore_in_worker()
+    ignore()
     print("still running", flush=True)
     os._exit(0)
 os.kill(os.getpid(), 9)

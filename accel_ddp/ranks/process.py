@@ -15,6 +15,8 @@ from typing import IO, TYPE_CHECKING
 from accel_ddp.ranks.failures import Failure
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch.distributed as dist
 
 
@@ -30,7 +32,8 @@ class StopRequest:
         self.file_checked_at = 0.0
         self.handled_signals: list[signal.Signals] = []
         self.pid = 0  # the process that handles signals; a data worker compares its parent with it
-        self.exit_pipe: tuple[int, int] = (-1, -1)  # becomes readable when this process exits
+        # Becomes readable when this process exits. Unlike a file descriptor, it can be passed to a process that is not forked.
+        self.exit_pipe: tuple[Connection, Connection] | None = None
 
 
 class Process:

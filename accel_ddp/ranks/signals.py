@@ -7,8 +7,8 @@ training the flag travels with the small all-reduce of each step, and during an 
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
@@ -33,8 +33,8 @@ def listen(cfg: TrainConfig) -> None:
     """
     stop = process.stop
     stop.pid = os.getpid()
-    stop.exit_pipe = os.pipe()
-    atexit.register(os.write, stop.exit_pipe[1], b"x")
+    stop.exit_pipe = multiprocessing.Pipe(duplex=False)
+    atexit.register(stop.exit_pipe[1].send_bytes, b"x")
     stop.handled_signals[:] = [signal.SIGINT, signal.SIGTERM, signal.Signals[f"SIG{cfg.stop_signal}"]]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a closed terminal must not stop the run
         stop.handled_signals.append(signal.SIGHUP)
@@ -53,24 +53,43 @@ def _reset_in_child() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def ignore_in_worker(*_: object) -> None:
-    """Ignore stop signals in a data worker. The worker ends with its rank instead, also when the rank is killed.
+class IgnoreInWorker:
+    """Ignores stop signals in a data worker. The worker ends with its rank instead, also when the rank is killed.
 
-    Slurm, Kubernetes and torchrun signal every process of a rank, and a worker that ended would end the rank with it.
+    Slurm, Kubernetes and torchrun signal every process of a rank, and a worker that ended would end the rank with it. An object is
+    created in the rank and called in the worker. It holds what the worker needs, because only a forked worker has the state of
+    its rank. Workers must be started inside of `blocked_for_children`.
     """
 
-    def exit_with_rank(*_: object) -> None:
-        pipe = process.stop.exit_pipe[0]  # -1 in a program that does not use `run`
-        if pipe < 0 or select.select([pipe], [], [], 0)[0]:
-            os._exit(0)
+    def __init__(self, start_method: str):
+        stop = process.stop
+        self.handled_signals = list(stop.handled_signals)
+        self.exit_pipe = stop.exit_pipe[0] if stop.exit_pipe else None  # None in a program that does not use `run`
+        self.parent = stop.pid
+        self.has_fork_server = start_method == "forkserver"
 
-    for number in process.stop.handled_signals:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, exit_with_rank)  # Python ends the workers of a process at its exit with SIGTERM
-    signal_on_parent_exit(signal.SIGKILL)
-    # If the rank died before the line above, no signal arrives, and this worker would run forever with the rank's connections.
-    if process.stop.pid and os.getppid() != process.stop.pid:
-        os._exit(0)
+    def __call__(self, *_: object) -> None:
+        def exit_with_rank(*_: object) -> None:
+            if self.exit_pipe is None or self.exit_pipe.poll():
+                os._exit(0)
+
+        for number in self.handled_signals:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, exit_with_rank)  # Python ends the workers of a process at its exit with SIGTERM
+        if self.has_fork_server:  # it is the parent, and it ends after its last worker
+            threading.Thread(target=_exit_after_rank, daemon=True).start()
+        else:
+            signal_on_parent_exit(signal.SIGKILL)
+            # If the rank died before the line above, no signal arrives, and this worker would run forever with the rank's
+            # connections.
+            if self.parent and os.getppid() != self.parent:
+                os._exit(0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.handled_signals)
+
+
+def _exit_after_rank() -> None:
+    multiprocessing.parent_process().join()  # returns at once if the rank has already died
+    os._exit(0)
 
 
 def signal_on_parent_exit(number: int) -> None:
@@ -82,10 +101,10 @@ def signal_on_parent_exit(number: int) -> None:
 
 @contextlib.contextmanager
 def blocked_for_children() -> Iterator[None]:
-    """Block stop signals for processes that are started inside the block (trackers), which inherit the blocked signals.
+    """Block stop signals for processes that are started inside the block (trackers, data workers), which inherit this.
 
-    wandb's process unblocks SIGTERM and SIGINT again. It has its own session, so that Ctrl-C and the launchers do not reach
-    it. A SIGTERM to every process of a job does.
+    This rank still receives the signals, in the thread of `listen`. wandb's process unblocks SIGTERM and SIGINT again. It has its
+    own session, so that Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, process.stop.handled_signals)
     try:

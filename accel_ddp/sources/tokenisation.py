@@ -106,22 +106,28 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
     return tables
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> Callable[[list], Any]:
+class PadCollate:
+    """Pads tokenised rows to the longest one. It holds no accelerator and no function, so that data workers can unpickle it."""
+
+    def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
+        self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        import torch
+        from transformers import DataCollatorWithPadding
+
+        pad = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=self.multiple)
+        batch = pad([{name: value for name, value in row.items() if name not in self.per_token} for row in rows])
+        width = batch["input_ids"].shape[1]
+        for name in self.per_token:
+            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
+        return batch
+
+
+def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> PadCollate:
     """Return a collate function that pads tokenised rows to the longest one, on a GPU to a multiple of 8.
 
     The columns `per_token`, for example labels, are padded with -100, which losses ignore.
     """
-    import torch
-    from transformers import DataCollatorWithPadding
-
     tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
-    pad = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if accelerator.device.type == "cuda" else None)
-
-    def collate(rows: list[dict[str, Any]]) -> Any:
-        batch = pad([{name: value for name, value in row.items() if name not in per_token} for row in rows])
-        width = batch["input_ids"].shape[1]
-        for name in per_token:
-            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
-        return batch
-
-    return collate
+    return PadCollate(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)

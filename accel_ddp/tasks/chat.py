@@ -252,7 +252,9 @@ class Format:
                 start, same = compare(number, before)
                 if same < start:
                     # In use the prompt is tokenised alone, so that the model would get tokens that it was not trained on.
-                    problem = "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
+                    problem = (
+                        "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
+                    )
                 end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
                 labels[start:end] = ids[start:end]
             first = [] if ids[: len(self.first_ids)] == self.first_ids else self.first_ids

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,15 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
 
 def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
     """Return a collate function for rows of several texts each. It pads all texts of row 0, then of row 1, ... together."""
-    pad = tokenisation.pad_collate(tokenizer, accelerator)
+    return partial(_collate, tokenisation.pad_collate(tokenizer, accelerator))
 
-    def collate(rows: list[dict[str, Any]]) -> Any:
-        batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
-        batch["keys"] = torch.tensor([row["keys"] for row in rows])
-        if "scores" in rows[0]:
-            batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
-        return batch
 
-    return collate
+def _collate(pad: tokenisation.PadCollate, rows: list[dict[str, Any]]) -> Any:
+    batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
+    batch["keys"] = torch.tensor([row["keys"] for row in rows])
+    if "scores" in rows[0]:
+        batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
+    return batch
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:

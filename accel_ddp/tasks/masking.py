@@ -1,6 +1,7 @@
 """Masks words in blocks of tokens, computes the logits of masked tokens only, and formats predictions of masked words."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,13 @@ def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], An
 
     They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
     """
-    pad = tokenisation.pad_collate(tokenizer, accelerator, per_token=("labels",))
+    return partial(_collate, tokenisation.pad_collate(tokenizer, accelerator, per_token=("labels",)))
 
-    def collate(rows: list[dict[str, Any]]) -> Any:
-        batch = pad(rows)
-        batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
-        return batch
 
-    return collate
+def _collate(pad: tokenisation.PadCollate, rows: list[dict[str, Any]]) -> Any:
+    batch = pad(rows)
+    batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
+    return batch
 
 
 def compute_masked_logits_only(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.training.current_batch import CurrentBatch
-from accel_ddp.training.stream import CountingCollate, loader_options, with_sizes
+from accel_ddp.training.stream import CountingCollate, loader_options, starting_workers, with_sizes
 
 Rows = dict[str, np.ndarray]
 
@@ -39,7 +39,9 @@ class EvalBatches:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
+        with starting_workers(self.loader):
+            batches = iter(self.loader)
+        for batch in batches:
             yield with_sizes(send_to_device(batch, self.device, non_blocking=True))
 
 
