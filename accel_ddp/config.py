@@ -235,15 +235,6 @@ class TrainConfig:
         affects_result=False,
         also=("activation_checkpointing",),
     )
-    num_workers: int = option(
-        -1,
-        "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        at_least=-1,
-        also=("dataloader_num_workers",),
-    )
     num_threads: int = option(
         0,
         "CPU threads of each rank; 0: OMP_NUM_THREADS if you have set it, or the cores of the node divided by its ranks",
@@ -252,6 +243,15 @@ class TrainConfig:
         per_node=True,
         at_least=0,
         also=("num_cpu_threads_per_process", "omp_num_threads", "torch_num_threads"),
+    )
+    num_workers: int = option(
+        -1,
+        "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU",
+        group="speed",
+        affects_result=False,
+        per_node=True,
+        at_least=-1,
+        also=("dataloader_num_workers",),
     )
     worker_start: Literal["auto", "fork", "forkserver", "spawn"] = option(
         "auto",
