@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         text_files,
         vision,
     )
-    from accel_ddp.training import hooks, losses, optim, padding
+    from accel_ddp.training import hooks, losses, optim, padding, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -77,6 +77,7 @@ _HOME = {
     "run": "entry",
     "seeds": ".",
     "start": "accelerator",
+    "stream": "training.",
     "tagging": "tasks.",
     "text_blocks": "tasks.",
     "text_files": "tasks.",
@@ -120,6 +121,7 @@ __all__ = [
     "run",
     "seeds",
     "start",
+    "stream",
     "tagging",
     "text_blocks",
     "text_files",
