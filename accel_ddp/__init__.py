@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         text_files,
         vision,
     )
-    from accel_ddp.training import hooks, losses, optim, padding
+    from accel_ddp.training import hooks, losses, optim, padding, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -78,6 +78,7 @@ _HOME = {
     "run": "entry",
     "seeds": ".",
     "start": "accelerator",
+    "stream": "training.",
     "tagging": "tasks.",
     "text_blocks": "tasks.",
     "text_files": "tasks.",
@@ -122,6 +123,7 @@ __all__ = [
     "run",
     "seeds",
     "start",
+    "stream",
     "tagging",
     "text_blocks",
     "text_files",

@@ -9,6 +9,7 @@ The loss is the mean over target tokens, however they are spread over ranks and 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import accel_ddp
@@ -81,7 +82,8 @@ class Task:
         multiple = 8 if accelerator.device.type == "cuda" else None
         collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
+        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint, lengths)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch, reduction="sum"):

@@ -1,5 +1,6 @@
 """The speed package changes how long a step takes and not its result: both ways of computing are compared."""
 
+import functools
 import json
 import math
 import sys
@@ -16,7 +17,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.speed import attach, autobatch, flops, padding_free
-from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread
+from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread, count_tokens
 from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
@@ -52,6 +53,31 @@ def test_the_lengths_of_rows_of_a_table_are_known():
     assert TrainBatches(rows, lambda rows: rows).lengths.tolist() == LENGTHS
     assert TrainBatches(rows.select([3, 0]), lambda rows: rows).lengths.tolist() == [30, 3]
     assert TrainBatches([1, 2], lambda rows: rows).lengths is None
+
+
+def test_the_lengths_of_rows_with_several_texts_are_tokens():
+    """Rows of `embed` have several texts, and rows of `seq2seq` have a source and a target."""
+    texts = {"input_ids": [[[1] * a, [1] * b] for a, b in ((3, 4), (1, 9), (2, 1))]}
+    pairs = {"input_ids": [[1] * 3, [1], [1] * 2], "labels": [[1] * 4, [1] * 9, [1]]}
+    counts = {"texts": None, "pairs": functools.partial(count_tokens, columns=("input_ids", "labels"))}
+    for rows, lengths in ((texts, counts["texts"]), (pairs, counts["pairs"])):
+        train = TrainBatches(datasets.Dataset.from_dict(rows), lambda rows: rows, lengths=lengths)
+        assert train.lengths.tolist() == [7, 10, 3]
+        assert train.part_lengths.tolist() == [[3, 4], [1, 9], [2, 1]]
+        selected = TrainBatches(datasets.Dataset.from_dict(rows).select([2, 0]), lambda rows: rows, lengths=lengths)
+        assert selected.lengths.tolist() == [3, 7]
+    uneven = datasets.Dataset.from_dict({"input_ids": [[[1] * 3, [1] * 4], [[1] * 2], []]})
+    assert TrainBatches(uneven, lambda rows: rows).lengths.tolist() == [7, 2, 0]
+
+
+def test_the_longest_items_include_the_longest_source_and_the_longest_target():
+    """All sources of a micro-batch are padded to the longest one, and all targets too."""
+    sizes = [(5, 5), (9, 1), (1, 8), (6, 6), (5, 6), (1, 1)]
+    rows = datasets.Dataset.from_dict({"input_ids": [[1] * a for a, _ in sizes], "labels": [[1] * b for _, b in sizes]})
+    collate = lambda rows: {"sizes": torch.tensor([[len(row["input_ids"]), len(row["labels"])] for row in rows])}
+    train = TrainBatches(rows, collate, lengths=functools.partial(count_tokens, columns=("input_ids", "labels")))
+    found = {n: train.sample(n, Accelerator(cpu=True), TrainConfig(), longest=True)["sizes"].tolist() for n in (1, 2, 3, 4)}
+    assert found == {1: [[6, 6]], 2: [[6, 6], [5, 6]], 3: [[9, 1], [1, 8], [6, 6]], 4: [[9, 1], [1, 8], [6, 6], [5, 6]]}
 
 
 # ---------------------------------------------------------------------------------- counting tokens and FLOPs

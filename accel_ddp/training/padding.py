@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def require_independence(
 ) -> None:
     """Raise UserError on every rank if the result of a text depends on its padding, unless `--allow_inexact` is given.
 
-    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most two items.
+    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items.
     """
     if cfg.split(process.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
         return  # no text is padded
@@ -67,7 +68,7 @@ def difference(
         return ""
     if not getattr(model, "is_quantized", False):
         model.to(accelerator.device)
-    short, long = places
+    short = places[0]
     compute = _Compute(accelerator, cfg, model, train, loss_sum)
     was_training, precision = model.training, torch.get_float32_matmul_precision()
     model.eval()
@@ -75,7 +76,7 @@ def difference(
     try:
         with torch.no_grad():
             # The padded text comes first, because some models (BigBird) change for good when they get a short text.
-            padded = compute([short, long])
+            padded = compute(places)
             alone = compute([short])
             apart = _distance(alone, padded)
             if apart <= ALLOWED:
@@ -90,10 +91,10 @@ def difference(
         model.train(was_training)
     if apart <= ALLOWED_NOISE * noise:
         return ""
-    lengths = [compute.tokens(place) for place in places]
+    before, after = (train.batch_of(some, accelerator, cfg).sizes.width for some in ([short], places))
     return (
-        f"the model computes a different result for a text of {lengths[0]} tokens if it is padded to the {lengths[1]} tokens of "
-        f"another text (by {apart:.1e} of its largest value)"
+        f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another text "
+        f"(by {apart:.1e} of its largest value)"
     )
 
 
@@ -104,10 +105,6 @@ class _Compute:
         self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
     ):
         self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
-
-    def tokens(self, place: int) -> int:
-        sizes = self.train.batch_of([place], self.accelerator, self.cfg).sizes
-        return sizes.width
 
     def __call__(self, places: list[int]) -> Tensor:
         batch = self.train.batch_of(places, self.accelerator, self.cfg)
@@ -124,19 +121,20 @@ class _Compute:
         return _of_first(_main_tensor(outputs[-1]), batch, len(places), has_decoder)
 
 
-def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> tuple[int, int] | None:
-    """Return the indices of a short and of a long item, or None if no item is a text or all have the same length."""
+def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> list[int] | None:
+    """Return the indices of a short item and of one or two long ones, or None if no item is a text or all have the same length."""
     if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
         return None
-    lengths = train.lengths
-    if lengths is not None:
-        short, long = int(lengths.argmin()), int(lengths.argmax())
-        return (short, long) if lengths[short] < lengths[long] else None
-    # The last block of a text is shorter than the others.
-    places = sorted({*range(min(TRIED, len(train))), len(train) - 1})
-    widths = {place: train.batch_of([place], accelerator, cfg).sizes.tokens for place in places}
-    short, long = min(places, key=lambda place: widths[place]), max(places, key=lambda place: widths[place])
-    return (short, long) if widths[short] < widths[long] else None
+    places, lengths = np.arange(len(train)), train.part_lengths
+    if lengths is None:  # the last block of a text is shorter than the others
+        places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
+        lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])
+    if (lengths.min(0) == lengths.max(0)).all():
+        return None
+    short, longest = int(lengths.sum(1).argmin()), lengths.argmax(0)
+    # Sources and targets are padded to the longest of each. Of several texts, those of the longest two are enough.
+    longest = sorted(set(longest.tolist()), key=lambda place: (-lengths[place].max(), place))[:2]
+    return [int(places[place]) for place in (short, *longest)]
 
 
 def _main_tensor(output: Any) -> Tensor:

@@ -109,8 +109,9 @@ class TrainBatches:
     ):
         """`fingerprint` identifies the content; a resumed run must have the same.
 
-        `lengths(dataset)` returns the cost of each item, by which the items of a step are spread evenly over micro-batches. By
-        default it is the number of `input_ids` of each row of a `datasets` table.
+        `lengths(dataset)` returns the tokens of each item, by which the items of a step are spread evenly over micro-batches. If
+        items have parts that are padded separately, such as source and target, it returns a column for each part. By default it
+        counts the `input_ids` of each row of a `datasets` table.
         """
         self.dataset, self.collate, self._measure_lengths = dataset, collate, lengths or count_tokens
         self.identity = {"items": len(dataset), "fingerprint": fingerprint}
@@ -119,9 +120,15 @@ class TrainBatches:
         return len(self.dataset)
 
     @functools.cached_property
+    def part_lengths(self) -> np.ndarray | None:
+        """The tokens of each part of each item, or None if they are not known without computing every item."""
+        found = self._measure_lengths(self.dataset)
+        return found if found is None else found.reshape(len(found), -1)
+
+    @functools.cached_property
     def lengths(self) -> np.ndarray | None:
-        """The length of each item, or None if it is not known without computing every item."""
-        return self._measure_lengths(self.dataset)
+        """The tokens of each item, or None if they are not known."""
+        return None if self.part_lengths is None else self.part_lengths.sum(1)
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
@@ -143,10 +150,15 @@ class TrainBatches:
             yield [with_sizes(next(micro_batches)) for _ in range(count)]
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
-        """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank."""
+        """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank.
+
+        The longest ones include the longest of each part, to whose lengths the parts of all others are padded.
+        """
         places = range(number)
         if longest and self.lengths is not None:
-            places = np.argsort(-self.lengths, kind="stable")[:number].tolist()
+            order = np.argsort(-self.lengths, kind="stable").tolist()
+            widest = self.part_lengths.argmax(0).tolist()
+            places = list(dict.fromkeys([*widest, *order] if number > len(widest) else order))[:number]
         return self.batch_of([places[i % len(places)] % len(self.dataset) for i in range(number)], accelerator, cfg)
 
     def batch_of(self, indices: list[int], accelerator: Accelerator, cfg: TrainConfig) -> Any:
@@ -156,23 +168,31 @@ class TrainBatches:
         return with_sizes(send_to_device(batch, accelerator.device))
 
 
-def count_tokens(dataset: Any) -> np.ndarray | None:
-    """Return the number of `input_ids` of each row of a `datasets` table, also of rows with several texts; None for others."""
-    if not _has_plain_rows(dataset) or "input_ids" not in dataset.column_names:
+def count_tokens(dataset: Any, columns: tuple[str, ...] = ("input_ids",)) -> np.ndarray | None:
+    """Return the tokens in these columns of a `datasets` table; None for other datasets.
+
+    The result has one number for each row, or a row of numbers: one for each column, or one for each text if rows have several.
+    """
+    if not _has_plain_rows(dataset) or not set(columns) <= set(dataset.column_names):
         return None
+    tables = list(dataset.select_columns(list(columns)).with_format("arrow").iter(10_000))
+    found = [_list_lengths([table[name].combine_chunks() for table in tables]) for name in columns]
+    return found[0] if len(found) == 1 else np.stack([of_one.reshape(len(of_one), -1).sum(1) for of_one in found], axis=1)
+
+
+def _list_lengths(chunks: list[Any]) -> np.ndarray:
+    """Return the length of each list of a column, or the lengths of the lists inside of it."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    def lengths(column: pa.Array) -> np.ndarray:
-        each = np.asarray(pc.list_value_length(column))
-        if not pa.types.is_nested(column.type.value_type):
-            return each
-        inner = np.concatenate([[0], np.cumsum(lengths(pc.list_flatten(column)))])
-        ends = np.cumsum(each)
-        return inner[ends] - inner[ends - each]
-
-    parts = [part["input_ids"].combine_chunks() for part in dataset.with_format("arrow").iter(10_000)]
-    return np.concatenate([lengths(part) for part in parts])
+    each = np.concatenate([np.asarray(pc.list_value_length(chunk)) for chunk in chunks])
+    if not pa.types.is_nested(chunks[0].type.value_type):
+        return each
+    inner = np.concatenate([np.asarray(pc.list_value_length(pc.list_flatten(chunk))) for chunk in chunks])
+    if len(set(each.tolist())) == 1:
+        return inner.reshape(len(each), -1)
+    sums, ends = np.concatenate([[0], np.cumsum(inner)]), np.cumsum(each)
+    return sums[ends] - sums[ends - each]  # rows have different numbers of texts
 
 
 def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]:
