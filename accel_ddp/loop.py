@@ -135,13 +135,15 @@ def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_s
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
     if not saved.resumed or (total_steps, now) == (total_before, before):
         return
-    text = f"The learning rate of step {step + 1} is {now:.3g}."
-    if now != before:
-        text = (
+    text = f"The run now ends after step {total_steps} instead of {total_before}. " if total_steps != total_before else ""
+    if now == before:
+        text += f"The learning rate of step {step + 1} stays {now:.3g}."
+    else:
+        text += (
             f"The learning rate of step {step + 1} is {now:.3g} instead of {before:.3g}. From here on the schedule is that of a run of "
             f"{total_steps} steps with these options. The steps before keep the learning rates that they had."
         )
-    print_on_main(f"--resume: the run ends after step {total_steps} (before: {total_before}). {text}")
+    print_on_main(text)
 
 
 @dataclass

@@ -100,7 +100,7 @@ def test_a_run_is_made_longer_without_permission_and_prints_the_old_and_the_new_
     for how in ("longer", "longer in epochs"):
         assert damage[how]["error"] == ""
         assert (damage[how]["from"], damage[how]["to"]) == (6, 8)
-        assert "the run ends after step 8 (before: 6)" in damage[how]["said"]
+        assert "The run now ends after step 8 instead of 6." in damage[how]["said"]
         assert "The learning rate of step 7 is 0.0025 instead of 0." in damage[how]["said"]
         assert "step_00000008" in damage[how]["left"]
     assert damage["longer"]["end"] == damage["longer in epochs"]["end"] != damage["straight"]["end"]

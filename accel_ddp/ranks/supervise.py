@@ -32,7 +32,7 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         except SystemExit as exit:
             if exit.code:
                 raise
-        return _finish()
+        return _finish(exits=True)
     except (Exception, SystemExit) as error:
         return _fail(error, cfg)
 
@@ -58,7 +58,7 @@ def supervise_program(cfg: TrainConfig) -> None:
         if os.getpid() != own_pid:
             return
         try:
-            code = _finish()
+            code = _finish(exits=False)  # the program may have called sys.exit with a code that cannot be read here
         except Exception as error:
             code = _fail(error, cfg)
         if code:
@@ -74,15 +74,17 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _finish() -> int:
-    """Close the connections of a rank whose program is complete. Return the exit code."""
+def _finish(exits: bool) -> int:
+    """Close the connections of a rank whose program is complete. Return the exit code, or exit if a rank that runs on delays it."""
     if process.unsaved:
         return _leave(Failure("unsaved", process.unsaved))
     if process.store:
         with contextlib.suppress(Exception):  # rank 0, which may host the store, does not wait longer than the limit
             _wait_for_last_collectives()
         if not process.close_watch():
-            _exit(0)
+            if exits:
+                _exit(0)
+            return 0
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
     return 0
