@@ -207,6 +207,7 @@ def _model_of(path: Path) -> Any:
             base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
         except Exception as error:
             raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
+        adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
         model = peft.get_peft_model(base, adapters)
     else:
         model = kind(config)
@@ -215,7 +216,7 @@ def _model_of(path: Path) -> Any:
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
     if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
-        raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
+        raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
     model.load_state_dict(weights, strict=False)  # tied weights are stored once
     return model
 
@@ -229,12 +230,13 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
     try:
         partial.mkdir(parents=True)
         if merges:
-            model.save_pretrained(partial / ADAPTER)
+            model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
             (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
             (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(_without_paths(files[ADAPTER_CONFIG]))
             model = copy.deepcopy(model).merge_and_unload()  # a copy, so that the trained model keeps its adapters
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
-        model.save_pretrained(partial)
+        # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
+        model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))
         for name, content in files.items():  # they replace those that `save_pretrained` has written
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(_without_paths(content) if Path(name).name in CONFIGS else content)

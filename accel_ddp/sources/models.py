@@ -44,7 +44,7 @@ def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
 class Adapters(NamedTuple):
     """Adapters that were trained before, and the model below them."""
 
-    place: str  # a folder or a Hub name, for peft
+    place: str  # a folder
     config: Any
     base: str  # a value of --model
 
@@ -52,18 +52,10 @@ class Adapters(NamedTuple):
 def find_adapters(name: str, cache_dir: str) -> Adapters | None:
     """Return the adapters that `--model` names, or None if it names a whole model. Raise UserError for unknown adapters."""
     place = locate(name, cache_dir)
-    if Path(place).is_dir():
-        # A whole model may lie next to its adapters. transformers then loads the model.
-        is_adapter = not (Path(place) / "config.json").is_file()
-    else:
-        from transformers.utils.peft_utils import find_adapter_config_file
-
-        prepare_hub()
-        try:
-            is_adapter = find_adapter_config_file(place) is not None
-        except Exception:  # not a name of the Hub; loading the model reports it
-            is_adapter = False
-    if not is_adapter:
+    if not Path(place).is_dir():
+        place = _download_adapters(place)
+    # A whole model may lie next to its adapters. transformers then loads the model.
+    if not place or (Path(place) / "config.json").is_file():
         return None
     import peft
 
@@ -71,6 +63,20 @@ def find_adapters(name: str, cache_dir: str) -> Adapters | None:
     if config.peft_type != "LORA":
         raise UserError(f"--model {name}: contains {config.peft_type.value} adapters. Only LoRA adapters can be trained further.")
     return Adapters(place, config, config.base_model_name_or_path or "")
+
+
+def _download_adapters(name: str) -> str:
+    """Return the folder with the files of adapters on the Hub, or "" if there are no adapters with this name."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    prepare_hub()
+    try:
+        if find_adapter_config_file(name) is None:
+            return ""
+        return snapshot_download(name, allow_patterns=["*.json", "adapter_model.*", "*.jinja", *TOKENIZER_FILES])
+    except Exception:  # many types: not a Hub name, no network; loading the model reports it
+        return ""
 
 
 def _locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
@@ -94,10 +100,9 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
 
     name = cfg.model
     place = locate(name, cfg.cache_dir)
-    adapters = None if _may_have_tokenizer(place) else find_adapters(name, cfg.cache_dir)
-    if adapters:
-        place = _locate_base(name, adapters, cfg.cache_dir)
-    if not _may_have_tokenizer(place):
+    if adapters := find_adapters(name, cfg.cache_dir):
+        place = adapters.place if _has_tokenizer(adapters.place) else _locate_base(name, adapters, cfg.cache_dir)
+    if Path(place).is_dir() and not _has_tokenizer(place):
         raise UserError(
             f"--model {name}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}). "
             "Save one there: tokenizer.save_pretrained(folder)."
@@ -114,8 +119,8 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
     return tokenizer
 
 
-def _may_have_tokenizer(place: str) -> bool:
-    return not Path(place).is_dir() or any((Path(place) / file).is_file() for file in TOKENIZER_FILES)
+def _has_tokenizer(folder: str) -> bool:
+    return any((Path(folder) / file).is_file() for file in TOKENIZER_FILES)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -304,7 +309,7 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
             f"--model {cfg.model}: contains LoRA adapters for {given.base}, but no weights for {', '.join(lost)}, which that model "
             f"lacks too. To train new adapters, use --model {given.base} --lora_r {config.r}."
         )
-    config.inference_mode, config.task_type = False, task
+    config.inference_mode, config.task_type, config.base_model_name_or_path = False, task, None  # peft sets the last one
     config.lora_dropout = cfg.lora_dropout or config.lora_dropout
     config.modules_to_save = _distinct_modules(config.modules_to_save, model)
     return config

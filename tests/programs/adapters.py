@@ -58,6 +58,17 @@ def put_on_hub(name: str, source: str) -> None:
     (folder / "snapshots" / ("a" * 40)).symlink_to(models.locate(source))
 
 
+def check_training_continues(folder: Path, model: torch.nn.Module) -> None:
+    """Load the exported adapters by a name of the Hub, and compare them with those in memory."""
+    put_on_hub("adapters", str(folder))
+    cfg = RecipeConfig(model="someone/adapters")
+    again = models.load(AutoModelForSequenceClassification, cfg, models.load_tokenizer(cfg), **HEAD)
+    again = models.prepare(again, cfg, Accelerator(cpu=True), "SEQ_CLS")
+    weights = [{name: p for name, p in one.named_parameters() if p.requires_grad} for one in (model, again)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+
+
 def main(tiny_model: str, out: Path) -> None:
     for name in ("tiny-llama", "tiny-t5", "tiny-bert"):
         put_on_hub(name, f"builtin:{name}")
@@ -80,6 +91,8 @@ def main(tiny_model: str, out: Path) -> None:
             for merge in ("auto", "off") if where == "local" and task in ("classify", "seq2seq") else ("auto",):
                 folder = out / f"{task} {where} {merge}"
                 export._write(folder, model.eval(), files, facts, merge)
+                if (task, where) == ("classify", "hub"):
+                    check_training_continues(folder, model)
                 printed.append([task, where, merge, export.describe(folder, files, example)])
     print(json.dumps(printed))
 
