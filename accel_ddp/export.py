@@ -88,12 +88,14 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
     """
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (folder / ADAPTER_CONFIG).is_file():
-        lines.append(f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on.")
+        lines.append(
+            f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
+        )
         if not _is_on_hub(base):
             lines.append("On another machine, replace the place of that model in the next line.")
             base = models.locate(base)
     elif base:
-        hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off."
+        hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
         lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
 
