@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accel_ddp.tasks import (
         chat,
         contrastive,
+        examples,
         generation_metrics,
         image_files,
         labels,
@@ -59,6 +60,7 @@ _HOME = {
     "contrastive": "tasks.",
     "data": "sources.",
     "evaluate": "training.evaluation",
+    "examples": "tasks.",
     "export": ".",
     "fit": "loop",
     "generation_metrics": "tasks.",
@@ -104,6 +106,7 @@ __all__ = [
     "contrastive",
     "data",
     "evaluate",
+    "examples",
     "export",
     "fit",
     "generation_metrics",

@@ -237,12 +237,13 @@ def _export(words: list[str]) -> int:
         "checkpoint", help="a checkpoint (runs/.../step_00000012), or the folder of a run: its best checkpoint, else its newest"
     )
     parser.add_argument("out", help="the folder to write; it must be empty or not exist")
-    parser.add_argument("--merge", action="store_true", help="merge adapters (LoRA) into the weights and export the whole model")
+    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the model below them is not on the Hub"
+    parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
     given = parser.parse_args(words)
     from accel_ddp.export import from_checkpoint
 
-    print(f"model saved in {from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)}")
+    from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)
     return 0
 
 

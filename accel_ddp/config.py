@@ -432,9 +432,9 @@ class RecipeConfig(TrainConfig):
         group="model",
         also=("target_modules", "lora_target_modules"),
     )
-    merge_adapters: bool = option(
-        False,
-        "export the whole model with the adapters merged into it",
+    merge_adapters: Literal["auto", "on", "off"] = option(
+        "auto",
+        "export the whole model with the adapters merged into it; auto: if the model below them is not on the Hub",
         group="model",
         affects_result=False,
         also=("merge_lora",),

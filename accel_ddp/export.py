@@ -17,9 +17,19 @@ from accel_ddp.ranks.process import process
 from accel_ddp.saving import format
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
+from accel_ddp.sources import builtin, models
 from accel_ddp.sources.hub import prepare_hub
+from accel_ddp.tasks import examples
 
 BASE = "base"  # subfolder for the config of the model below adapters
+ADAPTER = "adapter"  # subfolder for the adapters of a merged model
+ADAPTER_CONFIG = "adapter_config.json"
+CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "preprocessor_config.json", ADAPTER_CONFIG)
+PIPELINES = {
+    "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}  # the pipeline of transformers for a class, by its ending  # fmt: skip
 
 TASKS = {
     "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
@@ -38,8 +48,6 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     with tempfile.TemporaryDirectory() as folder:
-        if has_adapters(model):
-            model.peft_config["default"].save_pretrained(folder)
         # Next to adapters, transformers would take the config of the whole model for the model itself.
         config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
         if base.can_generate():
@@ -48,6 +56,8 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
             processor.backend_tokenizer.no_truncation()
             processor.backend_tokenizer.no_padding()
         processor.save_pretrained(folder)
+        if has_adapters(model):
+            (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(models.adapter_config(model), indent=1))
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {**{str(path.relative_to(folder)): path.read_bytes() for path in paths}, **(more or {})}
 
@@ -64,27 +74,82 @@ def at_the_end(
             return
         folder = Path(cfg.output_dir) / "model"
         facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
-        merge = getattr(cfg, "merge_adapters", False)
-        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge)
+        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, getattr(cfg, "merge_adapters", "auto"))
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
-        print(f"model saved in {folder}")
-        if has_adapters(model) and not merge:
-            print("To get one model, add --merge_adapters to the command, or run accel-ddp export --merge on a checkpoint.")
-        elif example:
-            print(f'try:  python -c "{example.format(folder=folder)}"')
+        print(describe(folder, files, example))
         print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
-def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = False) -> Path:
-    """Export a checkpoint. If `place` is the folder of a run, export its best checkpoint, or else its newest complete one."""
+def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
+    """Return lines that state what the exported folder contains, with a command that loads it.
+
+    `files` are those of `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
+    """
+    lines, base = [f"model saved in {folder}"], _base_of(files)
+    if (folder / ADAPTER_CONFIG).is_file():
+        lines.append(
+            f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
+        )
+        if not _is_on_hub(base):
+            lines.append("On another machine, replace the place of that model in the next line.")
+            base = models.locate(base)
+    elif base:
+        hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
+        lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
+    return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
+
+
+def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -> tuple[str, str, str]:
+    """Return the arguments of `examples.command` for code that loads the exported folder and runs the example.
+
+    `base` is the place of the model below the adapters.
+    """
+    is_adapter, is_on_hub = (folder / ADAPTER_CONFIG).is_file(), _is_on_hub(_base_of(files))
+    architecture = json.loads(files.get(f"{BASE}/config.json") or files["config.json"])["architectures"][0]
+    task = next((task for ending, task in PIPELINES.items() if architecture.endswith(ending)), "")
+    if not example and task:
+        remote = ", trust_remote_code=True" if architecture.startswith("MiniResNet") else ""
+        example = f'from transformers import pipeline; use = pipeline("{task}", {{model}}{remote})'
+    if not example and "modules.json" in files:
+        example = "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder})"
+    if not example:
+        example = f"from transformers import {architecture}; model = {architecture}.from_pretrained({{folder}})"
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if not is_adapter or (
+        _is_on_hub(base) and not architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    ):
+        return example, str(folder), "{folder}"
+    # `pipeline` and peft's classes would load the model below the adapters with labels of its own.
+    place = "{folder}" if is_on_hub else examples.literal(base)
+    code = f"from transformers import AutoConfig, {architecture}; "
+    code += f'config = AutoConfig.from_pretrained({{folder}}, subfolder="{BASE}"); '
+    code += f"model = {architecture}.from_pretrained({place}, config=config, ignore_mismatched_sizes=True); "
+    code += "" if is_on_hub else "model.load_adapter({folder}); "
+    return code + (example if "{model}" in example else "print(type(model))"), str(folder), "model, tokenizer={folder}"
+
+
+def _base_of(files: dict[str, bytes]) -> str:
+    """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
+    return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
+
+
+def _is_on_hub(base: str) -> bool:
+    return not base.startswith(builtin.PREFIX) and not Path(base).is_absolute()
+
+
+def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto") -> Path:
+    """Export a checkpoint, print how to load the result, and return its folder.
+
+    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one.
+    """
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: exists already. Name a folder that does not exist.")
     problem = format.find_problem(path)
     if problem:
         raise UserError(f"{path}: {problem}. It cannot be exported.")
-    if not any((path / "files" / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((path / "files" / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise UserError(
             f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
             f"{path / format.MODEL}. Load them with safetensors."
@@ -93,9 +158,11 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: bool = F
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
+    facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
     _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
     if push_to_hub:
         push(folder, push_to_hub)
+    print(describe(folder, files))
     return folder
 
 
@@ -125,7 +192,7 @@ def _model_of(path: Path) -> Any:
     from accel_ddp.tasks import vision  # registers its models with transformers
 
     prepare_hub()
-    with_adapters = (path / "files" / "adapter_config.json").is_file()
+    with_adapters = (path / "files" / ADAPTER_CONFIG).is_file()
     config = transformers.AutoConfig.from_pretrained(path / "files" / (BASE if with_adapters else "."))
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None) or getattr(vision, name, None)
@@ -136,11 +203,13 @@ def _model_of(path: Path) -> Any:
 
         adapters = peft.PeftConfig.from_pretrained(path / "files")
         adapters.inference_mode = False
-        place = adapters.base_model_name_or_path
+        source = adapters.base_model_name_or_path
         try:
+            place = models.locate(source, format.read_run(path)["config"].get("cache_dir") or "~/.cache/accel_ddp")
             base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
         except Exception as error:
-            raise UserError(f"{path}: the model below its adapters, {place}, cannot be loaded: {error}") from error
+            raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
+        adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
         model = peft.get_peft_model(base, adapters)
     else:
         model = kind(config)
@@ -149,25 +218,35 @@ def _model_of(path: Path) -> Any:
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
     if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
-        raise UserError(f"{path}: its adapters were trained on other weights than {adapters.base_model_name_or_path} has now.")
+        raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
     model.load_state_dict(weights, strict=False)  # tied weights are stored once
     return model
 
 
-def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: bool = False) -> None:
-    if merge and has_adapters(model):  # a copy, so that the trained model keeps its adapters
-        model = copy.deepcopy(model).merge_and_unload()
-        files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != "adapter_config.json"}
+def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto") -> None:
+    base, original = _base_of(files), files
+    is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
+    merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        model.save_pretrained(partial)
+        if merges:
+            model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
+            (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
+            (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(_without_paths(files[ADAPTER_CONFIG]))
+            model = copy.deepcopy(model).merge_and_unload()  # a copy, so that the trained model keeps its adapters
+            files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
+        # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
+        model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))
         for name, content in files.items():  # they replace those that `save_pretrained` has written
-            if name != "adapter_config.json":
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                (partial / name).write_bytes(content)
-        (partial / "README.md").write_text(card(facts))
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(_without_paths(content) if Path(name).name in CONFIGS else content)
+        facts = {**facts, "config": _public_options(facts["config"])}
+        name = facts["config"].get("push_to_hub") or "FOLDER"
+        code, _, pipeline = _code(partial, original, _public(base))
+        use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
+        (partial / "README.md").write_text(card(facts, use))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
         if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
             old = folder.with_name(f".{folder.name}.old")
@@ -185,31 +264,70 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
         raise
 
 
-def card(facts: dict[str, Any]) -> str:
-    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub."""
+def _public(value: str) -> str:
+    """Return the last part of a path, so that the folders of this machine are not published. Return a Hub name as it is."""
+    is_path = value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists()
+    return Path(value).expanduser().resolve().name if is_path and not value.startswith(builtin.PREFIX) else value
+
+
+def _public_options(config: dict[str, Any]) -> dict[str, Any]:
+    files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
+    public = lambda name, value: Path(value).expanduser().resolve().name if name in files else _public(value)
+    is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
+    return {
+        name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()
+    }
+
+
+def _without_paths(content: bytes) -> bytes:
+    """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
+    values = json.loads(content)
+    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
+    public = {name: _public(value) if is_place(name, value) else value for name, value in values.items()}
+    return content if public == values else json.dumps(public, indent=1).encode()
+
+
+def card(facts: dict[str, Any], use: str = "") -> str:
+    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
+
+    `facts["config"]` are options without paths. `use` is code that loads the model.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     config, metrics = facts["config"], facts["metrics"]
     base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
-    is_name = lambda text: text.count("/") == 1 and not text.startswith((".", "/", "~")) and "." not in text.split("/")[1][-5:]
+    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
     task = TASKS.get(facts["recipe"])
+    is_dataset = is_name(data) and not config.get("train_file")
+    tested, split = config.get("eval_file") or data, config.get("eval_split") or None
+    if config.get("eval_file"):
+        where = f"`{tested}`"
+    elif config.get("train_file"):
+        where = f"rows of `{data}` that were not used for training"
+    else:
+        where = f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
     head = ModelCardData(
         library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
         base_model=base if is_name(base) else None,
-        datasets=[data.split(":")[0]] if is_name(data) else None,
+        datasets=[data.split(":")[0]] if is_dataset else None,
         pipeline_tag=task,
         tags=["accel_ddp"],
-        model_name=Path(config["output_dir"]).name,
+        model_name=config["output_dir"],
         eval_results=[
-            EvalResult(task or "other", data or "unknown", Path(data).name or "unknown", name, round(value, 6))
+            EvalResult(
+                task or "other", tested.split(":")[0] if is_dataset else tested or "unknown", tested or "unknown", name,
+                round(value, 6), dataset_split=split if is_dataset else None,
+            )
             for name, value in metrics.items()
         ]
         or None,
-    )
+    )  # fmt: skip
     lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
     lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
+    if use:
+        lines += ["## Use", "", "```python", use, "```", ""]
     if metrics:
-        lines += ["## Evaluation", "", "| metric | value |", "|---|---|"]
+        lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
     step = f"{facts['step']} steps" if "step" in facts else "All steps"
     lines += ["## Training", "", f"{step} on {facts['num_ranks']} rank{'s' * (facts['num_ranks'] > 1)}, with these options:", ""]

@@ -41,10 +41,12 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
             arguments += _as_arguments(argv[at + 1], name, value, types[name])
         del argv[at : at + 2]
     _check_names(argv, types, properties)
-    if "--resume" in argv:  # without a value it means the newest checkpoint of the output folder
-        at = argv.index("--resume")
-        if at + 1 == len(argv) or argv[at + 1].startswith("--"):
-            argv.insert(at + 1, "auto")
+    # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
+    for option, value in (("--resume", "auto"), ("--merge_adapters", "on")):
+        if option in argv:
+            at = argv.index(option)
+            if at + 1 == len(argv) or argv[at + 1].startswith("--"):
+                argv.insert(at + 1, value)
     arguments += _normalize_flags(argv, types)
 
     description = sys.modules[cls.__module__].__doc__

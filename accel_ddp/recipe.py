@@ -14,7 +14,8 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
 
     A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
     `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
-    print at the end, `example`, which is Python code that uses the exported {folder}, and `more_files`, which are exported too.
+    print at the end, `example`, which is Python code that uses the exported {folder} (see `export.describe`), and `more_files`,
+    which are exported too.
     """
     accelerator = start(cfg)
     task = task_class(cfg, accelerator)

@@ -277,7 +277,7 @@ TASKS = {  # the longest first, so that with --jobs all end at about the same ti
     "classify-sst2": (CLASSIFY, {"global_batch_size": 32, "epochs": 1, "lr": 5e-5}),
     "classify-clinc150": (CLASSIFY, {"global_batch_size": 64, "epochs": 10, "lr": 2e-4, "warmup_ratio": 0.1, "max_length": 64}),
     "sft-full": (SFT, {**SMOLLM2, "lr": 5e-5}),
-    "sft-lora": (SFT, {**SMOLLM2, "lr": 1e-3, "lora_r": 16, "merge_adapters": True}),
+    "sft-lora": (SFT, {**SMOLLM2, "lr": 1e-3, "lora_r": 16, "merge_adapters": "on"}),
     "classify-agnews": (CLASSIFY, {"global_batch_size": 32, "epochs": 2, "lr": 5e-5}),
     "tag-wikigold": (TAG, {"global_batch_size": 16, "epochs": 10, "lr": 3e-4, "warmup_ratio": 0.1}),
     "images-mnist": (IMAGES, {"global_batch_size": 64, "epochs": 5, "lr": 3e-3, "augment": "none"}),

@@ -34,7 +34,8 @@ Every recipe has the options in the first eight tables. [Recipes](#recipes) list
 `accel-ddp run NAME --help` prints the same texts in the terminal.
 
 - Values come from the defaults, then from `--config my_run.yaml`, then from the command line. A later value wins.
-- A flag is turned on with `--merge_adapters` and off with `--no_merge_adapters`. In YAML write `merge_adapters: true`.
+- A flag is turned on with `--gradient_checkpointing` and off with `--no_gradient_checkpointing`. In YAML write
+  `gradient_checkpointing: true`.
 - **Result**: "yes" means that the option changes what is learned. `--resume` then refuses another value, unless you add
   `--allow_config_change`. If the cell is empty, a resumed run may use another value.
 - **Nodes**: "may differ" means that nodes may use different values. All other options must be the same on every node. Files and

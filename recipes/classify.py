@@ -55,14 +55,12 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
-    example = "from transformers import pipeline; print(pipeline('text-classification', '{folder}')('What a film!'))"
-
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            train_rows, self.eval_rows, self.labels = build_data(cfg, self.processor)
+            train_rows, self.eval_rows, self.labels, self.texts = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
@@ -114,13 +112,20 @@ class Task:
         """Return what is printed after training."""
         return "" if self.labels.is_regression else self.table.report(self.cfg.output_dir)
 
+    @property
+    def example(self):
+        """Python code that applies the exported {model} to the first evaluation row."""
+        pair = dict(zip(("text", "text_pair"), self.texts))
+        row = accel_ddp.examples.literal(pair if self.cfg.text_pair_column else self.texts[0])
+        return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}))'
+
 
 def logits(model, batch):
     return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, and the names of the labels."""
+    """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the texts of a row."""
     train, test = accel_ddp.data.load_rows(cfg)
     texts = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column}
     accel_ddp.data.require_columns({**texts, "label_column": cfg.label_column}, train, test)
@@ -139,7 +144,7 @@ def build_data(cfg: Config, tokenizer):
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     labels.report_classes(usable)
-    return (*usable, labels)
+    return (*usable, labels, accel_ddp.examples.first_texts(test, columns))
 
 
 def build_model(cfg: Config, accelerator, tokenizer, labels):

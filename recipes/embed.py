@@ -86,13 +86,11 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the loss over a whole batch, and the metrics."""
 
-    example = "from sentence_transformers import SentenceTransformer; print(SentenceTransformer('{folder}').encode(['Hi']).shape)"
-
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            train_rows, eval_rows = build_data(cfg, self.processor)
+            train_rows, eval_rows, self.texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
@@ -137,9 +135,19 @@ class Task:
             return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
 
+    @property
+    def example(self):
+        """Python code that prints the cosine of the first evaluation row with the exported model in {folder}."""
+        anchor, positive = (accel_ddp.examples.literal(text) for text in self.texts[:2])
+        return (
+            "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
+            f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
+            "print(use.similarity(a, b))"
+        )
+
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with the tokens of several texts each: anchor, positive and negatives. With scores, a row also has its score."""
+    """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the texts of a row."""
     tables = accel_ddp.data.load_rows(cfg)
     columns = [cfg.anchor_column, cfg.positive_column, *cfg.negative_columns]
     options = ["anchor_column", "positive_column", *["negative_columns"] * len(cfg.negative_columns)]
@@ -164,7 +172,8 @@ def build_data(cfg: Config, tokenizer):
     scores = [cfg.score_column, cfg.min_score, cfg.max_score]
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length, scores]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    return accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    return (*usable, accel_ddp.examples.first_texts(tables[1], columns))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -85,6 +85,7 @@ class Task:
         images = accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
         self.train = accel_ddp.TrainBatches(images, default_collate, train.fingerprint)
         images = accel_ddp.vision.Images(test, self.processor, self.model)
+        self.test = test
         self.eval_batches = accel_ddp.EvalBatches(images, default_collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch):
@@ -115,11 +116,10 @@ class Task:
 
     @property
     def example(self):
-        cfg = self.cfg
-        ours = f"from accel_ddp import builtin; image = builtin.load_dataset('{cfg.dataset}')['validation'][0]['image']"
-        image = ours if cfg.dataset.startswith("builtin:") and not cfg.train_file else "image = 'YOUR_IMAGE.png'"
-        use = "from transformers import pipeline; use = pipeline('image-classification', '{folder}', trust_remote_code=True)"
-        return f"{image}; {use}; print(use(image))"
+        """Python code that applies the exported model in {folder} to the first evaluation image."""
+        remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
+        use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
+        return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
 
 
 def logits(model, batch):

@@ -91,8 +91,9 @@ class Task:
 
     @property
     def example(self):
-        sentence = f"Returns a {self.processor.mask_token} of names."
-        return f"from transformers import pipeline; print(pipeline('fill-mask', '{{folder}}')('{sentence}'))"
+        """Python code that applies the exported {model} to the first evaluation row, with a masked word."""
+        text = accel_ddp.examples.literal(accel_ddp.masking.masked_text(self.processor, self.eval_blocks))
+        return f'from transformers import pipeline; print(*pipeline("fill-mask", {{model}})({text}), sep="\\n")'
 
 
 def build_data(cfg: Config, tokenizer):

@@ -61,11 +61,6 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
-    example = (
-        "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained('{folder}'); "
-        "print(t.decode(M.from_pretrained('{folder}').generate(**t('1984', return_tensors='pt'))[0], skip_special_tokens=True))"
-    )
-
     def __init__(self, cfg: Config, accelerator):
         from transformers import DataCollatorForSeq2Seq
 
@@ -115,6 +110,19 @@ class Task:
     def report(self):
         """Return some generated texts."""
         return self.samples
+
+    @property
+    def example(self):
+        """Python code that applies the exported model in {folder} to the first evaluation row."""
+        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.eval_rows[0]["source"]))
+        options = (
+            f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"  # adapters have no generation config
+        )
+        return (
+            "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
+            f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '
+            "print(t.decode(ids[0], skip_special_tokens=True))"
+        )
 
 
 def build_data(cfg: Config, tokenizer):

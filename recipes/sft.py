@@ -53,16 +53,12 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
-    example = (
-        "from transformers import pipeline; print(pipeline('text-generation', '{folder}')([dict(role='user', content='Hi')]))"
-    )
-
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples = build_data(cfg, self.processor)
+            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
@@ -103,9 +99,15 @@ class Task:
         before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
         return accel_ddp.chat.format_samples(self.samples, before, self.answers[-1])
 
+    @property
+    def example(self):
+        """Python code that applies the exported {model} to the first evaluation row."""
+        options = f"{accel_ddp.examples.literal(self.prompt)}, max_new_tokens={self.cfg.max_new_tokens}"
+        return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
+
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, and some prompts with their answers to print."""
+    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg)
     form.require_columns(tables[1])
@@ -116,7 +118,7 @@ def build_data(cfg: Config, tokenizer):
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    return (*usable, form.select_samples(tables[1], cfg.samples, max_tokens=cfg.max_length))
+    return (*usable, form.select_samples(tables[1], cfg.samples, max_tokens=cfg.max_length), form.first_prompt(tables[1]))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -46,18 +46,13 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
-    example = (
-        "from transformers import pipeline; tag = pipeline('token-classification', '{folder}', aggregation_strategy='first'); "
-        "print(*tag('def area(width, height): return width * height'), sep='\\n')"
-    )
-
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "tags")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             self.processor = accel_ddp.tagging.prepare_for_words(self.processor, cfg.model)
-            train_rows, self.eval_rows, self.tags = build_data(cfg, self.processor)
+            train_rows, self.eval_rows, self.tags, self.text = build_data(cfg, self.processor)
             self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
             self.more_metrics.try_out(self.references)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
@@ -94,13 +89,19 @@ class Task:
         """Return what is printed after training."""
         return self.table.report(self.cfg.output_dir)
 
+    @property
+    def example(self):
+        """Python code that applies the exported {model} to the first evaluation row."""
+        use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
+        return f'from transformers import pipeline; {use}; print(*use({accel_ddp.examples.literal(self.text)}), sep="\\n")'
+
 
 def logits(model, batch):
     return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, and the tags."""
+    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and a text."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
     accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
     tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg))
@@ -110,10 +111,12 @@ def build_data(cfg: Config, tokenizer):
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
+    rows = test
     train, test = accel_ddp.data.drop_broken(encoded, cfg)
     accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
     tags.report_classes([train, test])
-    return train, test, tags
+    words = next((row[cfg.tokens_column] for row in rows if row[cfg.tokens_column]), [])
+    return train, test, tags, accel_ddp.examples.shorten(" ".join(words))
 
 
 def build_model(cfg: Config, accelerator, tokenizer, tags):

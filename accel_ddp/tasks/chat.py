@@ -12,6 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.sources.data import describe_columns
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.tokenisation import SOURCE
+from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:
     import datasets
@@ -152,6 +153,25 @@ class Format:
             if ids and len(ids) <= max_tokens:
                 found.append(Sample(prompt, answer, ids))
         return found
+
+    def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
+        """Return what the pipeline "text-generation" takes, from the first usable row: the chat before an answer, or a text."""
+        some = rows[: min(len(rows), 100)]
+        for i in range(min(len(rows), 100)):
+            rendered = self._render(some, i)
+            if rendered.problem:
+                continue
+            if self.kind == "texts":
+                return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
+            if not self.tokenizer.chat_template:
+                return rendered.answers[0][0]
+            if self.kind == "instructions":
+                asked = [some[column][i] for column in self.columns[:-1]]
+                return [{"role": "user", "content": shorten("\n\n".join(text for text in asked if text))}]
+            messages = [_check_message(message) for message in some[self.columns[0]][i]]
+            first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
+        return "Hi"
 
     def _render(self, rows: dict[str, list], i: int) -> "_Rendered":
         """Return row `i` as one text, or the reason why it cannot be used."""

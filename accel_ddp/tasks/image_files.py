@@ -48,6 +48,13 @@ def read_images(option: str, path: str) -> "datasets.Dataset":
     return _read_npz(option, path) if path.endswith(".npz") else load_file(option, path)
 
 
+def load_first(path: str, column: str) -> Image.Image:
+    """Return the first image of an .npz, of its test images if there are any, or of a table."""
+    import datasets
+
+    return decode(read_content(read_images("--eval_file", path).cast_column(column, datasets.Image(decode=False))[0][column]))
+
+
 def read_content(image: dict[str, Any]) -> bytes:
     """Return the encoded image."""
     return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()

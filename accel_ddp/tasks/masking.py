@@ -102,6 +102,17 @@ def sum_by_row(values: Tensor, batch: Any) -> Tensor:
     return flat.view(batch["labels"].shape).sum(-1)
 
 
+def masked_text(tokenizer: Any, blocks: Any) -> str:
+    """Return the beginning of the first block as a text in which one word is masked."""
+    ids, words = ([*blocks[0][name][:24]] for name in ("input_ids", "words"))
+    there = sorted(set(words) - {SPECIAL})
+    chosen = there[len(there) // 2] if there else None
+    first = words.index(chosen) if there else 0
+    before, after = ids[:first], [token for token, word in zip(ids[first:], words[first:]) if word != chosen]
+    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in (before, after)]
+    return " ".join(text for text in (texts[0], tokenizer.mask_token, texts[1]) if text)
+
+
 @torch.no_grad()
 def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 3) -> str:
     """Return the model's three best guesses of a masked word in each of the first blocks, to print."""

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
-from accel_ddp.sources import data, models, tokenisation
+from accel_ddp.sources import builtin, data, models, tokenisation
+from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.image_files import decode, read_content
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
@@ -151,6 +152,20 @@ def _image_mode(model: nn.Module) -> str:
             f"--model: this model expects images with {channels} channels. Use a model with 1 (grayscale) or 3 (RGB)."
         )
     return "L" if channels == 1 else "RGB"
+
+
+def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
+    """Return Python code that sets `image` to an image of the data: the path of the first of `images`, or row 0 of its table."""
+    path, column = images.rows[int(images.properties["index"][0])][images.column]["path"], literal(images.column)
+    if path and Path(path).is_file():
+        return f"image = {literal(path)}"
+    if cfg.train_file:
+        place = f"{literal(cfg.eval_file or cfg.train_file)}, {column}"
+        return f"from accel_ddp import image_files; image = image_files.load_first({place})"
+    if cfg.dataset.startswith(builtin.PREFIX):
+        return f'from accel_ddp import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
+    place = f"{', '.join(map(literal, cfg.dataset.split(':', 1)))}, split={literal(cfg.train_split)}"
+    return f"from datasets import load_dataset; image = load_dataset({place})[0][{column}]"
 
 
 def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) -> Any:
