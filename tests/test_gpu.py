@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from tests.conftest import PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
+from tests.test_comm_hooks import COMPRESSED, assert_compressed
 
 pytestmark = pytest.mark.gpu
 CLASSIFY = ROOT / "recipes" / "classify.py"
@@ -125,9 +127,24 @@ def test_synchronised_batch_norm_of_two_ranks_equals_that_of_one_rank_with_the_w
     assert difference["separate"] > 1e-2, "the comparison does not detect statistics of half of the batch"
 
 
-@pytest.mark.parametrize("hook", ["bf16", "powersgd"])
-def test_compressed_gradients_over_nccl(tmp_path, hook):
-    two_nodes(CLASSIFY, "--comm_hook", hook, "--steps", "20", "--output_dir", tmp_path / "run").well()
+@pytest.fixture(scope="module")
+def uncompressed(tmp_path_factory) -> dict:
+    """Return the result of tests/programs/compressed.py without compression."""
+    folder = tmp_path_factory.mktemp("uncompressed")
+    two_nodes(COMPRESSED, "--out", folder / "out.pt", "--output_dir", folder / "run").well()
+    return torch.load(folder / "out.pt")
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_over_nccl_converge(tmp_path, uncompressed, hook):
+    two_nodes(COMPRESSED, "--comm_hook", hook, "--out", tmp_path / "out.pt", "--output_dir", tmp_path / "run").well()
+    assert_compressed(hook, torch.load(tmp_path / "out.pt"), uncompressed)
+
+
+def test_a_recipe_trains_with_compressed_gradients_over_nccl(tmp_path):
+    ended = two_nodes(CLASSIFY, "--comm_hook", "powersgd", "--steps", "60", "--output_dir", tmp_path / "run").well()
+    before, accuracy = map(float, ended.texts[0].split("\naccuracy ")[1].split()[:2])
+    assert accuracy > before
 
 
 def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain_ones():
@@ -152,8 +169,6 @@ def test_steps_skipped_by_the_fp16_scaler_are_counted(tmp_path):
 
 
 def test_more_ranks_than_gpus_and_a_mix_with_cpu_are_refused(tmp_path):
-    import torch
-
     too_many = torch.cuda.device_count() + 1
     environments = rank_environments(too_many)
     for env in environments:
