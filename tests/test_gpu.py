@@ -283,9 +283,10 @@ def test_a_rank_that_is_stuck_in_nccl_is_reported_on_both_nodes():
         for child in psutil.Process(running.processes[1].pid).children():
             if any("libnccl" in one.path for one in child.memory_maps()) and child.cpu_times().user > 4:
                 stopped = child
+    assert stopped, "node 1 has started no rank"
     time.sleep(3)
     stopped.suspend()
-    ended = running.ended(90)  # the doctor of node 1 ends the suspended rank
+    ended = running.ended(180)  # the doctor of node 1 ends the suspended rank
     assert ended.codes == [1, 1], ended.text
     for text in ended.texts:
         assert re.search(r"^E_COLLECTIVE_(STUCK|FAILED)  \[\S+, machine_rank 1, rank 1\] ", text, re.MULTILINE), text
