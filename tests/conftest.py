@@ -26,6 +26,8 @@ BIN = Path(sys.executable).parent
 # A shell starts background commands with SIGINT ignored, and child processes would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler is not inherited by processes that tests start
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # The copy is taken here, because libraries that tests import later add variables that the processes of a user do not have.
 OUTSIDE = dict(os.environ)
 

@@ -298,7 +298,7 @@ class Nodes:
 
     def kill(self) -> None:
         """Kill all processes inside the nodes, until there are none."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while left := [pid for space in self.spaces for pid in space.pids()]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes {left} do not end although they were killed")

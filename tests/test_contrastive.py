@@ -125,7 +125,7 @@ def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_pa
 
 
 def test_parameters_without_a_gradient_are_named_with_the_option_to_use(tmp_path):
-    ended = run_ranks(2, PROGRAMS / "dynamic.py", "--output_dir", tmp_path / "run", timeout=60)
+    ended = run_ranks(2, PROGRAMS / "dynamic.py", "--output_dir", tmp_path / "run")
     assert ended.codes == [2, 2], ended.text
     for words in (
         "2 parameters got no gradient in this step: large.weight, large.bias",
@@ -165,7 +165,7 @@ def test_the_words_to_freeze_match_all_unused_parameters_and_no_others(unused, u
 
 
 def test_parameters_that_are_used_in_some_steps_learn_the_same_on_two_ranks(tmp_path):
-    refused = run_ranks(2, PROGRAMS / "dynamic.py", "--how", "sometimes", "--output_dir", tmp_path / "refused", timeout=60)
+    refused = run_ranks(2, PROGRAMS / "dynamic.py", "--how", "sometimes", "--output_dir", tmp_path / "refused")
     assert refused.codes == [2, 2], refused.text
     assert "got no gradient in this step" in refused.text
     for ranks in (1, 2):

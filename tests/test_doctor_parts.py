@@ -242,7 +242,7 @@ def listening_ports(pid: int) -> list[int]:
 
 def authenticated(port: int, token: bytes) -> socket.socket:
     """Return a connection after a successful handshake."""
-    sock = socket.create_connection(("127.0.0.1", port), timeout=3)
+    sock = socket.create_connection(("127.0.0.1", port), timeout=30)
     mine = os.urandom(16)
     sock.sendall(messages.MAGIC + mine)
     theirs = sock.recv(16, socket.MSG_WAITALL)
@@ -323,17 +323,17 @@ def test_a_thousand_malformed_connections_break_nothing_and_learn_nothing():
         else:
             data = b""
         try:
-            with socket.create_connection(("127.0.0.1", to), timeout=3) as sock:
+            with socket.create_connection(("127.0.0.1", to), timeout=30) as sock:
                 sock.sendall(data)
                 if chance.random() < 0.1:
                     sock.shutdown(socket.SHUT_WR)
                     learned = max(learned, len(sock.recv(4096)))
         except OSError:
             pass
-    assert learned <= 16, "a peer without the token receives nothing but a random number"
+    assert learned == 16, "a peer without the token receives nothing but a random number"
     grown = psutil.Process(pid).memory_info().rss - before
     assert grown < 32 << 20, f"{grown >> 20} MiB"
-    held = [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(300)]  # more than are accepted at once
+    held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(300)]  # more than are accepted at once
     second = Running([[*usual, "--machine_rank", "1"]], [clean_environment()])
     ended = [main.ended(60), second.ended(60)]
     assert [one.codes for one in ended] == [[0], [0]], ended
@@ -387,7 +387,7 @@ def test_untrusted_peers_cannot_exhaust_the_memory_of_the_doctor():
     held = [authenticated(port, token) for _ in range(10)]
     for sock in held:
         sock.sendall(struct.pack(">I", messages.LARGEST_MESSAGE) + bytes(messages.LARGEST_MESSAGE - 1))
-    held += [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(200)]
+    held += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(200)]
     for sock in held[10:]:
         sock.sendall(bytes(20))
     time.sleep(0.5)

@@ -374,7 +374,7 @@ def test_every_rank_ends_with_code_2_and_one_message_without_a_traceback(argumen
 
 
 def goes_wrong(tmp_path, how: str):
-    return run_ranks(2, PROGRAMS / "goes_wrong.py", "--how", how, "--output_dir", tmp_path / "run", timeout=60)
+    return run_ranks(2, PROGRAMS / "goes_wrong.py", "--how", how, "--output_dir", tmp_path / "run")
 
 
 def test_a_loss_that_is_not_a_number_is_reported_with_step_and_rank(tmp_path):

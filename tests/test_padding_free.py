@@ -244,10 +244,14 @@ def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
     model = KINDS["bert"]().eval()
     layers = PaddingFree(model)
     layers.install()
-    with CurrentBatch(a_batch()):
-        other = a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row of the current batch
-        layers.run = lambda *_: pytest.fail("the layers got no padding")
+    ran = []
+    layers.run = lambda number, hidden, args, kwargs: ran.append(number) or layers.calls[number](hidden, *args, **kwargs)
+    batch, other = a_batch(), a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row of the current batch
+    with CurrentBatch(batch):
         loss_of(model, other)
+        assert ran == []
+        loss_of(model, batch)
+        assert ran == list(range(len(layers.calls)))
 
 
 def test_gradient_checkpointing_without_padding_gives_the_same_result():
