@@ -191,7 +191,7 @@ def test_more_ranks_than_gpus_and_a_mix_with_cpu_are_refused(tmp_path):
     command = [sys.executable, PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
     ended = run_all([command] * 2, environments)
     assert ended.codes == [2, 2]
-    assert "Some ranks have no GPU and the others have one: rank 1 on" in ended.text
+    assert "These ranks have no GPU, but the others have one: rank 1 on" in ended.text
 
 
 @pytest.mark.parametrize(
