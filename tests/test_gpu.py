@@ -259,7 +259,7 @@ def test_verify_on_one_gpu(tmp_path):
     command = [sys.executable, "-m", "accel_ddp.cli", "verify", CLASSIFY, "--mixed_precision", "bf16"]
     ended = run_all([command], [on_gpu()]).well()
     assert ended.text.count("PASS") == 2, ended.text
-    assert "There is one GPU" in ended.text
+    assert "because there is only one GPU" in ended.text
     print(ended.text)
 
 
