@@ -12,13 +12,16 @@ from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
+from accel_ddp.model_card import card, public_name, public_options, without_paths
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
-from accel_ddp.sources import builtin, models
+from accel_ddp.sources import builtin
+from accel_ddp.sources.adapters import adapter_config
 from accel_ddp.sources.hub import prepare_hub
+from accel_ddp.sources.pretrained import locate
 from accel_ddp.tasks import examples
 
 BASE = "base"  # subfolder for the config of the model below adapters
@@ -30,12 +33,6 @@ PIPELINES = {
     "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }  # the pipeline of transformers for a class, by its ending  # fmt: skip
-
-TASKS = {
-    "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
-    "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
-    "pretrain_mlm.py": "fill-mask",
-}  # the Hub's names of tasks  # fmt: skip
 
 
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
@@ -57,7 +54,7 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
             processor.backend_tokenizer.no_padding()
         processor.save_pretrained(folder)
         if has_adapters(model):
-            (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(models.adapter_config(model), indent=1))
+            (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model), indent=1))
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {**{str(path.relative_to(folder)): path.read_bytes() for path in paths}, **(more or {})}
 
@@ -93,7 +90,7 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
         )
         if not _is_on_hub(base):
             lines.append("On another machine, replace the place of that model in the next line.")
-            base = models.locate(base)
+            base = locate(base)
     elif base:
         hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
         lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
@@ -205,7 +202,7 @@ def _model_of(path: Path) -> Any:
         adapters.inference_mode = False
         source = adapters.base_model_name_or_path
         try:
-            place = models.locate(source, format.read_run(path)["config"].get("cache_dir") or "~/.cache/accel_ddp")
+            place = locate(source, format.read_run(path)["config"].get("cache_dir") or "~/.cache/accel_ddp")
             base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
         except Exception as error:
             raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
@@ -234,17 +231,17 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
         if merges:
             model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
             (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
-            (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(_without_paths(files[ADAPTER_CONFIG]))
+            (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(without_paths(files[ADAPTER_CONFIG]))
             model = copy.deepcopy(model).merge_and_unload()  # a copy, so that the trained model keeps its adapters
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
         # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
         model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))
         for name, content in files.items():  # they replace those that `save_pretrained` has written
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_bytes(_without_paths(content) if Path(name).name in CONFIGS else content)
-        facts = {**facts, "config": _public_options(facts["config"])}
+            (partial / name).write_bytes(without_paths(content) if Path(name).name in CONFIGS else content)
+        facts = {**facts, "config": public_options(facts["config"])}
         name = facts["config"].get("push_to_hub") or "FOLDER"
-        code, _, pipeline = _code(partial, original, _public(base))
+        code, _, pipeline = _code(partial, original, public_name(base))
         use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
         (partial / "README.md").write_text(card(facts, use))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
@@ -262,78 +259,6 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
                 f"accel-ddp export {folder.parent} FOLDER"
             ) from error
         raise
-
-
-def _public(value: str) -> str:
-    """Return the last part of a path, so that the folders of this machine are not published. Return a Hub name as it is."""
-    is_path = value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists()
-    return Path(value).expanduser().resolve().name if is_path and not value.startswith(builtin.PREFIX) else value
-
-
-def _public_options(config: dict[str, Any]) -> dict[str, Any]:
-    files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
-    public = lambda name, value: Path(value).expanduser().resolve().name if name in files else _public(value)
-    is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
-    return {
-        name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()
-    }
-
-
-def _without_paths(content: bytes) -> bytes:
-    """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
-    values = json.loads(content)
-    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
-    public = {name: _public(value) if is_place(name, value) else value for name, value in values.items()}
-    return content if public == values else json.dumps(public, indent=1).encode()
-
-
-def card(facts: dict[str, Any], use: str = "") -> str:
-    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
-
-    `facts["config"]` are options without paths. `use` is code that loads the model.
-    """
-    from huggingface_hub import EvalResult, ModelCardData
-
-    config, metrics = facts["config"], facts["metrics"]
-    base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
-    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
-    task = TASKS.get(facts["recipe"])
-    is_dataset = is_name(data) and not config.get("train_file")
-    tested, split = config.get("eval_file") or data, config.get("eval_split") or None
-    if config.get("eval_file"):
-        where = f"`{tested}`"
-    elif config.get("train_file"):
-        where = f"rows of `{data}` that were not used for training"
-    else:
-        where = f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
-    head = ModelCardData(
-        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
-        base_model=base if is_name(base) else None,
-        datasets=[data.split(":")[0]] if is_dataset else None,
-        pipeline_tag=task,
-        tags=["accel_ddp"],
-        model_name=config["output_dir"],
-        eval_results=[
-            EvalResult(
-                task or "other", tested.split(":")[0] if is_dataset else tested or "unknown", tested or "unknown", name,
-                round(value, 6), dataset_split=split if is_dataset else None,
-            )
-            for name, value in metrics.items()
-        ]
-        or None,
-    )  # fmt: skip
-    lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
-    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
-    if use:
-        lines += ["## Use", "", "```python", use, "```", ""]
-    if metrics:
-        lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
-    step = f"{facts['step']} steps" if "step" in facts else "All steps"
-    lines += ["## Training", "", f"{step} on {facts['num_ranks']} rank{'s' * (facts['num_ranks'] > 1)}, with these options:", ""]
-    lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
-    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
-    return "\n".join(lines)
 
 
 def push(folder: Path, name: str) -> None:

@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import accel_ddp
-from accel_ddp.training.stream import Shuffle, loader_options
+from accel_ddp.training.stream import Shuffle
+from accel_ddp.training.workers import loader_options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from classify import Config, Task

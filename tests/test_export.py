@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from accel_ddp import export
+from accel_ddp import export, model_card
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.parsing import parse_config
@@ -65,9 +65,9 @@ def test_a_model_card_attributes_metrics_to_the_evaluation_data_and_contains_no_
         "dataset": "",
         **options,
     }
-    public = export._public_options({**config, "prefix": "a/b: ", "own": str(tmp_path)})
+    public = model_card.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path)})
     assert (public["prefix"], public["own"], public["model"]) == ("a/b: ", tmp_path.name, "base")
-    text = export.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
+    text = model_card.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
     assert "secret" not in text
     assert words in text
     head = yaml.safe_load(text.split("---")[1])

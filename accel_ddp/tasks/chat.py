@@ -1,6 +1,5 @@
 """Rows for causal language models: chats, instructions and plain texts as tokens, with labels for the answers."""
 
-import difflib
 import logging
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.sources.data import describe_columns
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.tokenisation import SOURCE
+from accel_ddp.tasks.chat_messages import UnusableRow, check_message, check_text, without_none
 from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ USUAL_COLUMNS = {
     "answer_column": ("answer", "output", "completion", "response"),
     "text_column": ("text",),
 }
-ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-
-# What a chat template may use and this module does not pass to it. Rows with content there are refused.
-UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-UNSUPPORTED_ROLES = ("tool_call", "function_call")
+# Columns that a chat template may use and that this module does not pass to it. Rows with content there are refused.
 UNSUPPORTED_COLUMNS = ("tools", "functions", "documents", "system", "history", "chat_template_kwargs")
 
 
@@ -168,7 +163,7 @@ class Format:
             if self.kind == "instructions":
                 asked = [some[column][i] for column in self.columns[:-1]]
                 return [{"role": "user", "content": shorten("\n\n".join(text for text in asked if text))}]
-            messages = [_check_message(message) for message in some[self.columns[0]][i]]
+            messages = [check_message(message) for message in some[self.columns[0]][i]]
             first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
             return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
         return "Hi"
@@ -179,22 +174,22 @@ class Format:
             for column in UNSUPPORTED_COLUMNS:
                 is_ignored = self.kind != "texts" and column in rows and column not in self.columns
                 if is_ignored and rows[column][i] not in (None, "", [], {}, "[]", "{}"):
-                    raise _UnusableRow(f"its column {column} has content, which {self.kind} cannot include yet")
+                    raise UnusableRow(f"its column {column} has content, which {self.kind} cannot include yet")
             return self._format(tuple(rows[column][i] for column in self.columns))
-        except _UnusableRow as error:
+        except UnusableRow as error:
             return _Rendered("", [], str(error))
 
     def _format(self, row: tuple) -> "_Rendered":
         end = self.tokenizer.eos_token or ""
         if self.kind == "texts":
-            return _Rendered(_check_text(row[0], self.columns[0]) + end, [])
+            return _Rendered(check_text(row[0], self.columns[0]) + end, [])
         if self.kind == "chats":
             if not isinstance(row[0], list):
-                raise _UnusableRow(f"the column {self.columns[0]} is not a list of messages")
+                raise UnusableRow(f"the column {self.columns[0]} is not a list of messages")
             return self._apply_template(row[0])
         has_input = len(row) == 3  # the column `input` of Alpaca, which may be empty
         *asked, answer = (
-            _check_text(value, column, has_input and i == 1) for i, (value, column) in enumerate(zip(row, self.columns))
+            check_text(value, column, has_input and i == 1) for i, (value, column) in enumerate(zip(row, self.columns))
         )
         prompt = "\n\n".join(text for text in asked if text)
         if self.tokenizer.chat_template:
@@ -205,39 +200,39 @@ class Format:
         """Return the whole chat as text. An answer begins behind the prompt that the model is given in use, and ends with its end
         token.
         """
-        messages = [_check_message(message) for message in given]
+        messages = [check_message(message) for message in given]
         text = self._fill_template(messages) if messages else ""
         if any(isinstance(message.get("content") or message.get("value"), list) for message in given):
             try:
-                is_same = self._fill_template([_without_none(message) for message in given]) == text
-            except _UnusableRow:
+                is_same = self._fill_template([without_none(message) for message in given]) == text
+            except UnusableRow:
                 is_same = False
             if not is_same:
-                raise _UnusableRow("a message has its content in parts, which the chat template does not join to one text")
+                raise UnusableRow("a message has its content in parts, which the chat template does not join to one text")
         answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             if not message["content"].strip():
-                raise _UnusableRow("an answer is empty")
+                raise UnusableRow("an answer is empty")
             if i == 0:
-                raise _UnusableRow("it begins with an answer")
+                raise UnusableRow("it begins with an answer")
             before = self._fill_template(messages[:i], add_generation_prompt=True)
             until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1])
             if not (text.startswith(until) and until.startswith(before)):
-                raise _UnusableRow(
+                raise UnusableRow(
                     "the chat template changes earlier turns when later turns follow, so that answers are not marked"
                 )
             answers.append((before, until))
         if not answers:
-            raise _UnusableRow("no message has the role assistant" if messages else "it has no messages")
+            raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
         return _Rendered(text, answers)
 
     def _fill_template(self, messages: list[dict[str, Any]], **options: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template is a program and can fail in many ways
-            raise _UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
+            raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
 
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
@@ -305,65 +300,11 @@ class _Rendered(NamedTuple):
     problem: str = ""
 
 
-class _UnusableRow(Exception):
-    """Why a row cannot be used."""
-
-
 def _pattern_of_special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern of the tokens at which the tokenizer splits every text, or None if it has none or is a slow one."""
     tokens = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     words = sorted((token.content for token in tokens if not (token.normalized or token.single_word)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words))) if words else None
-
-
-def _check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
-    if value is not None and not isinstance(value, str):
-        raise _UnusableRow(f"its {column} is {value!r:.40}, not text")
-    if not (value or "").strip() and not may_be_empty:
-        raise _UnusableRow(f"its {column} is empty")
-    return value or ""
-
-
-def _check_message(message: Any) -> dict[str, Any]:
-    """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use.
-
-    The keys `from` and `value` and the roles of ShareGPT are translated.
-    """
-    if not isinstance(message, dict):
-        raise _UnusableRow("a message has no role and content")
-    role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
-    if not isinstance(role, str):
-        raise _UnusableRow(f"a message has no role (its keys are {', '.join(message)})")
-    role = SHAREGPT_ROLES.get(role, role)
-    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
-    if role not in ROLES and near and abs(len(role) - len(near[0])) < 3:  # a template may define further roles
-        raise _UnusableRow(f"a message has the role {role!r} (did you mean {near[0]!r}?)")
-    if found := next((key for key in UNSUPPORTED_KEYS if message.get(key)), role if role in UNSUPPORTED_ROLES else ""):
-        raise _UnusableRow(f"a message has {found}, which sft cannot learn yet")
-    if message.get("weight") not in (None, 1):
-        raise _UnusableRow(f"a message has the weight {message['weight']}, but all answers of a chat are learned equally")
-    others = {key: value for key, value in _without_none(message).items() if key not in ("role", "from", "content", "value")}
-    return {**others, "role": role, "content": _join_parts(content)}
-
-
-def _join_parts(content: Any) -> str:
-    """Return the content of a message as one text. Parts of it that are texts are joined."""
-    if not isinstance(content, list):
-        if not isinstance(content, str | None):
-            raise _UnusableRow(f"the content of a message is {content!r:.40}, not text")
-        return content or ""
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise _UnusableRow(f"a message has a part of the type {kind or type(part).__name__!r}, and only texts can be learned")
-    return "".join(part["text"] for part in content)
-
-
-def _without_none(value: Any) -> Any:
-    """Return the value without the keys whose value is None, which a table adds if other rows have these keys."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

@@ -20,7 +20,8 @@ from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.training.current_batch import CurrentBatch
-from accel_ddp.training.stream import CountingCollate, loader_options, starting_workers, with_sizes
+from accel_ddp.training.stream import CountingCollate, with_sizes
+from accel_ddp.training.workers import loader_options, starting_workers
 
 Rows = dict[str, np.ndarray]
 

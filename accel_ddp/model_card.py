@@ -1,0 +1,86 @@
+"""The README.md of an exported model, and what of a run is published: names of files and of the Hub, but no local paths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.sources import builtin
+
+TASKS = {
+    "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
+    "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
+    "pretrain_mlm.py": "fill-mask",
+}  # the Hub's names of tasks  # fmt: skip
+
+
+def public_name(value: str) -> str:
+    """Return the last part of a path, so that the folders of this machine are not published. Return a Hub name as it is."""
+    is_path = value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists()
+    return Path(value).expanduser().resolve().name if is_path and not value.startswith(builtin.PREFIX) else value
+
+
+def public_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run without the folders of this machine."""
+    files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
+    public = lambda name, value: Path(value).expanduser().resolve().name if name in files else public_name(value)
+    is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
+    return {
+        name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()
+    }
+
+
+def without_paths(content: bytes) -> bytes:
+    """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
+    values = json.loads(content)
+    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
+    published = {name: public_name(value) if is_place(name, value) else value for name, value in values.items()}
+    return content if published == values else json.dumps(published, indent=1).encode()
+
+
+def card(facts: dict[str, Any], use: str = "") -> str:
+    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
+
+    `facts["config"]` are options without paths. `use` is code that loads the model.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    config, metrics = facts["config"], facts["metrics"]
+    base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
+    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
+    task = TASKS.get(facts["recipe"])
+    is_dataset = is_name(data) and not config.get("train_file")
+    tested, split = config.get("eval_file") or data, config.get("eval_split") or None
+    if config.get("eval_file"):
+        where = f"`{tested}`"
+    elif config.get("train_file"):
+        where = f"rows of `{data}` that were not used for training"
+    else:
+        where = f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
+    head = ModelCardData(
+        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
+        base_model=base if is_name(base) else None,
+        datasets=[data.split(":")[0]] if is_dataset else None,
+        pipeline_tag=task,
+        tags=["accel_ddp"],
+        model_name=config["output_dir"],
+        eval_results=[
+            EvalResult(
+                task or "other", tested.split(":")[0] if is_dataset else tested or "unknown", tested or "unknown", name,
+                round(value, 6), dataset_split=split if is_dataset else None,
+            )
+            for name, value in metrics.items()
+        ]
+        or None,
+    )  # fmt: skip
+    lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
+    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
+    if use:
+        lines += ["## Use", "", "```python", use, "```", ""]
+    if metrics:
+        lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
+    step = f"{facts['step']} steps" if "step" in facts else "All steps"
+    lines += ["## Training", "", f"{step} on {facts['num_ranks']} rank{'s' * (facts['num_ranks'] > 1)}, with these options:", ""]
+    lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
+    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
+    return "\n".join(lines)

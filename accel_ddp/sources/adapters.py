@@ -1,0 +1,192 @@
+"""Adds LoRA adapters to a model, new ones or those that `--model` names."""
+
+import json
+import logging
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
+from accel_ddp.seeds import mixed
+from accel_ddp.sources import builtin
+from accel_ddp.sources.hub import prepare_hub
+from accel_ddp.sources.pretrained import TOKENIZER_FILES, from_pretrained, locate
+
+log = logging.getLogger(__name__)
+
+
+class Adapters(NamedTuple):
+    """Adapters that were trained before, and the model below them."""
+
+    place: str  # a folder
+    config: Any
+    base: str  # a value of --model
+
+
+def find_adapters(name: str, cache_dir: str) -> Adapters | None:
+    """Return the adapters that `--model` names, or None if it names a whole model. Raise UserError for unknown adapters."""
+    place = locate(name, cache_dir)
+    if not Path(place).is_dir():
+        place = _download_adapters(place)
+    # A whole model may lie next to its adapters. transformers then loads the model.
+    if not place or (Path(place) / "config.json").is_file():
+        return None
+    import peft
+
+    config = from_pretrained(peft.PeftConfig, name, place)
+    if config.peft_type != "LORA":
+        raise UserError(f"--model {name}: contains {config.peft_type.value} adapters. Only LoRA adapters can be trained further.")
+    return Adapters(place, config, config.base_model_name_or_path or "")
+
+
+@cache  # the tokenizer, the config and the model need the folder
+def _download_adapters(name: str) -> str:
+    """Return the folder with the files of adapters on the Hub, or "" if there are no adapters with this name."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    prepare_hub()
+    try:
+        if find_adapter_config_file(name) is None:
+            return ""
+        return snapshot_download(name, allow_patterns=["*.json", "adapter_model.*", "*.jinja", *TOKENIZER_FILES])
+    except Exception:  # many types: not a Hub name, no network; loading the model reports it
+        return ""
+
+
+def locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
+    """Return the place of the model below the adapters. Raise UserError if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        place = locate(adapters.base, cache_dir)
+        from_pretrained(AutoConfig, adapters.base, place)
+        return place
+    except UserError as error:
+        raise UserError(
+            f"--model {name}: contains LoRA adapters for the model {adapters.base or '(not named)'}, which cannot be loaded here. "
+            f"Write its folder or Hub name into base_model_name_or_path in {adapters.place}/adapter_config.json. ({error})"
+        ) from error
+
+
+def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
+    """Return the model with low-rank adapters. Everything else is frozen, except for new modules such as a new head.
+
+    The adapters are new, or those that `--model` names.
+    """
+    import peft
+
+    given = getattr(model, "_adapters", None)
+    if not task:
+        option = f"--model {cfg.model}" if given else f"--lora_r {cfg.lora_r}"
+        raise UserError(f"{option}: the model of this recipe does not support adapters. Leave it out.")
+    if cfg.quantize != "no":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    targets = list(cfg.lora_targets) or (None if model.config.model_type in known else "all-linear")
+    config = _checked_config(given, model, cfg, task) if given else peft.LoraConfig(
+        task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets,
+        modules_to_save=model._new_modules or None,  # they are random: if frozen, their values would be in no file
+    )  # fmt: skip
+    try:
+        with torch.random.fork_rng():
+            # The seed is independent of how much a new head has drawn before.
+            torch.manual_seed(mixed(cfg.seed, "adapters") % 2**63)
+            model = peft.get_peft_model(model, config)
+    except ValueError as error:
+        layers = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise UserError(
+            f"--lora_targets {' '.join(cfg.lora_targets)}: the model has no layer with this name. Its linear layers are: "
+            f"{', '.join(layers)}."
+        ) from error
+    if given:
+        _load_adapters(model, given, cfg)
+    trained, total = model.get_nb_trainable_parameters()
+    log.info(f"LoRA adapters of rank {config.r}: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+    return model
+
+
+def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:
+    """Return the config of the adapters, for training. Raise UserError if they do not fit the options or the recipe."""
+    config = given.config
+    if config.task_type not in (None, task):
+        raise UserError(
+            f"--model {cfg.model}: contains LoRA adapters for another task ({config.task_type}, and this recipe trains {task}). "
+            f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
+        )
+    differing = [
+        f"--{name} {value} (the adapters have {own})"
+        for name, value, own, unset in (
+            ("lora_r", cfg.lora_r, config.r, 0),
+            ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha),
+            ("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""),
+        )
+        if value not in (own, unset)
+    ]
+    if differing:
+        raise UserError(
+            f"{', '.join(differing)}: --model {cfg.model} contains LoRA adapters, which are trained further as they are. Leave these "
+            f"options out. To train new adapters, use --model {given.base}."
+        )
+    kept = config.modules_to_save or []
+    if lost := [name for name in model._new_modules if not any(name == one or name.endswith(f".{one}") for one in kept)]:
+        raise UserError(
+            f"--model {cfg.model}: contains LoRA adapters for {given.base}, but no weights for {', '.join(lost)}, which that model "
+            f"lacks too. To train new adapters, use --model {given.base} --lora_r {config.r}."
+        )
+    config.inference_mode, config.task_type, config.base_model_name_or_path = False, task, None  # peft sets the last one
+    config.lora_dropout = cfg.lora_dropout or config.lora_dropout
+    config.modules_to_save = _distinct_modules(config.modules_to_save, model)
+    return config
+
+
+def _load_adapters(model: Any, given: Adapters, cfg: RecipeConfig) -> None:
+    """Load the weights of the adapters. A head for other labels is replaced by a new one, as in a whole model."""
+    import peft
+
+    try:
+        weights = peft.utils.load_peft_weights(given.place, device="cpu")
+    except Exception as error:  # no such file, damaged, no network
+        raise UserError(f"--model {cfg.model}: the weights of its adapters cannot be loaded: {error}") from error
+    ours = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    strange = sorted(ours.keys() ^ weights.keys())
+    other = [name for name in ours if name in weights and ours[name].shape != weights[name].shape]
+    strange += [name for name in other if "lora_" in name]
+    if strange:
+        raise UserError(
+            f"--model {cfg.model}: its adapters do not fit {given.base} in this recipe: {', '.join(strange[:3])}"
+            f"{', ...' if strange[3:] else ''}. To train new adapters, use --model {given.base} --lora_r {given.config.r}."
+        )
+    if other:
+        log.info(f"--model {cfg.model}: {', '.join(other)} are new, because the adapters were trained for other labels")
+    peft.set_peft_model_state_dict(model, {name: (ours if name in other else weights)[name] for name in ours})
+
+
+def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | None:
+    """Return the names that modules of the model have, each of them once. peft adds usual names of heads to those given."""
+    there = {name for name, _ in model.named_modules()}
+    found = [one for one in dict.fromkeys(names or ()) if any(name == one or name.endswith(f".{one}") for name in there)]
+    return found or None
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """Return the content of adapter_config.json, with an absolute path of a local model below the adapters."""
+    base = model.get_base_model()
+    config = model.peft_config["default"]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        values = json.loads((Path(folder) / "adapter_config.json").read_text())
+    source = getattr(base, "_source", None) or config.base_model_name_or_path
+    is_folder = not builtin.is_builtin("--model", source) and Path(source).expanduser().is_dir()
+    return {
+        **values,
+        "target_modules": sorted(targets) if isinstance(targets := values["target_modules"], list) else targets,  # a set in peft
+        "base_model_name_or_path": str(Path(source).expanduser().resolve()) if is_folder else source,
+        "modules_to_save": _distinct_modules(values["modules_to_save"], base),
+        "inference_mode": True,
+    }
