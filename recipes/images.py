@@ -130,7 +130,9 @@ def logits(model, batch):
 def build_data(cfg: Config):
     """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
     tables = accel_ddp.image_files.load_images(cfg)
-    labels = accel_ddp.labels.Labels.from_rows(*tables, cfg.label_column, use_both=accel_ddp.labels.may_lack_classes(cfg))
+    labels = accel_ddp.labels.Labels.from_rows(
+        *tables, cfg.label_column, use_both=accel_ddp.labels.may_lack_classes(cfg, tables[0])
+    )
     if labels.is_multi_label:
         raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
     images = accel_ddp.vision.check_images(tables, labels, cfg)

@@ -19,7 +19,7 @@ from accel_ddp.sources import data
 from accel_ddp.sources.data import load_rows
 from accel_ddp.sources.files import load_file
 from accel_ddp.sources.tokenisation import fingerprint, map_once, pad_collate
-from accel_ddp.tasks.labels import Labels, report_classes
+from accel_ddp.tasks.labels import Labels, may_lack_classes, report_classes
 from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
@@ -467,3 +467,42 @@ def test_a_folder_or_a_mistyped_path_is_explained(tmp_path):
         with pytest.raises(UserError) as error:
             load_file("--train_file", str(path))
         assert words in str(error.value)
+
+
+def test_a_rare_class_whose_rows_are_all_set_aside_is_known_in_files_and_datasets(tmp_path):
+    """A dataset without an evaluation split is split like a file, and its evaluation rows must not be refused."""
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"text": f"text {i}", "label": "ab"[i % 2] if i % 3 else f"rare {i}"}) for i in range(40)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    for options in ({"dataset": str(tmp_path / "data")}, {"train_file": str(tmp_path / "data" / "train.jsonl")}):
+        cfg = RecipeConfig(**options)
+        train, test = load_rows(cfg)
+        only_in_test = set(test["label"]) - set(train["label"])
+        assert only_in_test, "this split has a class without training rows"
+        assert only_in_test <= set(Labels.from_rows(train, test, "label", use_both=may_lack_classes(cfg, train)).names)
+    whole, cfg = load_file("--train_file", str(tmp_path / "data" / "train.jsonl")), RecipeConfig(train_file="a", eval_file="b")
+    assert not may_lack_classes(cfg, whole), "evaluation data of their own may not add classes"
+
+
+def test_lists_of_labels_in_a_table_of_large_lists_are_several_labels(tmp_path):
+    """Programs such as polars write this type."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    labels = pa.array([["x"], ["y", "x"], []], pa.large_list(pa.large_string()))
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "label": labels}), tmp_path / "large.parquet")
+    rows = load_file("--train_file", str(tmp_path / "large.parquet"))
+    found = Labels.from_rows(rows, rows, "label")
+    assert found.is_multi_label
+    assert found.names == ["x", "y"]
+    assert found.encode({"label": rows["label"][:]}) == [[1, 0], [1, 1], [0, 0]]
+
+
+def test_labels_are_found_without_copying_the_texts_of_rows_that_were_split(tmp_path):
+    """Count the rows whose texts are read. `unique` of datasets rewrites whole rows after a split."""
+    rows = table(text=[f"text {i}" for i in range(50)], label=["a", "b"] * 25)
+    train = rows.train_test_split(test_size=5, seed=0)["train"]
+    copied = []
+    train.flatten_indices = lambda *args, **kwargs: copied.append(1) or rows
+    assert Labels.from_rows(train, rows, "label").names == ["a", "b"]
+    assert not copied

@@ -132,6 +132,11 @@ def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
     return getattr(rows, "row_numbers", np.arange(len(rows)))
 
 
+def is_part(rows: "datasets.Dataset") -> bool:
+    """Return whether `rows`, as `load_rows` returns them, are a part of their file or split: rows were set aside or left out."""
+    return hasattr(rows, "row_numbers")
+
+
 def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets.Dataset":
     """Return `rows` with their numbers attached. Most methods of `datasets` return tables without this attribute."""
     rows.row_numbers = numbers
