@@ -104,7 +104,7 @@ def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and a text."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
     accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
-    tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg))
+    tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
 
     def encode(rows):
         return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
@@ -115,8 +115,7 @@ def build_data(cfg: Config, tokenizer):
     train, test = accel_ddp.data.drop_broken(encoded, cfg)
     accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
     tags.report_classes([train, test])
-    words = next((row[cfg.tokens_column] for row in rows if row[cfg.tokens_column]), [])
-    return train, test, tags, accel_ddp.examples.shorten(" ".join(words))
+    return train, test, tags, accel_ddp.examples.shorten(accel_ddp.tagging.first_text(rows, cfg.tokens_column, tags))
 
 
 def build_model(cfg: Config, accelerator, tokenizer, tags):

@@ -10,6 +10,7 @@ from accel_ddp.tasks.tagging import (
     Tags,
     align,
     find_problem,
+    first_text,
     load_words,
     predicted_tags,
     prepare_for_words,
@@ -251,3 +252,11 @@ def test_search_settings_of_an_earlier_task_are_not_kept(tmp_path):
     assert (config.max_new_tokens, config.num_beams, config.eos_token_id) == (30, 1, 2)
     assert config.to_dict().get("min_length") in (None, 0)
     config.save_pretrained(tmp_path)  # raises an error for settings that contradict each other
+
+
+def test_the_text_to_try_comes_from_the_first_row_that_can_be_used():
+    """Rows with a token that is not a word are left out with --skip_broken, and must not end the run."""
+    rows = table([["x", None], [], ["Angela", "Merkel"]], [["O", "O"], [], ["B-PER", "I-PER"]])
+    tags = Tags.from_rows(rows, rows, "tags")
+    assert first_text(rows, "tokens", tags) == "Angela Merkel"
+    assert first_text(rows.select([0, 1]), "tokens", tags) == "YOUR TEXT"

@@ -140,6 +140,13 @@ def find_problem(tokens: Any, row: Any, tags: Tags) -> str:
     return describe_unknown("tag", unknown, tags.names, tags.is_declared) if unknown else ""
 
 
+def first_text(rows: "datasets.Dataset", tokens_column: str, tags: Tags) -> str:
+    """Return the words of the first row that can be used as one text. At most 100 rows are read."""
+    some = rows.select(range(min(len(rows), 100)))
+    usable = (row[tokens_column] for row in some if not find_problem(row[tokens_column], row[tags.column], tags))
+    return " ".join(next(usable, ["YOUR", "TEXT"]))
+
+
 # ------------------------------------------------------------------------------------------ alignment
 
 
