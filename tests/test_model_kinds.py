@@ -166,3 +166,20 @@ def test_a_language_model_without_its_head_is_reported(tmp_path, tokenizer, capl
     caplog.clear()
     models.load(transformers.AutoModelForTokenClassification, cfg, tokenizer)
     assert not caplog.records, "a new head for labels is usual"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"), [("bert", {}, 99), ("ibert", {}, 99), ("canine", {"num_hash_buckets": 64}, 0)]
+)
+def test_a_model_with_an_unusual_table_of_embeddings_is_checked(kind, options, wanted, tokenizer):
+    """Count the embeddings of a usual table, of one of another class, and of a model that hashes characters."""
+    model = transformers.AutoModel.from_config(config_of(kind, **options))
+    assert model_kinds.num_embeddings(model) == wanted
+    assert model_kinds.is_causal(model, tokenizer, torch.device("cpu")) is (None if kind == "canine" else False)
+
+
+def test_outputs_that_are_not_finite_are_no_evidence_against_a_model(tokenizer):
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    assert model_kinds.is_causal(model, tokenizer, torch.device("cpu")) is None

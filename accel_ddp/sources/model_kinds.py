@@ -68,7 +68,7 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
     """
     known = _is_causal_encoder(model.config)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
-    rows = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    rows = min(len(tokenizer), num_embeddings(model))
     ordinary = [token for token in range(rows) if token not in special]
     if known is not None or len(ordinary) < 9:
         return known
@@ -90,7 +90,19 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
     a, b = scores.float()
     apart = torch.where(a == b, 0, a - b).abs().flatten(1).amax(1)  # a logit of -inf equals itself
     allowed = 1e-4 if scores.dtype in (torch.float32, torch.float64) else 3e-2
+    if not apart.isfinite().all():  # NaN is no evidence, and training reports it
+        return None
     return bool(apart[:-1].max() <= allowed * apart[-1])
+
+
+def num_embeddings(model: nn.Module) -> int:
+    """Return how many tokens have embeddings, or 0 if the model has no table of them. CANINE, for example, hashes characters."""
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:
+        return 0
+    table = getattr(table, "weight", table)  # I-BERT and adapters have tables of their own classes, and Perceiver has a tensor
+    return len(table) if isinstance(table, Tensor) else 0
 
 
 def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
