@@ -112,10 +112,8 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
         example = "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder})"
     if not example:
         example = f"from transformers import {architecture}; model = {architecture}.from_pretrained({{folder}})"
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if not is_adapter or (
-        _is_on_hub(base) and not architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    ):
+    has_labels = architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    if not is_adapter or (is_on_hub and not has_labels):
         return example, str(folder), "{folder}"
     # `pipeline` and peft's classes would load the model below the adapters with labels of its own.
     place = "{folder}" if is_on_hub else examples.literal(base)

@@ -24,17 +24,27 @@ def public_options(config: dict[str, Any]) -> dict[str, Any]:
     files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
     public = lambda name, value: Path(value).expanduser().resolve().name if name in files else public_name(value)
     is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
-    return {
+    published = {
         name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()
     }
+    if config.get("metrics"):  # several names and folders, separated by spaces
+        published["metrics"] = " ".join(map(public_name, config["metrics"].split()))
+    return published
 
 
 def without_paths(content: bytes) -> bytes:
     """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
     values = json.loads(content)
-    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
-    published = {name: public_name(value) if is_place(name, value) else value for name, value in values.items()}
+    published = _publish(values)
     return content if published == values else json.dumps(published, indent=1).encode()
+
+
+def _publish(values: dict[str, Any]) -> dict[str, Any]:
+    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
+    return {
+        name: _publish(value) if isinstance(value, dict) else public_name(value) if is_place(name, value) else value
+        for name, value in values.items()
+    }
 
 
 def card(facts: dict[str, Any], use: str = "") -> str:

@@ -65,7 +65,8 @@ def test_a_model_card_attributes_metrics_to_the_evaluation_data_and_contains_no_
         "dataset": "",
         **options,
     }
-    public = model_card.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path)})
+    public = model_card.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path), "metrics": "f1 /home/secret/mine"})
+    assert public["metrics"] == "f1 mine"
     assert (public["prefix"], public["own"], public["model"]) == ("a/b: ", tmp_path.name, "base")
     text = model_card.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
     assert "secret" not in text
@@ -215,3 +216,9 @@ def test_adapters_that_do_not_fit_are_refused_with_what_to_type(adapters, tmp_pa
     differing = [name for name, p in weights(same).items() if not torch.equal(p, weights(other)[name])]
     assert differing, "a head for other labels is replaced"
     assert all("classifier" in name for name in differing), "and the adapters are kept"
+
+
+def test_paths_inside_of_parts_of_a_config_are_not_published():
+    config = {"text_config": {"_name_or_path": "/home/secret/base", "hidden_size": 8}, "vocab_file": "/home/secret/vocab.txt"}
+    published = json.loads(model_card.without_paths(json.dumps(config).encode()))
+    assert published == {"text_config": {"_name_or_path": "base", "hidden_size": 8}, "vocab_file": "vocab.txt"}

@@ -88,8 +88,8 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     _check_positions(model, cfg)
     model_kinds.report_router_loss(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
-    rows = model.get_input_embeddings().num_embeddings if tokenizer is not None else 0
-    if tokenizer is not None and len(tokenizer) > rows:
+    rows = model_kinds.num_embeddings(model) if tokenizer is not None else 0
+    if rows and len(tokenizer) > rows:
         if cfg.lora_r or adapters:
             raise UserError(
                 f"--lora_r {cfg.lora_r}: the tokenizer has {len(tokenizer):,} tokens, but the model has {rows:,} embeddings. "

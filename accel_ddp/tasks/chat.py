@@ -174,7 +174,9 @@ class Format:
             for column in UNSUPPORTED_COLUMNS:
                 is_ignored = self.kind != "texts" and column in rows and column not in self.columns
                 if is_ignored and rows[column][i] not in (None, "", [], {}, "[]", "{}"):
-                    raise UnusableRow(f"its column {column} has content, which {self.kind} cannot include yet")
+                    raise UnusableRow(
+                        f"its column {column} has content, which {self.kind} cannot include yet. Remove the column to train without it"
+                    )
             return self._format(tuple(rows[column][i] for column in self.columns))
         except UnusableRow as error:
             return _Rendered("", [], str(error))
