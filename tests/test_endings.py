@@ -1,6 +1,7 @@
 """All ranks end together: with or without `run`, by a hook of one rank, with a disk that hangs, and without finite gradients."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ def test_a_program_without_run_ends_normally_on_every_rank_and_a_hook_of_one_ran
     ended = run_ranks(2, ENDINGS, "--output_dir", tmp_path / "run", timeout=60).well()
     for rank, text in enumerate(ended.texts):
         assert f"rank {rank} ended its runs after the steps [0, 2, 6]" in text
+        assert f"rank {rank} has 0 models in memory" in text, "the memory of a GPU is free for what follows"
     assert "rank 0 ends" in ended.texts[0]
     assert "died" not in ended.text
     assert "error" not in ended.text
@@ -33,6 +35,26 @@ def test_an_exception_in_a_program_without_run_is_reported_to_the_other_ranks(tm
     assert ended.codes == [2, 2], ended.text
     assert ended.text.count("error: a mistake of the user") == 1
     assert "Traceback" not in ended.text
+
+
+def test_an_interactive_session_continues_after_an_exception(tmp_path):
+    lines = [
+        "import accel_ddp",
+        f"accelerator = accel_ddp.start(accel_ddp.TrainConfig(output_dir={str(tmp_path / 'run')!r}))",
+        "misspelt",
+        "print('continues', 'here')",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-i"],
+        input="\n".join(lines) + "\n",
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "NameError: name 'misspelt' is not defined" in ended.stderr
+    assert "continues here" in ended.stdout, ended.stderr
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_failure_is_reported_before_the_process_waits_for_a_disk_that_hangs(tmp_path):

@@ -165,7 +165,8 @@ def _exit_before_the_launcher_kills(name: str) -> None:
                 f"received {name} on {process.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
                 "Another rank may have died (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT is too short. Continue from the last "
                 "checkpoint with --resume.",
-            )
+            ),
+            ends_job=process.num_ranks == 1,
         )
 
 

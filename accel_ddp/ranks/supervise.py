@@ -48,7 +48,8 @@ def supervise_program(cfg: TrainConfig) -> None:
     own_pid, hook_before = os.getpid(), sys.excepthook  # a child process inherits both handlers and must not use them
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != own_pid:
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # its user types on after an exception
+        if os.getpid() != own_pid or (is_interactive and process.num_ranks == 1):
             return hook_before(kind, error, trace)
         # torch calls this function from a hook of its own, which prints our text after we have returned.
         with contextlib.redirect_stderr(sys.__stderr__):

@@ -208,6 +208,7 @@ class Checkpoints:
             self._pending.append(self._writer.submit(self._write, *self._last))
             self.wait()
         self._writer.shutdown()
+        process.complete_save = lambda: None  # a reference to this object would keep the model and the optimizer in memory
         return broadcast_object(self.failed, what="write the last checkpoint")
 
     # ---- restoring: on every rank together

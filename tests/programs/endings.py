@@ -6,9 +6,11 @@
 """
 
 import dataclasses
+import gc
 import os
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,7 @@ def main(cfg: Config) -> None:
 
     accelerator = accel_ddp.start(cfg)
     is_main, is_last = accelerator.is_main_process, accelerator.is_last_process
+    models = []
 
     def fit(name: str, *hooks: Hook) -> int:
         """Return the last step."""
@@ -55,6 +58,7 @@ def main(cfg: Config) -> None:
             # A process that opens this file for writing waits until another one reads it, as on a disk that does not answer.
             os.mkfifo(f"{config.output_dir}/.evaluations.json.tmp")
         model, calls = torch.nn.Linear(4, 1), []
+        models.append(weakref.ref(model))
 
         def loss_sum(model, batch):
             calls.append(batch)
@@ -74,6 +78,9 @@ def main(cfg: Config) -> None:
         fit("fails")
     ends = [fit("start", *[EndsRun(True)] * is_main), fit("evaluation", *[EndsRun(False)] * is_main), fit("none")]
     print(f"rank {accelerator.process_index} ended its runs after the steps {ends}", flush=True)
+    accelerator.free_memory()
+    gc.collect()
+    print(f"rank {accelerator.process_index} has {sum(model() is not None for model in models)} models in memory", flush=True)
     if is_main and not is_last:
         time.sleep(4)
         print("rank 0 ends", flush=True)
