@@ -371,9 +371,17 @@ def test_a_dependence_on_padding_is_found_and_rounding_is_not():
 def test_the_padding_check_restores_weights_to_the_bit():
     model = MixesPadding(KINDS["distilbert"](), 3e-5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [value.data_ptr() for value in model.state_dict().values()]
     assert "a different result" in padding_difference(model)
     after = model.state_dict()
     assert all(after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items())
+    assert [value.data_ptr() for value in after.values()] == places, "weights that move need memory, which may be full"
+
+
+def test_the_padding_check_does_not_use_more_memory_than_there_is():
+    padding._require_memory(1, torch.device("cpu"))
+    with pytest.raises(MemoryError):
+        padding._require_memory(2**60, torch.device("cpu"))
 
 
 def test_the_padding_check_compares_embeddings_of_a_loss_over_the_whole_batch():

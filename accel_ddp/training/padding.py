@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
@@ -76,9 +78,10 @@ def difference(
         model.to(accelerator.device)
     short = places[0]
     compute = _Compute(accelerator, cfg, model, train, loss_sum)
-    was_training, precision = model.training, torch.get_float32_matmul_precision()
+    was_training, precision, convolves_in_tf32 = model.training, torch.get_float32_matmul_precision(), cudnn.allow_tf32
     model.eval()
     torch.set_float32_matmul_precision("highest")  # so that rounding does not look like a difference
+    cudnn.allow_tf32 = False
     try:
         # The padded text comes first, because some models (BigBird) change for good when they get a short text.
         padded = compute(places)
@@ -90,7 +93,11 @@ def difference(
         return ""
     finally:
         torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32 = convolves_in_tf32
         model.train(was_training)
+        if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
     before, after = (train.batch_of(some, accelerator, cfg).sizes.width for some in ([short], places))
     return (
         f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another text "
@@ -137,15 +144,25 @@ def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
 
 @contextlib.contextmanager
 def _in_float64(model: nn.Module) -> Iterator[None]:
-    """Convert the weights inside of the block. They have the same bits afterwards."""
-    tensors = [(tensor, tensor.dtype) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    """Compute with copies of the weights inside of the block. The weights themselves stay where they are.
+
+    A conversion back would allocate memory, and so would fail and leave a half of the model in float64 when memory is full.
+    """
+    tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    _require_memory(8 * sum(tensor.numel() for tensor, _ in tensors), tensors[0][1].device)
     try:
-        for tensor, _ in tensors:
-            tensor.data = tensor.data.double()
+        for tensor, data in tensors:
+            tensor.data = data.double()
         yield
     finally:
-        for tensor, kind in tensors:
-            tensor.data = tensor.data.to(kind)
+        for tensor, data in tensors:
+            tensor.data = data
+
+
+def _require_memory(size: int, device: torch.device) -> None:
+    """Raise MemoryError if each rank of this node cannot get so many bytes. A GPU reports it itself, but the kernel kills a process."""
+    if device.type == "cpu" and size * process.local_ranks > psutil.virtual_memory().available / 2:
+        raise MemoryError(f"{size:,} bytes are not available")
 
 
 def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> list[int] | None:
