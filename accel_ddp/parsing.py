@@ -42,7 +42,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
         del argv[at : at + 2]
     _check_names(argv, types, properties)
     # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
-    for option, value in (("--resume", "auto"), ("--merge_adapters", "on")):
+    for option, value in (("--resume", "auto"), ("--merge_adapters", "on"), ("--merge-adapters", "on")):
         if option in argv:
             at = argv.index(option)
             if at + 1 == len(argv) or argv[at + 1].startswith("--"):
@@ -151,7 +151,8 @@ def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
     words = []
     for word in argv:  # --tf32=false
         name, equals, value = word.partition("=")
-        is_switch = types.get(name.removeprefix("--").replace("-", "_")) is bool
+        kind = types.get(name.removeprefix("--").replace("-", "_"))
+        is_switch = kind is bool or "on" in typing.get_args(kind)
         words += [name, value] if word.startswith("--") and equals and is_switch else [word]
     for at in range(len(words) - 1, 0, -1):
         name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()

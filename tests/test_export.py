@@ -77,7 +77,10 @@ def test_a_model_card_attributes_metrics_to_the_evaluation_data_and_contains_no_
 
 
 def test_merge_adapters_is_an_option_with_three_values_and_still_works_as_a_flag():
-    for words, value in (([], "auto"), (["--merge_adapters"], "on"), (["--merge_adapters", "off"], "off")):
+    for words, value in (
+        ([], "auto"), (["--merge_adapters"], "on"), (["--merge_adapters", "off"], "off"), (["--merge-adapters"], "on"),
+        (["--merge_adapters=true"], "on"), (["--merge-adapters=off"], "off"),
+    ):  # fmt: skip
         assert parse_config(RecipeConfig, [*words, "--lora_r", "2"]).merge_adapters == value
 
 
