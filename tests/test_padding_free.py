@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses, padding
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, TrainBatches, with_sizes
+from tests.conftest import clean_environment
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
@@ -376,6 +379,29 @@ def test_the_padding_check_restores_weights_to_the_bit():
     after = model.state_dict()
     assert all(after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items())
     assert [value.data_ptr() for value in after.values()] == places, "weights that move need memory, which may be full"
+
+
+def test_the_checks_compute_without_tf32_and_accept_programs_that_use_the_newer_settings_of_torch():
+    read = lambda: (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    before = read()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with padding.without_tf32():
+            assert read() == ("highest", False)
+        assert read() == ("high", before[1])
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+    code = """
+import torch
+from accel_ddp.training.padding import without_tf32
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+with without_tf32():
+    print("computed")
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+"""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9
+        ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120)
+        assert ended.stdout == "computed\n", ended.stderr
 
 
 def test_the_padding_check_does_not_use_more_memory_than_there_is():

@@ -24,6 +24,7 @@ from accel_ddp.speed.padding_free import (
     unpack,
 )
 from accel_ddp.training.current_batch import CurrentBatch, current_batch
+from accel_ddp.training.padding import without_tf32
 
 
 class _SmallTable(torch.autograd.Function):
@@ -232,12 +233,11 @@ class PaddingFree:
 
         `allowed` is a fraction of the largest value. An out-of-memory error is raised.
         """
-        was_training, precision = self.model.training, torch.get_float32_matmul_precision()
+        was_training = self.model.training
         self.model.eval()
-        torch.set_float32_matmul_precision("highest")  # so that rounding does not hide a difference
         results = []
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_tf32():
                 for self.is_enabled in (False, True):
                     self.outputs = []
                     with CurrentBatch(batch):
@@ -256,7 +256,6 @@ class PaddingFree:
         finally:
             self.is_enabled, self.outputs = True, None
             self._clear()
-            torch.set_float32_matmul_precision(precision)
             self.model.train(was_training)
         (padded, before), (packed, after) = results
         apart = float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))

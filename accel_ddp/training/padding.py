@@ -78,22 +78,19 @@ def difference(
         model.to(accelerator.device)
     short = places[0]
     compute = _Compute(accelerator, cfg, model, train, loss_sum)
-    was_training, precision, convolves_in_tf32 = model.training, torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    was_training = model.training
     model.eval()
-    torch.set_float32_matmul_precision("highest")  # so that rounding does not look like a difference
-    cudnn.allow_tf32 = False
     try:
-        # The padded text comes first, because some models (BigBird) change for good when they get a short text.
-        padded = compute(places)
-        apart = _distance(compute([short]), padded)
-        if apart <= ALLOWED or _is_rounding(compute, places, apart):
-            return ""
+        with without_tf32():
+            # The padded text comes first, because some models (BigBird) change for good when they get a short text.
+            padded = compute(places)
+            apart = _distance(compute([short]), padded)
+            if apart <= ALLOWED or _is_rounding(compute, places, apart):
+                return ""
     except Exception as error:  # the model of a user may fail in many ways; the first step then reports it
         log.info("texts with and without padding were not compared: %s: %s", type(error).__name__, error)
         return ""
     finally:
-        torch.set_float32_matmul_precision(precision)
-        cudnn.allow_tf32 = convolves_in_tf32
         model.train(was_training)
         if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
             torch.cuda.empty_cache()
@@ -103,6 +100,24 @@ def difference(
         f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another text "
         f"(by {apart:.1e} of its largest value)"
     )
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one."""
+    try:
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # the program has set torch.backends.*.fp32_precision, after which torch refuses to read these settings
+        before = None
+    if before:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if before:
+            torch.set_float32_matmul_precision(before[0])
+            cudnn.allow_tf32 = before[1]
 
 
 class _Compute:
