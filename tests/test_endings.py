@@ -13,7 +13,7 @@ ENDINGS = PROGRAMS / "endings.py"
 
 
 def test_a_program_without_run_ends_normally_on_every_rank_and_a_hook_of_one_rank_ends_the_run_on_all(tmp_path):
-    """Rank 0 ends 4 s after rank 1, which must not be taken for dead. Hooks and metrics exist on rank 0 only."""
+    """Rank 0 ends 4 s after rank 1, which must not be taken for dead. Hooks and metrics exist on rank 0 only. Both close the group."""
     ended = run_ranks(2, ENDINGS, "--output_dir", tmp_path / "run", timeout=60).well()
     for rank, text in enumerate(ended.texts):
         assert f"rank {rank} ended its runs after the steps [0, 2, 6]" in text

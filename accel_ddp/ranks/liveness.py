@@ -46,7 +46,8 @@ class Watch:
         process.is_leaving.set()
         with contextlib.suppress(Exception):
             before = (process.rank - 1) % process.num_ranks
-            dist.send(torch.zeros(1), dst=before, group=process.slow_group, tag=_LAST_MESSAGE_TAG)
+            # Not `dist.send`, which refuses groups after `destroy_process_group`, which `Accelerator.end_training` calls.
+            process.slow_group.send([torch.zeros(1)], before, _LAST_MESSAGE_TAG).wait()
         self._watcher.join(5)
         self._listener.join()
         return not self._watcher.is_alive()

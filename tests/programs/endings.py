@@ -1,6 +1,7 @@
 """Train, and end in the way that --how names. Without --uses_run, the program calls `start` and `fit` but not `run`.
 
-- (empty): train three times with hooks and metrics that exist on the main rank only. Rank 0 ends seconds after the others.
+- (empty): train three times with hooks and metrics that exist on the main rank only. Rank 0 ends seconds after
+  the others. Each rank closes the process group itself.
 - raise, user error: the last rank raises an exception, or every rank raises a UserError.
 - stuck disk: the first evaluation cannot be written, and then rank 0 raises an exception.
 """
@@ -84,6 +85,7 @@ def main(cfg: Config) -> None:
     if is_main and not is_last:
         time.sleep(4)
         print("rank 0 ends", flush=True)
+    accelerator.end_training()  # many programs call it, and it closes the process group
 
 
 if __name__ == "__main__":
