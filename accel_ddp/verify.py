@@ -112,7 +112,9 @@ class _Verification:
         words = [self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
-        env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        # A launcher of this program is not that of the runs.
+        launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        env = {n: v for n, v in os.environ.items() if n not in launched and not n.startswith("TORCHELASTIC_")}
         env |= {"ACCEL_DDP_RECORD_SAMPLES": str(record), "PYTHONUNBUFFERED": "1"}
         self.runs += 1
         if self.launch and not alone:

@@ -1,7 +1,6 @@
 """The training items as an endless shuffled stream. The step determines the position in it, so that no state is saved."""
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -117,7 +116,7 @@ class TrainBatches:
     def part_lengths(self) -> np.ndarray | None:
         """The tokens of each part of each item, or None if they are not known without computing every item."""
         found = self._measure_lengths(self.dataset)
-        return found if found is None else found.reshape(len(found), -1)
+        return found if found is None else np.asarray(found).reshape(len(found), -1)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray | None:
@@ -138,10 +137,11 @@ class TrainBatches:
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of the micro-batches of all ranks
         accelerator._dataloaders.pop()  # otherwise its workers would run until the process ends
         with starting_workers(loader):
-            first = next(micro_batches)
-        micro_batches = itertools.chain([first], micro_batches)
+            first = [
+                next(micro_batches)
+            ]  # a list, from which it is removed: otherwise its memory would be held for the whole run
         while True:
-            yield [with_sizes(next(micro_batches)) for _ in range(count)]
+            yield [with_sizes(first.pop() if first else next(micro_batches)) for _ in range(count)]
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
         """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank.
