@@ -75,7 +75,8 @@ def at_the_end(
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(describe(folder, files, example))
-        print("next: train on your own data with --train_file or --dataset. --help shows all options.")
+        if not getattr(cfg, "train_file", ""):
+            print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
 def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
@@ -107,7 +108,7 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
     task = next((task for ending, task in PIPELINES.items() if architecture.endswith(ending)), "")
     if not example and task:
         remote = ", trust_remote_code=True" if architecture.startswith("MiniResNet") else ""
-        example = f'from transformers import pipeline; use = pipeline("{task}", {{model}}{remote})'
+        example = f'from transformers import pipeline; use = pipeline("{task}", {{model}}{remote}); print(type(use.model))'
     if not example and "modules.json" in files:
         example = "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder})"
     if not example:

@@ -86,6 +86,9 @@ def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properti
 def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
     """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
     known = {*properties, *(f"no_{name}" for name, kind in types.items() if kind is bool), "help"}
+    if argv and not argv[0].startswith("-"):
+        meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
+        raise UserError(f"{argv[0]}: is not an option.{meant}")
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in known:

@@ -59,7 +59,7 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSequenceClassification")
             train_rows, self.eval_rows, self.labels, self.texts = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
@@ -117,7 +117,8 @@ class Task:
         """Python code that applies the exported {model} to the first evaluation row."""
         pair = dict(zip(("text", "text_pair"), self.texts))
         row = accel_ddp.examples.literal(pair if self.cfg.text_pair_column else self.texts[0])
-        return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}))'
+        several = ", top_k=None" if self.labels.is_multi_label else ""
+        return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}{several}))'
 
 
 def logits(model, batch):

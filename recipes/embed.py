@@ -89,7 +89,7 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
             train_rows, eval_rows, self.texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
@@ -179,7 +179,6 @@ def build_data(cfg: Config, tokenizer):
 def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModel
 
-    accel_ddp.model_kinds.check_config("embeddings", cfg.model, accel_ddp.models.load_config(cfg))
     model = accel_ddp.models.load(AutoModel, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
     for name, parameter in model.named_parameters():

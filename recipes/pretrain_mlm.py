@@ -52,7 +52,7 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForMaskedLM")
             train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             facts["the data"] = "".join(fingerprints)

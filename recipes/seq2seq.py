@@ -67,7 +67,7 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "texts")
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSeq2SeqLM")
             self.processor.padding_side = "right"
             train_rows, self.eval_rows = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])

@@ -186,6 +186,7 @@ def test_what_the_chat_template_would_not_get_is_refused_and_other_keys_reach_it
         "a message has the weight 0": [user("Hi"), answer("Hello", weight=0)],
         "a message has no role (its keys are content)": [{"content": "Hi"}, answer("Hello")],
         "the content of a message is 7": [user(7), answer("Hello")],
+        "a message of the user is empty": [user(None), answer("Hello")],
         "a part of the type 'image'": [user([{"type": "image", "image": "x.png"}, *parts]), answer("Hello")],
         "which the chat template does not join": [user(parts), answer("Hello")],
     }

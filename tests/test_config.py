@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config import TrainConfig, options_that_keep_the_result, options_that_must_match
+from accel_ddp.config import RecipeConfig, TrainConfig, options_that_keep_the_result, options_that_must_match
 from accel_ddp.errors import UserError
 from accel_ddp.options import GROUPS, option, properties_of
 from accel_ddp.parsing import parse_config
@@ -197,3 +197,8 @@ def test_learning_rates_are_functions_of_the_step():
     assert cosine[0] == 1
     assert cosine[5] == pytest.approx(0.5)
     assert cosine == sorted(cosine, reverse=True)
+
+
+def test_a_file_without_an_option_suggests_train_file():
+    with pytest.raises(UserError, match=r"rows.csv: is not an option. Did you mean --train_file rows.csv\?"):
+        parse_config(RecipeConfig, ["rows.csv", "--lr", "1"])

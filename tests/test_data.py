@@ -206,10 +206,10 @@ def test_labels_are_named_and_checked():
     ]
     for bad, words in [
         ((table(label=[None, None]), test), "no training row has a label"),
-        ((table(label=[{"a": 1}]), test), "names or whole numbers"),
+        ((table(label=[{"a": 1}]), test), "must be all names, all whole numbers"),
         ((table(label=["0.5", "1.25"]), table(label=["0.5"])), "For regression, add --num_labels 1"),
         ((table(label=["a", "a"]), table(label=["a"])), "nothing to learn"),
-        ((table(label=[0.5, 1.5]), table(label=[0.5])), "names or whole numbers"),
+        ((table(label=[0.5, 1.5]), table(label=[0.5])), "must be all names, all whole numbers"),
         ((table(label=[[0, 1, 1], [1, 0, 0]]), table(label=[[0, 0, 1]])), "a list of 0 and 1"),
     ]:
         with pytest.raises(UserError, match=words):

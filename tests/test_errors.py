@@ -269,7 +269,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         ],
         "score out of range": [
             "2 of 13 rows of",
-            "its score is not between --min_score 0 and --max_score 1: row 12 (1.1), row 13 (1.2)",
+            "its score is not between --min_score 0 and --max_score 1, the range of your scores: row 12 (1.1), row 13 (1.2)",
             "its score is not a finite number: row 1 ('high')",
         ],
         "a long text, then none": ["1 of 6 rows of", "its text is empty: row 5.", "long_texts.jsonl"],

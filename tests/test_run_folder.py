@@ -75,6 +75,13 @@ def test_a_run_with_a_checkpoint_names_it(tmp_path):
     (tmp_path / "step_00000004").mkdir()
     error = claim(tmp_path)
     assert "holds another run (step_00000004). Add --resume without a path to continue it" in error
+    error = claim(tmp_path, resume=str(tmp_path / "nope"))
+    assert "nope: there is no such checkpoint or run" in error
+
+
+def test_a_file_is_not_an_output_folder(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label")
+    assert "rows.csv: is a file" in claim(tmp_path / "rows.csv")
 
 
 def test_a_run_of_an_older_version_has_no_marker_and_is_resumed(tmp_path):

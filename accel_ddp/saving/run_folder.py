@@ -27,12 +27,14 @@ def claim(cfg: TrainConfig) -> IO[str]:
     are not those of a run. A run that ended before it had anything to continue from does not block its folder.
     """
     folder = Path(cfg.output_dir)
+    if folder.is_file():
+        raise UserError(f"--output_dir {folder}: is a file on {process.host}. Give a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_foreign_files(folder)  # before the lock is made, so that the folder stays as it is
         lock = _lock(folder)
         if not resume.continues_run_in(folder, cfg):
-            _refuse_other_run(folder)
+            _refuse_other_run(folder, cfg)
         resume.check_options_early(cfg)
         if _is_run(folder):  # elsewhere hidden files belong to the user
             format.sweep(folder)
@@ -72,9 +74,14 @@ def _refuse_foreign_files(folder: Path) -> None:
         )
 
 
-def _refuse_other_run(folder: Path) -> None:
+def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
     """Raise UserError if the folder holds a run that can be continued or has a result."""
     if checkpoints := format.list_checkpoints(folder):
+        if cfg.resume and not Path(cfg.resume).exists():
+            raise UserError(
+                f"--resume {cfg.resume}: there is no such checkpoint or run. To continue the run in --output_dir {folder} "
+                f"({checkpoints[-1].name}), type --resume without a path."
+            )
         raise UserError(
             f"--output_dir {folder} holds another run ({checkpoints[-1].name}). Add --resume without a path to continue it, or "
             "choose another --output_dir."

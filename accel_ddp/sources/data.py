@@ -70,6 +70,8 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
     if len(train) < 2:
         # A .json with one object, whose values are the rows or the columns, is read as one row.
         hint = "Write the rows as a list of objects, or one object per line." if cfg.train_file.endswith(".json") else ""
+        if cfg.train_file.endswith((".conll", ".iob", ".bio")):
+            hint = "An empty line separates two texts."
         raise UserError(
             f"{cfg.train_file or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
             f"{hint or 'Give more rows, or --eval_file.'}"

@@ -240,7 +240,8 @@ def _find_reason(kind: str, file: Path, error: Exception) -> str:
     """Return why `datasets` could not read the file, and what to do about it."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     if kind == "json":
-        return _find_broken_json(file) or cause
+        found = _find_broken_json(file)
+        return f"{found} Correct it in the file. --skip_broken leaves out rows, but only if the file is JSON." if found else cause
     if kind == "csv" and "EOF inside string" in cause:
         *_, (line, _) = _read_cells(file)
         return f"the quote of a cell in line {line:,} is not closed. Close it, or write two quotes for a quote inside a cell."

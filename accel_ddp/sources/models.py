@@ -21,9 +21,15 @@ from accel_ddp.training.optim import freeze
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(cfg: RecipeConfig, max_length: int = 0) -> Any:
-    """Return the tokenizer of `--model`, with a padding token. Raise UserError if it allows fewer than `max_length` tokens."""
+def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> Any:
+    """Return the tokenizer of `--model`, with a padding token. Raise UserError if it allows fewer than `max_length` tokens.
+
+    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenised.
+    """
     from transformers import AutoTokenizer
+
+    if task:
+        model_kinds.check_config(task, cfg.model, load_config(cfg))
 
     name = cfg.model
     place = locate(name, cfg.cache_dir)

@@ -210,7 +210,9 @@ class Format:
             except UnusableRow:
                 is_same = False
             if not is_same:
-                raise UnusableRow("a message has its content in parts, which the chat template does not join to one text")
+                raise UnusableRow(
+                    "a message has its content in parts, which the chat template does not join. Write its content as one text"
+                )
         answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

@@ -42,7 +42,10 @@ def check_message(message: Any) -> dict[str, Any]:
     if message.get("weight") not in (None, 1):
         raise UnusableRow(f"a message has the weight {message['weight']}, but all answers of a chat are learned equally")
     others = {key: value for key, value in without_none(message).items() if key not in ("role", "from", "content", "value")}
-    return {**others, "role": role, "content": _join_parts(content)}
+    text = _join_parts(content)
+    if role == "user" and not text:
+        raise UnusableRow("a message of the user is empty")
+    return {**others, "role": role, "content": text}
 
 
 def _join_parts(content: Any) -> str:

@@ -79,7 +79,7 @@ def read_scores(values: list, cfg: Any) -> tuple[list[float], list[str]]:
         if data.is_missing(value)
         else f"its {column} is not a finite number\t{value!r:.40}"
         if number is None
-        else f"its {column} is not between --min_score {low:g} and --max_score {high:g}\t{number:g}"
+        else f"its {column} is not between --min_score {low:g} and --max_score {high:g}, the range of your scores\t{number:g}"
         if not low <= number <= high
         else ""
         for value, number in zip(values, numbers)

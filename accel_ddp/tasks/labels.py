@@ -89,9 +89,11 @@ class Labels:
         if value_of is None:
             kinds = sorted({type(cell).__name__ for cell in found[0] | found[1]})
             kinds = ["decimal numbers"] if kinds == ["str"] else kinds
+            words = {"tuple": "lists", "str": "texts", "int": "whole numbers", "float": "decimal numbers"}
+            shown = " and ".join(words.get(kind, kind) for kind in kinds)
+            hint = " For regression, add --num_labels 1." if kinds in (["decimal numbers"], ["float"], ["float", "int"]) else ""
             raise UserError(
-                f"--label_column {column}: contains {', '.join(kinds)} ({inner}). Labels must be names or whole numbers, or "
-                "lists of them. For regression, add --num_labels 1."
+                f"--label_column {column}: contains {shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
             )
         if not found[0]:
             raise UserError(f"--label_column {column}: no training row has a label.")

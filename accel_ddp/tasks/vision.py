@@ -203,8 +203,9 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
 def _common_size(train: CheckedImages) -> tuple[int, int]:
     sizes = sorted(set(zip(train.properties["height"][:], train.properties["width"][:])))
     if len(sizes) > 1:
-        shown = " to ".join(f"{height} x {width}" for height, width in (sizes[0], sizes[-1]))
-        raise UserError(f"The training images have {len(sizes):,} sizes, from {shown}. Give one size: --image_size 64.")
+        shown = " to ".join(f"{width} x {height}" for height, width in (sizes[0], sizes[-1]))
+        largest = max(side for size in sizes for side in size)
+        raise UserError(f"The training images have {len(sizes):,} sizes, from {shown}. Give one size: --image_size {largest}.")
     return sizes[0]
 
 
