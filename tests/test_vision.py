@@ -159,7 +159,7 @@ def test_images_of_several_sizes_need_the_option_image_size(folder, cache):
     Image.fromarray(picture(9, (10, 12, 3))).save(folder / "boat" / "9.png")
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     (train, _), _ = loaded(cfg)
-    with pytest.raises(UserError, match="2 sizes, from 8 x 8 to 12 x 10. Give one size: --image_size 12"):
+    with pytest.raises(UserError, match=r"2 sizes, from 8 x 8 to 12 x 10\. Give one size: --image_size 12"):
         vision.load_processor(cfg, small_model(), train)
     cfg.image_size = 6
     assert vision.Images(train, vision.load_processor(cfg, small_model(), train), small_model())[0]["pixel_values"].shape == (
