@@ -84,7 +84,8 @@ def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
     assert f"model saved in {one}/model" in text
     assert "evaluation: accuracy " in text
     assert "precision    recall  f1-score" in text
-    assert "next:" in text
+    assert "try:  python -c" in text
+    assert "next: train on your own data" not in text, "it has its own data"
     assert "Traceback" not in text
     assert len(events(one, "update")) == 12  # 2 epochs of 90 items in steps of 16: 11.25, rounded up
     assert [event["step"] for event in events(one, "evaluate")] == [6, 12]

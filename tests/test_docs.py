@@ -74,11 +74,12 @@ def test_the_first_command_sets_up_trains_and_prints_what_to_try_next():
     command = SET_UP_AND_TRAIN
     if "PYTEST_XDIST_WORKER" in os.environ:
         command = command.replace("python3 -m venv .venv && ", "").replace("pip install -q", "pip install -q --dry-run")
-    ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
+    ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=1500).well()  # beside other tests
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
     assert accuracy > 0.7, "far above chance, which is 0.5"
     assert accuracy > before + 0.1
     assert "model saved in runs/classify/" in ended.text
+    assert "next: train on your own data with --train_file" in ended.text
     tried = re.search(r"^try:  (.*)$", ended.text, flags=re.MULTILINE)[1]
     tried = run_all([["bash", "-ec", f". .venv/bin/activate && {tried}"]], [clean_environment()]).well()
     assert re.search(r"'label': '(positive|negative)'", tried.text)

@@ -63,6 +63,9 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     (folder / "empty_folder").mkdir()
     no_weights = folder / "no_weights"  # the config is enough to refuse the model
     shutil.copytree(tiny_model, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    decoder = folder / "decoder"  # its tokenizer has no chat template
+    shutil.copytree(no_weights, decoder)
+    (decoder / "config.json").write_text('{"model_type": "gpt2"}')
     function = {"name": "add", "arguments": '{"a": 1}'}
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     cases = {
@@ -184,7 +187,12 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "model": "builtin:tiny-llama",
             "train_file": lines("first.jsonl", *[{"messages": chat("Hi", "Hello")["messages"][1:]}] * 9),
         },
-        "no template": {"recipe": "sft", "train_file": lines("chat.jsonl", *[chat("Hi", "Hello")] * 9)},
+        "no template": {
+            "recipe": "sft",
+            "model": str(decoder),
+            "train_file": lines("chat.jsonl", *[chat("Hi", "Hello")] * 9),
+        },
+        "encoder without a template": {"recipe": "sft", "train_file": str(folder / "chat.jsonl")},
         "no answer": {
             "recipe": "sft",
             "model": "builtin:tiny-llama",
@@ -277,7 +285,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "table of Excel": ["latin.csv", "not UTF-8", "Save it"],
         "metric of the hub, no network": ["--metrics matthews_corelation", "cannot be reached", "mean matthews_correlation?"],
         "metric that is not measured": ["does not measure f1. Did you mean macro_f1?"],
-        "labels of two kinds": ["--label_column label", "contains int, str"],
+        "labels of two kinds": ["--label_column label", "contains whole numbers and texts"],
         "evaluation without answers": ["The evaluation data lack the column 'answer'", "They have: prompt"],
         "misspelt role": ["a message has the role 'usr' (did you mean 'user'?): row 10"],
         "no tokenizer": ["no tokenizer"],
@@ -310,6 +318,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "messages are texts": ["9 of 9 rows of", "is not a list of messages", "No training rows are left."],
         "answer first": ["begins with an answer"],
         "no template": ["no chat template"],
+        "encoder without a template": ["is an encoder (bert)"],
         "no answer": ["2 of 11 rows of", "an answer is empty: row 10, row 11", "--skip_broken"],
         "no answer is left": ["--max_length 4", "Give a higher value"],
         "misaligned": ["another number of tags than of tokens: row 10 (2 tokens but 1 tags)", "--skip_broken"],
