@@ -513,6 +513,18 @@ class RecipeConfig(TrainConfig):
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 
 
+@dataclass(kw_only=True)
+class ScoredConfig(RecipeConfig):
+    """The options of a recipe whose predictions further metrics can score."""
+
+    metrics: tuple[str, ...] = option(
+        (),
+        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
+        group="evaluation",
+        affects_result=False,
+    )
+
+
 def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
     """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))

@@ -71,12 +71,12 @@ def _recipe(recipe: str) -> str:
     text = [f"### {recipe}\n", f"{recipe_files.summary(recipe_files.recipe_path(recipe))}\n"]
     if cls.__module__ != recipe:
         return "\n".join([*text, f"It has the options of `{cls.__module__}`.\n"])
-    base = cls.__base__
+    base = RecipeConfig if issubclass(cls, RecipeConfig) else TrainConfig  # whose options are listed above
     if base is TrainConfig:
         text.append("It has no options of the groups Model and Data, and no `--eval_batch_size`.\n")
     properties, inherited = properties_of(cls), properties_of(base)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    own = [name for name in properties if name in inspect.get_annotations(cls)]
+    own = [name for name in properties if name in inspect.get_annotations(cls) or name not in inherited]
     own.sort(key=lambda name: name in inherited)  # new options first
     if shown := [name for name in own if name not in inherited or properties[name].help != inherited[name].help]:
         text.append(_table(cls, shown))

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config import ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
+class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:rotten_tomatoes_small"
     text_column: str = option("text", "column of the text", group="data")
@@ -33,12 +33,6 @@ class Config(RecipeConfig):
     global_batch_size: int = 16
     lr: float = 1e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy, with --num_labels 1 mse")
-    metrics: tuple[str, ...] = option(
-        (),
-        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
-        group="evaluation",
-        affects_result=False,
-    )
 
     @property
     def kind(self):

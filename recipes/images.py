@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config import ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
+class Config(ScoredConfig):
     model: str = option(
         "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
     )
@@ -49,12 +49,6 @@ class Config(RecipeConfig):
     micro_batch_size: int | Literal["auto"] = option(32, "images that a rank computes at once; batch norm uses their statistics")
     lr: float = 3e-3
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
-    metrics: tuple[str, ...] = option(
-        (),
-        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
-        group="evaluation",
-        affects_result=False,
-    )
 
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config import ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
+class Config(ScoredConfig):
     model: str = "builtin:tiny-t5"
     dataset: str = "builtin:number_words"
     source_column: str = option(
@@ -46,12 +46,6 @@ class Config(RecipeConfig):
     warmup_ratio: float = 0.05
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
-    metrics: tuple[str, ...] = option(
-        (),
-        "more metrics: built-in (a wrong name lists them; 0 to 100), or of the evaluate package by name or folder",
-        group="evaluation",
-        affects_result=False,
-    )
 
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}

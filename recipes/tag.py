@@ -11,13 +11,13 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config import ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
+class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
     train_file: str = option("", ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
@@ -31,12 +31,6 @@ class Config(RecipeConfig):
     global_batch_size: int = 16
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
-    metrics: tuple[str, ...] = option(
-        (),
-        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
-        group="evaluation",
-        affects_result=False,
-    )
 
     def metric_directions(self):
         own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}

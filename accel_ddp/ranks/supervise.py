@@ -80,7 +80,8 @@ def _finish(exits: bool) -> int:
     if process.unsaved:
         return _leave(Failure("unsaved", process.unsaved))
     if process.store:
-        with contextlib.suppress(Exception):  # rank 0, which may host the store, does not wait longer than the limit
+        # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
+        with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
             _wait_for_last_collectives()
         if not process.close_watch():
             if exits:

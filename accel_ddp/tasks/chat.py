@@ -1,7 +1,6 @@
 """Rows for causal language models: chats, instructions and plain texts as tokens, with labels for the answers."""
 
 import logging
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from accel_ddp.sources.data import describe_columns
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.tokenisation import SOURCE
 from accel_ddp.tasks.chat_messages import UnusableRow, check_message, check_text, without_none
+from accel_ddp.tasks.chat_tokens import Rendered, tokenise
 from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:
@@ -68,15 +68,11 @@ class Format:
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for "
                 "chats, or set tokenizer.chat_template and save the tokenizer in a folder."
             )
-        self.unused = [
-            c for c in UNSUPPORTED_COLUMNS if self.kind != "texts" and c in rows.column_names and c not in self.columns
-        ]
         others = [column for column in rows.column_names if column not in self.columns]
         if others:
             log.info(f"rows are {self.kind} of {', '.join(self.columns)}. These columns are not used: {', '.join(others)}.")
         uses_template = self.kind != "texts" and tokenizer.chat_template
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
-        self.special_tokens = _pattern_of_special_tokens(tokenizer)
 
     def _find_first_ids(self, name: str) -> list[int]:
         """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
@@ -168,7 +164,7 @@ class Format:
             return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
         return "Hi"
 
-    def _render(self, rows: dict[str, list], i: int) -> "_Rendered":
+    def _render(self, rows: dict[str, list], i: int) -> Rendered:
         """Return row `i` as one text, or the reason why it cannot be used."""
         try:
             for column in UNSUPPORTED_COLUMNS:
@@ -179,12 +175,12 @@ class Format:
                     )
             return self._format(tuple(rows[column][i] for column in self.columns))
         except UnusableRow as error:
-            return _Rendered("", [], str(error))
+            return Rendered("", [], str(error))
 
-    def _format(self, row: tuple) -> "_Rendered":
+    def _format(self, row: tuple) -> Rendered:
         end = self.tokenizer.eos_token or ""
         if self.kind == "texts":
-            return _Rendered(check_text(row[0], self.columns[0]) + end, [])
+            return Rendered(check_text(row[0], self.columns[0]) + end, [])
         if self.kind == "chats":
             if not isinstance(row[0], list):
                 raise UnusableRow(f"the column {self.columns[0]} is not a list of messages")
@@ -196,9 +192,9 @@ class Format:
         prompt = "\n\n".join(text for text in asked if text)
         if self.tokenizer.chat_template:
             return self._apply_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
-        return _Rendered(f"{prompt}\n{answer}{end}", [(prompt + "\n", f"{prompt}\n{answer}{end}")])
+        return Rendered(f"{prompt}\n{answer}{end}", [(prompt + "\n", f"{prompt}\n{answer}{end}")])
 
-    def _apply_template(self, given: list[Any]) -> "_Rendered":
+    def _apply_template(self, given: list[Any]) -> Rendered:
         """Return the whole chat as text. An answer begins behind the prompt that the model is given in use, and ends with its end
         token.
         """
@@ -230,7 +226,7 @@ class Format:
             answers.append((before, until))
         if not answers:
             raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
-        return _Rendered(text, answers)
+        return Rendered(text, answers)
 
     def _fill_template(self, messages: list[dict[str, Any]], **options: bool) -> str:
         try:
@@ -238,54 +234,18 @@ class Format:
         except Exception as error:  # a template is a program and can fail in many ways
             raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
 
+    def _tokenise(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
+        """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
+        done = []
+        for ids, labels, problem in tokenise(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts"):
+            first = [] if problem or ids[: len(self.first_ids)] == self.first_ids else self.first_ids
+            done.append(([*first, *ids], [-100] * len(first) + labels, problem))
+        return done
+
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
-
-    def _tokenise(self, rows: list["_Rendered"]) -> list[tuple[list[int], list[int], str]]:
-        """Return token ids, labels and the problem of each row.
-
-        Parts of a text that are tokenised separately may have other tokens than the whole text. The whole text is therefore
-        tokenised. Its beginnings are tokenised too, from their last special token on, to find the places of the answers.
-        """
-        encoded = self.tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
-        beginnings = {text: self._last_special_token(text) for row in rows for answer in row.answers for text in answer}
-        tails = list({text[start:]: 0 for text, start in beginnings.items()})
-        tokens = dict(zip(tails, self.tokenizer(tails, add_special_tokens=False)["input_ids"])) if tails else {}
-
-        def compare(number: int, text: str) -> tuple[int, int]:
-            """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
-            start, ids = beginnings[text], encoded["input_ids"][number]
-            place = (encoded.char_to_token(number, start) or 0) if start else 0
-            tail = tokens[text[start:]]
-            pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
-            same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
-            return place + len(tail), place + same
-
-        done = []
-        for number, row in enumerate(rows):
-            ids, problem = [] if row.problem else encoded["input_ids"][number], row.problem
-            labels = list(ids) if self.train_on_prompts or self.kind == "texts" else [-100] * len(ids)
-            for before, until in row.answers:
-                start, same = compare(number, before)
-                if same < start:
-                    # In use the prompt is tokenised alone, so that the model would get tokens that it was not trained on.
-                    problem = (
-                        "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
-                    )
-                end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
-                labels[start:end] = ids[start:end]
-            first = [] if ids[: len(self.first_ids)] == self.first_ids else self.first_ids
-            done.append(([], [], problem) if problem else ([*first, *ids], [-100] * len(first) + labels, ""))
-        return done
-
-    def _last_special_token(self, text: str) -> int:
-        """Return where the last special token begins in the text, or 0. Tokenizers split a text there before anything else."""
-        start = 0
-        for found in self.special_tokens.finditer(text) if self.special_tokens else ():
-            start = found.start()
-        return start
 
 
 class Sample(NamedTuple):
@@ -294,21 +254,6 @@ class Sample(NamedTuple):
     prompt: str
     answer: str
     ids: list[int]
-
-
-class _Rendered(NamedTuple):
-    """A row as text. Each of its answers is a pair: the text before the answer, and the text until the end of the answer."""
-
-    text: str
-    answers: list[tuple[str, str]]
-    problem: str = ""
-
-
-def _pattern_of_special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the tokens at which the tokenizer splits every text, or None if it has none or is a slow one."""
-    tokens = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    words = sorted((token.content for token in tokens if not (token.normalized or token.single_word)), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words))) if words else None
 
 
 def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
@@ -348,10 +293,10 @@ def generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_new
 
 def format_samples(samples: list[Sample], before: list[str] | None, after: list[str]) -> str:
     """Return prompts with the expected answers and the model's answers before and after training, to print."""
-    shorten = lambda text: " ".join(text.split())[:160]
+    one_line = lambda text: " ".join(text.split())[:160]
     lines = []
     for i, (prompt, answer, _) in enumerate(samples):
-        lines += [f"prompt  {shorten(prompt)}", f"  wanted  {shorten(answer)}"]
-        lines += [f"  before  {shorten(before[i])}"] if before else []
-        lines += [f"  after   {shorten(after[i])}"]
+        lines += [f"prompt  {one_line(prompt)}", f"  wanted  {one_line(answer)}"]
+        lines += [f"  before  {one_line(before[i])}"] if before else []
+        lines += [f"  after   {one_line(after[i])}"]
     return "\n".join(lines)

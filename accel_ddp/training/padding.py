@@ -104,10 +104,13 @@ def difference(
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one."""
+    """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one.
+
+    The precision stays as it is in a program that has set `torch.backends.*.fp32_precision`.
+    """
     try:
         before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    except RuntimeError:  # the program has set torch.backends.*.fp32_precision, after which torch refuses to read these settings
+    except RuntimeError:  # torch then refuses to read these settings
         before = None
     if before:
         torch.set_float32_matmul_precision("highest")

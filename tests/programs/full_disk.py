@@ -65,9 +65,9 @@ def main(cfg: Config) -> None:
     results["too small"] = fit(mount("too_small", "size=2m"))
     results["room for two"] = fit(mount("two", "size=8m"))
 
-    freed = mount("mended", "size=12m")
+    freed = mount("freed", "size=12m")
     (freed / "filler").write_bytes(bytes(10 << 20))
-    results["mended"] = fit(freed, at_step=lambda step: (freed / "filler").unlink() if step == 5 else None)
+    results["freed"] = fit(freed, at_step=lambda step: (freed / "filler").unlink() if step == 5 else None)
 
     for inodes in range(2, 9):  # one for the folder, and one for each file or folder of a checkpoint
         results[f"inodes {inodes}"] = fit(mount(f"inodes_{inodes}", f"size=100m,nr_inodes={inodes}"))

@@ -1,0 +1,104 @@
+"""The check before training whether the result of a text depends on its padding."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import nn
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.training import padding
+from accel_ddp.training.stream import TrainBatches
+from tests.conftest import clean_environment
+from tests.test_padding_free import KINDS, LENGTHS, POSITIONS, SHAPE, a_batch, loss_of
+
+
+def padding_difference(model, loss=loss_of, lengths=LENGTHS) -> str:
+    """Return what the check before training finds for texts of these lengths."""
+    rows = [{name: tensor[0, :length] for name, tensor in a_batch(lengths=[max(lengths)]).items()} for length in lengths]
+    pad = lambda some, name: nn.utils.rnn.pad_sequence([row[name] for row in some], batch_first=True)
+    collate = lambda some: {name: pad(some, name) for name in ("input_ids", "attention_mask", "labels")}
+    return padding.difference(Accelerator(cpu=True), TrainConfig(), model, TrainBatches(rows, collate), loss)
+
+
+class MixesPadding(nn.Module):
+    """Adds a part of the mean over all positions, also of padding, to the hidden states of a model."""
+
+    def __init__(self, model: nn.Module, part: float):
+        super().__init__()
+        self.model, self.part = model, part
+
+    def forward(self, **inputs):
+        out = self.model(**inputs)
+        return type(out)(logits=out.logits + self.part * out.logits.mean(1, keepdim=True))
+
+
+def test_a_dependence_on_padding_is_found_and_rounding_is_not():
+    model = KINDS["distilbert"]()
+    assert padding_difference(model) == ""
+    assert "a text of 1 tokens if it is padded to the 30 tokens" in padding_difference(MixesPadding(model, 0.1))
+    assert "a different result" in padding_difference(MixesPadding(model, 3e-5))
+    assert "a different result" in padding_difference(MixesPadding(model, math.nan)), "NaN counts as a difference"
+    assert padding_difference(MixesPadding(model, 0.1), lengths=[7, 7]) == "", "texts of equal length are not padded"
+    assert model.training, "the check leaves the model as it was"
+    # The next one rounds by 5e-3, so that the check computes in float64.
+    wide = transformers.BertConfig(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 12, "initializer_range": 0.3})
+    torch.manual_seed(0)
+    assert padding_difference(transformers.BertForSequenceClassification(wide).half(), lengths=[5, 30]) == ""
+
+
+def test_the_padding_check_restores_weights_to_the_bit():
+    model = MixesPadding(KINDS["distilbert"](), 3e-5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [value.data_ptr() for value in model.state_dict().values()]
+    assert "a different result" in padding_difference(model)
+    after = model.state_dict()
+    assert all(after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items())
+    assert [value.data_ptr() for value in after.values()] == places, "weights that move need memory, which may be full"
+
+
+def test_the_checks_compute_without_tf32_and_accept_programs_that_use_the_newer_settings_of_torch():
+    read = lambda: (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    before = read()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with padding.without_tf32():
+            assert read() == ("highest", False)
+        assert read() == ("high", before[1])
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+    code = """
+import torch
+from accel_ddp.training.padding import without_tf32
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+with without_tf32():
+    print("computed")
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+"""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9
+        ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120)
+        assert ended.stdout == "computed\n", ended.stderr
+
+
+def test_the_padding_check_does_not_use_more_memory_than_there_is():
+    padding._require_memory(1, torch.device("cpu"))
+    with pytest.raises(MemoryError):
+        padding._require_memory(2**60, torch.device("cpu"))
+
+
+def test_the_padding_check_compares_embeddings_of_a_loss_over_the_whole_batch():
+    from accel_ddp.training.whole_batch import WholeBatch
+
+    model = transformers.BertModel(transformers.BertConfig(**SHAPE, **POSITIONS))
+
+    def embed(model, batch, first=True):
+        hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        return hidden[:, 0] if first else hidden.mean(1)  # the second one averages over padding
+
+    for loss, expected in ((embed, ""), (lambda model, batch: embed(model, batch, first=False), "a different result")):
+        assert expected in padding_difference(model, WholeBatch(loss, None, None))
+        assert bool(padding_difference(model, WholeBatch(loss, None, None))) == bool(expected)
