@@ -17,10 +17,12 @@ from accel_ddp.environment import launcher
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
+from accel_ddp.ranks.liveness import report_output_dir
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import resume, run_folder
 from accel_ddp.seeds import mixed
+from accel_ddp.watch.page import LOAD
 
 
 def start(cfg: TrainConfig) -> Accelerator:
@@ -43,6 +45,8 @@ def start(cfg: TrainConfig) -> Accelerator:
         use_gpu = group.connect(cfg, precision)
     else:
         group.connect_to_launcher(cfg)
+        group.watch_single_rank(cfg)
+    process.heartbeat.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
     _configure_torch(cfg, use_gpu)
     _choose_output_dir(cfg, trackers)
@@ -122,6 +126,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     cfg.output_dir = broadcast_object(given or default)
     if process.is_main and process.job_store:
         process.job_store.set("output_dir", cfg.output_dir)
+    report_output_dir(cfg.output_dir)
     with together("open the output folder"):
         if cfg.resume and not (given or (process.restarts and default)):
             raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")

@@ -297,6 +297,20 @@ class TrainConfig:
         per_node=True,
         at_least=1,
     )
+    hang_report_seconds: float = option(
+        5.0,
+        "report a rank, a node or a link after this many seconds without progress beyond what is usual",
+        group="multi-node",
+        affects_result=False,
+        at_least=0.5,
+    )
+    hang_abort_seconds: float = option(
+        30.0,
+        "end the run after this many seconds without progress, or after 5 times the usual duration if that is longer; 0: never",
+        group="multi-node",
+        affects_result=False,
+        at_least=0,
+    )
     ddp_timeout_seconds: int = option(
         _DDP_TIMEOUT,
         "seconds that a rank waits for another one; default: DDP_TIMEOUT_SECONDS or 600",

@@ -17,7 +17,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
-from accel_ddp.ranks.failures import EvaluationStopped, Failure, Stopped
+from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.liveness import end_job
 from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -33,6 +33,7 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
+from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, EVALUATE, HOOKS, SAVE
 
 # The fp16 scaler halves its factor after each skipped step. It begins with 2**16, so that after 25 steps it is 2**-9, and gradients
 # that are still not finite are above 2**24 or not numbers at all. No smaller factor helps them.
@@ -88,12 +89,15 @@ def fit(
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     model.train(cfg.dropout)
+    heartbeat = process.heartbeat
+    heartbeat.advance(step)
     with signals.can_save(cfg):
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
             pace.restart()
         if run.continues():
+            heartbeat.enter(COMPILE)
             seconds = speed.warm_up() if speed else None
             if seconds is not None:
                 for hook in hooks:
@@ -103,10 +107,13 @@ def fit(
             lr = lr_at(run.step, cfg, total_steps)
             set_lr(optimizer, lr)
             seed = mixed(cfg.seed, "step", run.step)
+            heartbeat.enter(DATA)
             batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
             work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
             stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, vote, work)
             run.step += 1
+            heartbeat.advance(run.step)
+            heartbeat.enter(DEVICE)
             reader.push(run.step, lr, stats)
 
             # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
@@ -116,11 +123,14 @@ def fit(
                 signals.mark_agreed()  # from here on no time limit ends the save
                 run.receive(reader.pop(wait_for_all=True))
             if run.saves_now() or run.is_stopping:  # before the evaluation, which may fail
+                heartbeat.enter(SAVE)
                 saved.save(run.step, is_last=run.is_stopping or run.step == total_steps)
             if run.evaluates_now() and not run.is_stopping:
                 run.evaluate()
+                heartbeat.enter(SAVE)
                 if run.is_done or run.is_stopping:
                     saved.save(run.step, is_last=True)
+            heartbeat.enter(HOOKS)
             run.report_saves()
             if run.saves_now() or run.evaluates_now():
                 pace.restart()
@@ -197,6 +207,7 @@ class _Run:
             # The sum of votes is the same on every rank, so that all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
+            process.heartbeat.enter(HOOKS)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
 
@@ -209,6 +220,7 @@ class _Run:
         )
 
     def evaluate(self) -> None:
+        process.heartbeat.enter(EVALUATE)
         try:
             metrics = self.evaluate_model(self.model)
         except EvaluationStopped:
@@ -229,6 +241,7 @@ class _Run:
     def finish(self) -> Outcome:
         """Complete the last save, call the hooks for the last time, and return the outcome or raise `Stopped`."""
         cfg, saved = self.cfg, self.saved
+        process.heartbeat.enter(END)
         if 0 < self.step == saved.skipped_in_a_row and not self.is_stopping:  # all steps of a run that is shorter than the limit
             self._refuse_skipped(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
@@ -249,7 +262,8 @@ class _Run:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)
             failure = self._stop_message(reason, unsaved)
-            end_job(failure)
+            if failure.kind != "died":  # a launcher that was killed may be started again, and the run then continues
+                end_job(failure)
             raise Stopped(failure)
         if unsaved:
             unsaved = f"the run is complete, but {unsaved}."
@@ -266,10 +280,17 @@ class _Run:
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
         if not self.step:
-            return Failure("stopped", f"requested by {reason} before the first step. There is nothing to save.")
+            kind = "died" if reason.startswith(LAUNCHER_DIED) else "stopped"
+            return Failure(kind, f"requested by {reason} before the first step. There is nothing to save.")
         if unsaved:
             return Failure(
                 "unsaved", f"a stop was requested by {reason}, but {unsaved}. --resume continues from an older checkpoint."
+            )
+        if reason.startswith(LAUNCHER_DIED):
+            return Failure(
+                "died",
+                f"{reason}. Step {self.step} of {self.total_steps} is saved. Start the launcher again with the same command and "
+                f"--resume --output_dir {self.cfg.output_dir}",
             )
         return Failure(
             "stopped",

@@ -67,12 +67,17 @@ async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         raise HandshakeError(f"it did not answer within {_HANDSHAKE_SECONDS:.0f} s") from error
 
 
-async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: float = 10) -> None:
-    """Send a message. Raises OSError if the connection is closed, and asyncio.TimeoutError if the peer does not read."""
+def encode(message: dict[str, Any]) -> bytes:
+    """Return the bytes of a message. Raises ConnectionError if the message is too large."""
     data = json.dumps(message).encode()
     if len(data) > LARGEST_MESSAGE:
         raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
-    writer.write(struct.pack(">I", len(data)) + data)
+    return struct.pack(">I", len(data)) + data
+
+
+async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: float = 10) -> None:
+    """Send a message. Raises OSError if the connection is closed, and asyncio.TimeoutError if the peer does not read."""
+    writer.write(encode(message))
     await asyncio.wait_for(writer.drain(), seconds)
 
 

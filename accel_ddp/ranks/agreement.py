@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
+from accel_ddp.watch.page import WAIT
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
     if store is None:
         return
     store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
+    phase = process.heartbeat.enter(WAIT)
     barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
     began = reported = time.monotonic()
     while not barrier.is_completed():
@@ -103,3 +105,4 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
     barrier.wait()  # raises the error of the barrier, if there was one
+    process.heartbeat.enter(phase)

@@ -5,16 +5,21 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
+
+LAUNCHER_DIED = "LAUNCHER_DIED"  # the beginning of the reason of a stop that nobody has asked for
 
 
 class Failure(NamedTuple):
     """Why a rank ends before its time. The first failure of a run is stored for all ranks, and every rank prints it."""
 
-    kind: str  # error: a user's mistake; unsaved; stopped; interrupted; died: without an error message; failed: an exception
+    kind: str  # error: a user's mistake; unsaved; stopped; interrupted; died: found by the monitors; failed: an exception
     text: str
+    step: int = -1  # -1: not known
+    rank: int = -1
+    host: str = ""
 
     def __str__(self) -> str:
         return f"{'error' if self.kind in ('died', 'failed') else self.kind}: {self.text}"
@@ -34,6 +39,14 @@ class Failure(NamedTuple):
     @classmethod
     def decode(cls, stored: bytes) -> "Failure":
         return cls(*json.loads(stored))
+
+    def as_message(self) -> dict[str, Any]:
+        """Return what the monitors need to know."""
+        return {**self._asdict(), "line": str(self), "exit_code": self.exit_code}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> "Failure":
+        return cls(**{name: message[name] for name in cls._fields if name in message})
 
 
 class Stopped(Exception):

@@ -7,6 +7,7 @@ it drops some timeouts, and it has no way to wait for a slow rank without a time
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from datetime import timedelta
@@ -19,8 +20,9 @@ from accel_ddp.environment.launcher import cpu_is_wanted
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.failures import Failure, Stopped
-from accel_ddp.ranks.liveness import Watch
+from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import process
+from accel_ddp.watch.link import MonitorAddress
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,12 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     mine = {
         "host": process.host, "pid": os.getpid(), "gpus": gpus, "local": process.local_ranks, "rank": process.rank,
+        "node": process.node, "monitor": _start_monitor(cfg) if process.is_local_main else None, "token": secrets.token_hex(16),
         "options": {**options_that_must_match(cfg), "mixed_precision": precision},
     }  # fmt: skip
     process.store.set(f"rank/{process.rank}", json.dumps(mine))
     ranks = [json.loads(_wait_for_rank(rank, cfg)) for rank in range(process.num_ranks)]
+    _join_monitors(ranks)
     _check_options(ranks)
     use_gpu = _check_gpus(ranks)
     if use_gpu:
@@ -57,8 +61,43 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         device_id=torch.device("cuda", process.local_rank) if use_gpu else None,
     )
     process.slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # its receives last as long as the run
-    process.close_watch = Watch().close
     return use_gpu
+
+
+def _start_monitor(cfg: TrainConfig) -> MonitorAddress:
+    """Start the monitor of this node. It listens on the address that leads to the main node."""
+    main = _main_ip()
+    with socket.socket(socket.AF_INET6 if ":" in main else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((main, 9))  # chooses the interface; nothing is sent
+        ip = probe.getsockname()[0]
+    # On the main node, the address may belong to a router that forwards to it.
+    return start_monitor_of_node(cfg, ("::" if ":" in main else "0.0.0.0") if process.node == 0 else ip)
+
+
+def _main_ip() -> str:
+    return socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
+
+
+def _join_monitors(ranks: list[dict]) -> None:
+    """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
+    monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
+    link_to_monitor(monitors[process.node])
+    if process.is_local_main:
+        hosts = {rank["node"]: rank["host"] for rank in ranks}
+        # Each node reaches the main node under the address that it has resolved itself.
+        roster = [
+            {"node": node, "host": hosts[node], "address": _main_ip() if node == 0 else monitor.ip, "port": monitor.port}
+            for node, monitor in monitors.items()
+        ]
+        places = [{name: rank[name] for name in ("rank", "node", "host", "pid")} for rank in ranks]
+        process.link.send({"roster": roster, "ranks": places, "token": ranks[0]["token"]})
+
+
+def watch_single_rank(cfg: TrainConfig) -> None:
+    """Start a monitor for a run of one rank. Its data and its disk may hang too."""
+    link_to_monitor(start_monitor_of_node(cfg, "127.0.0.1"))
+    place = {"rank": 0, "node": 0, "host": process.host}
+    process.link.send({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
 
 
 def connect_to_launcher(cfg: TrainConfig) -> None:

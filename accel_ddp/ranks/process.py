@@ -12,12 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from accel_ddp.environment.launcher import is_started_by_accelerate
 from accel_ddp.ranks.failures import Failure
+from accel_ddp.watch.page import Heartbeat
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch.distributed as dist
+
+    from accel_ddp.watch.link import Link
 
 
 class StopRequest:
@@ -44,16 +48,21 @@ class Process:
         self.host = socket.gethostname()
         self.rank, self.num_ranks = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank, self.local_ranks = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        self.node = int(env.get("GROUP_RANK") or self.rank // max(1, self.local_ranks))
         self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
+        # The pid of `accelerate launch` or torchrun, whose death ends this rank too. 0: the parent is a shell or another program.
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in env or is_started_by_accelerate() else 0
 
         # Set by `group.connect`. With one rank they keep these values.
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
         self.job_store: dist.Store | None = None  # the same, shared by all attempts of a launcher that restarts its ranks
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
-        self.close_watch: Callable[[], bool] = lambda: True  # ends the threads of `liveness`
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 
+        self.heartbeat = Heartbeat()  # where this rank is, for the monitor of its node
+        self.link: Link | None = None  # to the monitor of this node
         self.failure: Failure | None = None  # the first failure of any rank, once received
+        self.has_failed = threading.Event()  # set together with `failure`
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
-from accel_ddp.ranks.failures import Failure
-from accel_ddp.ranks.liveness import GRACE_SECONDS, ask_all_to_stop, end_job, find_dead_rank, store_failure
+from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
+from accel_ddp.ranks.liveness import ask_all_to_stop, end_job, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
@@ -128,23 +128,29 @@ def _handle_signals(reader: int) -> None:
         is_repeated = bool(interrupted_at) and number in (signal.SIGINT, signal.SIGTERM)
         if number == signal.SIGINT:
             interrupted_at = interrupted_at or now
+        # torchrun also sends SIGTERM when another rank has died. The monitor reports that within milliseconds.
+        is_from_launcher = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not is_repeated
+        if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
+            continue  # `liveness` ends this rank
+        is_orphan = bool(process.launcher) and os.getppid() != process.launcher
+        if is_orphan and not is_repeated:
+            name = f"{LAUNCHER_DIED}: the launcher of {process.host} (pid {process.launcher}) died"
         if is_repeated or not stop.can_save:
             failure = Failure(
                 "interrupted" if interrupted_at else "stopped",
                 f"received {name} on {process.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
                 "Otherwise type the same command again.",
             )
-            if number == signal.SIGTERM and not is_repeated and "TORCHELASTIC_RUN_ID" in os.environ:
-                # torchrun also sends SIGTERM when another rank has died.
-                failure = find_dead_rank(2 * GRACE_SECONDS) or failure
+            if is_orphan and not is_repeated:
+                failure = Failure("died", f"{name} before the first step. Start it again.")
             # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
-            is_request = number != signal.SIGTERM or process.num_ranks == 1
+            is_request = failure.is_signal and (number != signal.SIGTERM or process.num_ranks == 1)
             _exit_now(failure, is_urgent=is_repeated, ends_job=is_request)
         elif not stop.reason:
-            _request(f"{name} on rank {process.rank} ({process.host})")
+            _request(name if is_orphan else f"{name} on rank {process.rank} ({process.host})")
             if number in (signal.SIGTERM, signal.SIGINT) and "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
-            if process.is_local_main:
+            if process.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
                 more = " Press Ctrl-C again to end at once without saving." if interrupted_at else ""
                 text = f"\n{process.host}: received {name}; saving after this step, then stopping.{more}"
                 print(text, file=sys.stderr, flush=True)
@@ -177,19 +183,15 @@ def _request(reason: str) -> None:
 
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
-    def store() -> None:
-        if ends_job:
-            end_job(failure)
-        store_failure(failure)
-
-    storing = threading.Thread(target=store, daemon=True)
-    storing.start()
-    storing.join(1)
-    if process.is_main and process.store and not is_urgent:
-        time.sleep(1.5)  # rank 0 may host the store, which the other ranks read once a second
-    if process.is_local_main:
+    if ends_job:
+        ending = threading.Thread(target=end_job, args=(failure,), daemon=True)  # the store may be lost with its host
+        ending.start()
+        ending.join(1)
+    first = report_failure(failure, seconds=0.5 if is_urgent else 3)
+    if process.failure is None and process.is_local_main:  # otherwise the monitor has printed it
         print(f"\n{failure}", file=sys.stderr, flush=True)
-    os._exit(failure.exit_code)
+    write_error_file(str(first))
+    os._exit(first.exit_code)
 
 
 @contextlib.contextmanager

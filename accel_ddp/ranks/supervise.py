@@ -18,8 +18,11 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Failure, Stopped, write_error_file
-from accel_ddp.ranks.liveness import find_dead_rank, is_first_on_node, store_failure
+from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
+from accel_ddp.watch.page import NAMES, UNLIMITED
+
+MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
 
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
@@ -76,17 +79,14 @@ def _exit(code: int) -> None:
 
 
 def _finish(exits: bool) -> int:
-    """Close the connections of a rank whose program is complete. Return the exit code, or exit if a rank that runs on delays it."""
+    """Close the connections of a rank whose program is complete. Return the exit code."""
     if process.unsaved:
         return _leave(Failure("unsaved", process.unsaved))
     if process.store:
         # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
         with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
             _wait_for_last_collectives()
-        if not process.close_watch():
-            if exits:
-                _exit(0)
-            return 0
+    close_link()
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
     return 0
@@ -97,17 +97,25 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
     if isinstance(error, Stopped):
         return _leave(error.failure)
     if isinstance(error, SystemExit):  # raised by the user's own code
-        text = f"rank {process.rank} on {process.host} called sys.exit({error.code!r})."
-        _leave(store_failure(Failure("failed", text)))
-        return error.code if isinstance(error.code, int) else 1
+        failure = Failure("failed", f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}.")
+        code = _leave(report_failure(failure))
+        return error.code if isinstance(error.code, int) else code
     if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
-        return _leave(store_failure(Failure("interrupted", f"received Ctrl-C on {process.host}. Every rank ends now.")))
+        return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {process.host}. Every rank ends now.")))
     if isinstance(error, UserError):
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
-        failure = _with_unsaved(Failure("error", text))
-        store_failure(failure)
-        return _leave(failure)
+        return _leave(report_failure(_with_unsaved(Failure("error", text))))
     return _leave(_with_unsaved(_diagnose(error, cfg)))
+
+
+def _this_rank() -> str:
+    return f"rank {process.rank} ({process.host}, pid {os.getpid()})"
+
+
+def _where() -> str:
+    """Return where this rank is, once it trains."""
+    heartbeat = process.heartbeat
+    return "" if heartbeat.phase in UNLIMITED else f" at step {heartbeat.step}, in {NAMES[heartbeat.phase]}"
 
 
 def _with_unsaved(failure: Failure) -> Failure:
@@ -119,25 +127,28 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
     """Return the first failure of the run: that of another rank, or the one that `error` describes."""
     if _is_lost_connection(error):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
-        if dead := find_dead_rank() or _find_finished_rank():
-            return store_failure(dead)
+        # The monitors name the rank that is at fault. A rank that hangs is reported and ended by them too.
+        seconds = max(2 * cfg.hang_report_seconds, cfg.hang_abort_seconds) + 10 if process.num_ranks > 1 else 0
+        if failure := wait_for_failure(3) or _find_finished_rank() or wait_for_failure(seconds):
+            return report_failure(failure)
+        text = (
+            f"a connection between ranks broke{_where()}, as seen by {_this_rank()}, but no rank or node was found to be at fault. "
+            f"Check the network with `accel-ddp doctor`. ({type(error).__name__}: {_first_line(error)})"
+        )
+        return report_failure(Failure("died", f"LINK_LOST: {text}"), is_secondary=True)
     if _is_out_of_memory(error):
         micro = cfg.split(process.num_ranks)[0]
         advice = "--gradient_checkpointing"
         if micro > 1:
             advice = f"--micro_batch_size {micro // 2} (--global_batch_size stays the same), or --gradient_checkpointing"
-        return store_failure(
-            Failure(
-                "error",
-                f"rank {process.rank} on {process.host} is out of memory with --micro_batch_size {micro}. Use {advice}, "
-                f"--mixed_precision bf16, or shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})",
-            )
+        text = (
+            f"{_this_rank()} is out of memory{_where()} with --micro_batch_size {micro}. Use {advice}, --mixed_precision bf16, or "
+            f"shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})"
         )
-    failure = Failure("failed", f"rank {process.rank} on {process.host} failed: {type(error).__name__}: {error}")
-    first = store_failure(failure)
-    if first == failure:
-        traceback.print_exception(error)
-    return first
+        return report_failure(Failure("error", text))
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    text = f"RANK_FAILED: {_this_rank()} failed{_where()}: {type(error).__name__}: {error}\n{lines[-MAX_TRACEBACK:]}"
+    return report_failure(Failure("failed", text), is_secondary=_mentions_collective(error))
 
 
 def _find_finished_rank() -> Failure | None:
@@ -147,7 +158,7 @@ def _find_finished_rank() -> Failure | None:
             if process.store.check([f"finished/{rank}"]):
                 return Failure(
                     "failed",
-                    f"rank {process.rank} on {process.host} still waited for rank {rank}, whose program has ended without an error. "
+                    f"RANK_FAILED: {_this_rank()} still waited for rank {rank}, whose program has ended without an error. "
                     "Every rank must do the same updates and evaluations. Look for a return or an exit on some ranks only.",
                 )
     return None
@@ -173,32 +184,14 @@ def _wait_for_last_collectives() -> None:
 
 
 def _leave(failure: Failure) -> int:
-    """Print the failure once per node, write it for the launcher's report, and wait for the other ranks. Return the exit code.
-
-    The launcher ends all ranks as soon as one of them ends. Ranks that are about to end with the same failure get a moment.
-    """
+    """Print the failure if no monitor has printed it, and write it for the launcher's report. Return the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
     process.is_leaving.set()
-    text = str(failure)
-    # If the listener received this failure, that was some time ago, and the store may be lost by now. The listener has printed it.
-    is_received = failure == process.failure
-    store = None if is_received else process.store
-    try:
-        is_first = failure.is_signal and process.is_local_main if is_received else is_first_on_node(text)
-    except Exception:  # the store is lost with its host; printing twice is better than not at all
-        is_first, store = True, None
-    if is_first:
-        print(text, file=sys.stderr, flush=True)
-    write_error_file(text)
+    is_printed = process.failure is not None
+    if not is_printed and process.is_local_main:
+        print(failure, file=sys.stderr, flush=True)
+    write_error_file(str(failure))
     process.complete_save()
-    with contextlib.suppress(Exception):
-        deadline = time.monotonic() + (2 if failure.kind == "died" else 5)
-        leaving = store.add("leaving", 1) if store else process.num_ranks
-        while leaving < process.num_ranks and time.monotonic() < deadline:
-            time.sleep(0.05)
-            leaving = store.add("leaving", 0)
-        if process.is_main and process.num_ranks > 1:
-            time.sleep(0.3)  # rank 0 may host the store, which the other ranks have just read
     return failure.exit_code
 
 
@@ -207,6 +200,11 @@ def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistNetworkError) or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in parts)
     )
+
+
+def _mentions_collective(error: BaseException) -> bool:
+    """Return whether an error may be the consequence of the failure of another rank."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "nccl", "ProcessGroup"))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -24,6 +24,8 @@ from accel_ddp.saving.tensors import capture, digest_of_frozen, versions
 
 Metrics = dict[str, float]
 
+MAX_WAIT_OF_FAILED = 20  # seconds
+
 
 class Checkpoints:
     """The checkpoints of a run. Every rank has this object, but only the main rank writes.
@@ -122,6 +124,7 @@ class Checkpoints:
 
     def _write(self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any) -> None:
         """Write a checkpoint and remove old ones. Runs in the writer thread."""
+        process.heartbeat.report_writer(True)
         try:
             if copied is not None:
                 copied.synchronize()
@@ -132,6 +135,8 @@ class Checkpoints:
             there = ", ".join(p.name for p in format.list_checkpoints(self.folder)) or "none"
             print(f"{self.failed}. Training continues. Existing checkpoints: {there}.", file=sys.stderr, flush=True)
             return
+        finally:
+            process.heartbeat.report_writer(False)
         self.failed = ""
         self._committed.append((run["step"], path))
         with contextlib.suppress(OSError):  # the next save tries again to remove them
@@ -185,9 +190,10 @@ class Checkpoints:
 
         The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
         """
-        pending, limit = list(self._pending), self.cfg.ddp_timeout_seconds
+        # The monitor ends a rank that writes longer, because a run that has failed must end on all nodes.
+        pending, limit = list(self._pending), min(self.cfg.ddp_timeout_seconds, MAX_WAIT_OF_FAILED)
         if futures.wait(pending, 2).not_done:
-            text = f"{self._being_written()}. This process ends when that is done, or after --ddp_timeout_seconds {limit}."
+            text = f"{self._being_written()}. This process ends when that is done, or after {limit} s."
             print(text, file=sys.stderr, flush=True)
             if futures.wait(pending, limit).not_done:
                 text = f"The disk of {self.folder} did not answer within {limit} s. The file may be missing."

@@ -71,6 +71,7 @@ def evaluate(
     for batch in batches:
         if is_interrupted := is_stop_requested():
             break
+        process.heartbeat.beat()
         with CurrentBatch(batch):
             measured = measure(module, batch)
         for name, value in measured.items():

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.whole_batch import Batch, LossSum, WholeBatch
+from accel_ddp.watch.page import BACKWARD, FORWARD, OPTIMIZER, OTHER
 
 Count = Callable[[Batch], Tensor | int]
 
@@ -52,6 +54,8 @@ def update(
     place of the micro-batch among those of all ranks, so that it stays the same when the same micro-batches are spread over
     another number of ranks. `vote` asks all ranks to stop. `work` is this rank's tokens and FLOPs, for the log.
     """
+    heartbeat = process.heartbeat
+    heartbeat.enter(FORWARD)
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
     _settle_buckets(accelerator, model, batches[0], loss_sum)
@@ -75,8 +79,10 @@ def update(
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
         with nullcontext() if is_last else accelerator.no_sync(model):
+            heartbeat.enter(FORWARD)
             with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
+            heartbeat.enter(BACKWARD)
             if weight is None:
                 if counting:
                     counting.wait()  # on a GPU the stream waits, not the host
@@ -88,6 +94,7 @@ def update(
         loss = loss.detach().to(exact)
         total = loss if total is None else total + loss
 
+    heartbeat.enter(OPTIMIZER)
     _check_unused_parameters(model)
     if accelerator.scaler:
         accelerator.unscale_gradients()
@@ -102,6 +109,7 @@ def update(
     if num_ranks > 1:
         loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
+    heartbeat.enter(OTHER)
     return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, tokens, flops, total)
 
 

@@ -1,0 +1,272 @@
+"""Decides which rank, node or link is at fault when a run does not progress. Pure functions of what the monitors have observed.
+
+A fault is reported early and ends the run late: many faults end by themselves.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from accel_ddp.watch import page
+from accel_ddp.watch.stacks import Stack
+
+ERROR, WARNING, INFO = "error", "warning", "info"
+ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
+STACK_SECONDS = 1.5  # how long a report waits for the stacks of the ranks
+SHORT_SILENCE = 3.0  # an interruption of a link that is shorter is not worth a line
+CLOSED_SECONDS = 2.0  # a node whose connection was closed may connect again within this time
+CLOSED_ABORT_SECONDS = 5.0  # later the node is gone: its kernel has closed the connection
+
+
+@dataclass
+class RankView:
+    """What is known about one rank. Ages are in seconds."""
+
+    rank: int
+    node: int
+    host: str
+    pid: int
+    step: int = 0
+    phase: int = page.START
+    age: float = 0.0  # in this phase
+    normal: float | None = None  # the slowest recent duration of this phase on this rank; None: not learned
+    state: str = "S"  # of the process
+    stopped: float = 0.0  # how long the process has been stopped
+    writing: float = 0.0  # how long a checkpoint has been written
+    is_finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def place(self) -> str:
+        return f"at step {self.step}, in {page.NAMES[self.phase]}"
+
+
+@dataclass
+class NodeView:
+    """What is known about the connection to the monitor of another node."""
+
+    node: int
+    host: str
+    address: str
+    silent: float = 0.0  # seconds since its last message
+    closed: float = 0.0  # seconds since it closed its connection; 0: the connection is open
+    is_one_way: bool = False  # this node receives packets of that node, but not the other way round
+
+
+class Event(NamedTuple):
+    """A line for the users on all nodes. An error ends the run."""
+
+    severity: str
+    kind: str
+    text: str
+    rank: int = -1
+    host: str = ""
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.kind}: {self.text}"
+
+
+@dataclass
+class Cause:
+    """Why the run does not progress."""
+
+    kind: str
+    seconds: float  # since when
+    text: str  # a sentence that names the rank or the node
+    advice: str
+    aborts_after: float
+    culprits: list[int] = field(default_factory=list)
+    wants_stacks_of: list[int] = field(default_factory=list)
+    shows_stack: bool = False
+    host: str = ""
+    step: int = 0
+
+
+@dataclass
+class _Open:
+    """A cause that was found and is not over yet."""
+
+    cause: Cause
+    waited: float = 0.0  # for stacks
+    is_reported: bool = False
+
+
+class Judge:
+    """Turns observations into events. The coordinator has one, and so has every node that is cut off."""
+
+    def __init__(self, own_node: int, own_host: str, report_after: float, abort_after: float):
+        """`abort_after` 0: a run that does not progress is reported, but never ended."""
+        self.own_node, self.own_host, self.report_after, self.abort_after = own_node, own_host, report_after, abort_after
+        self.open: dict[str, _Open] = {}
+        self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
+        self.wants_stacks: set[int] = set()
+        self.is_disk_hung = False  # set by the monitor of the main node
+
+    def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
+        """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
+        causes = self._find_causes(ranks, nodes, stacks)
+        self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
+        events = []
+        for key, cause in causes.items():
+            found = self.open.setdefault(key, _Open(cause))
+            found.cause = cause
+            if self._is_over_limit(cause, ranks):
+                events.append(self._event(ERROR, cause, ranks, stacks, "The run ends."))
+                found.is_reported = True
+            elif not found.is_reported:
+                found.waited += seconds
+                if all(rank in stacks for rank in cause.wants_stacks_of) or found.waited > STACK_SECONDS:
+                    found.is_reported = True
+                    left = cause.aborts_after - cause.seconds
+                    end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if self.abort_after else ""
+                    events.append(self._event(WARNING, cause, ranks, stacks, end))
+        for key in [key for key in self.open if key not in causes]:
+            over = self.open.pop(key)
+            if over.is_reported:
+                events.append(self._recovered(over.cause, ranks))
+        return events + self._short_silences(nodes)
+
+    def _is_over_limit(self, cause: Cause, ranks: list[RankView]) -> bool:
+        if not self.abort_after or cause.seconds < cause.aborts_after:
+            return False
+        # A rank that still progresses proves that the others do not wait for anything yet.
+        active = [r for r in ranks if not r.is_finished and r.rank not in cause.culprits]
+        progressing = [r for r in active if r.age < min(cause.aborts_after, CLOSED_ABORT_SECONDS) / 2]
+        return not progressing
+
+    def _event(self, severity: str, cause: Cause, ranks: list[RankView], stacks: dict[int, Stack], end: str) -> Event:
+        waiting = [r.rank for r in ranks if not r.is_finished and r.rank not in cause.culprits]
+        parts = [cause.text]
+        if waiting and cause.kind != "DEADLOCK":
+            parts.append(f"{format_ranks(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
+        parts += [cause.advice, end]
+        text = " ".join(part for part in parts if part)
+        if cause.shows_stack:
+            for rank in cause.culprits:
+                if stack := stacks.get(rank):
+                    text += f"\n  The innermost calls of rank {rank}:\n{stack.text()}"
+        return Event(severity, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, cause.step)
+
+    def _recovered(self, cause: Cause, ranks: list[RankView]) -> Event:
+        step = max((r.step for r in ranks), default=cause.step)
+        text = f"it is over after {cause.seconds:.0f} s, at step {step}. It was: {cause.text}"
+        return Event(INFO, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, step)
+
+    def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
+        """Report interruptions of a link that were over before they were reported."""
+        events = []
+        for node in nodes:
+            longest = self.silences.get(node.node, 0.0)
+            if node.silent >= longest:
+                self.silences[node.node] = node.silent
+            elif node.silent < 1.5:
+                self.silences[node.node] = node.silent
+                if SHORT_SILENCE <= longest < self.report_after and not node.closed:
+                    text = f"{node.host} ({node.address}) did not answer {self.own_host} for {longest:.0f} s. It does again."
+                    events.append(Event(INFO, "LINK_LOST", text, host=node.host))
+        return events
+
+    # ---- causes, from the most certain to the least certain kind
+
+    def _find_causes(self, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> dict[str, Cause]:
+        lost = {node.node: node for node in nodes if node.silent > self.report_after or node.closed > CLOSED_SECONDS}
+        causes = {f"node {node.node}": self._lost_node(node, ranks) for node in lost.values()}
+        active = [r for r in ranks if not r.is_finished and r.node not in lost]
+        stopped = [r for r in active if r.stopped > self.report_after]
+        causes |= {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
+        if causes:
+            return causes  # the others wait for these
+        overdue = {r.rank: r for r in active if r.age - self._usual(r, ranks) > self.report_after}
+        for r in overdue.values():
+            if r.phase not in page.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
+                if r.phase == page.SAVE and not self.is_disk_hung and r.state != "D":
+                    continue  # a slow disk
+                causes[f"rank {r.rank}"] = self._hung_rank(r, ranks)
+        if causes or not overdue:
+            return causes
+        waiting = [r for r in active if r.phase in page.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
+        if len(waiting) == len(active) and all(r.age > self.report_after for r in active):
+            # A rank that computes in its backward pass is in no collective.
+            working = [r for r in waiting if r.rank in stacks and stacks[r.rank] and not stacks[r.rank].is_in_collective()]
+            if working and len(working) < len(waiting):
+                return {f"rank {r.rank}": self._hung_rank(r, ranks) for r in working}
+            return {"all": self._deadlock(active, ranks, stacks)}
+        return {}
+
+    def _usual(self, r: RankView, ranks: Iterable[RankView]) -> float:
+        same = [other.normal for other in ranks if other.phase == r.phase] + [r.normal]
+        return page.usual_seconds(r.phase, same)
+
+    def _limit(self, usual: float) -> float:
+        return max(self.abort_after, ABORT_FACTOR * usual) if usual < float("inf") else float("inf")
+
+    def _lost_node(self, node: NodeView, ranks: list[RankView]) -> Cause:
+        there = [r for r in ranks if r.node == node.node]
+        seen = "; ".join(f"rank {r.rank} (pid {r.pid}) was last seen {r.place}" for r in there[:8])
+        step = max((r.step for r in there), default=0)
+        what = "the main node " if node.node == 0 else ""
+        if node.closed > CLOSED_SECONDS:
+            kind, seconds, limit = "NODE_LOST", node.closed, min(CLOSED_ABORT_SECONDS, self.abort_after)
+            text = f"{what}{node.host} ({node.address}) closed its connections {seconds:.0f} s ago: {seen}."
+            advice = "Its processes were killed, or it was shut down. Start it again, or replace it."
+        else:
+            kind, seconds, limit = "LINK_LOST", node.silent, self.abort_after
+            text = f"{what}{node.host} ({node.address}) has not answered {self.own_host} for {seconds:.0f} s: {seen}."
+            advice = "Its network is interrupted, or the node is down. Check both, and the firewalls."
+            if node.is_one_way:
+                text += f" {self.own_host} receives packets from {node.host}, but {node.host} receives none from {self.own_host}."
+                advice = f"A firewall or a switch drops packets in this direction. Check the rules of {node.host}."
+        if node.node == 0:
+            kind = "MAIN_NODE_LOST"
+        return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=node.host, step=step)
+
+    def _stopped_rank(self, r: RankView) -> Cause:
+        text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
+        advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
+        return Cause("RANK_STOPPED", r.stopped, text, advice, self.abort_after, [r.rank], [r.rank], True, r.host, r.step)
+
+    def _hung_rank(self, r: RankView, ranks: list[RankView]) -> Cause:
+        usual = self._usual(r, ranks)
+        known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
+        place = f"for {r.age:.0f} s{known} {r.place}"
+        kind, text, advice = "RANK_HUNG", f"{r.name} has not progressed {place}.", "See its innermost calls below."
+        if r.state == "D":
+            kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
+            advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
+        if r.phase == page.DATA:
+            kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}."
+            advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
+        if r.phase == page.SAVE:
+            kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
+            advice = "The disk does not answer. Check it, and its network if it is a network disk."
+        return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.step)
+
+    def _deadlock(self, active: list[RankView], ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
+        places = []
+        for r in active[:16]:
+            stack = stacks.get(r.rank)
+            inside = stack.name_of_collective() if stack and stack.is_in_collective() else page.NAMES[r.phase]
+            places.append(f"{r.name} is at step {r.step} in {inside}")
+        seconds = min(r.age for r in active)
+        text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}."
+        advice = (
+            "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
+            "at the same place, the network between them may drop packets of the process group: run `accel-ddp doctor`."
+        )
+        limit = self._limit(max(usual for r in active if (usual := self._usual(r, ranks)) < float("inf")))
+        every = [r.rank for r in active[:16]]
+        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, True, "", max(r.step for r in active))
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2"."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,103 @@
+"""The connection of a rank to the monitor of its node."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_ddp.net.messages import open_listening_socket
+from accel_ddp.watch import stacks
+from accel_ddp.watch.page import Heartbeat
+
+_MEMORY = "/dev/shm"  # a file system in memory, on Linux
+
+
+class MonitorAddress(NamedTuple):
+    """Where a monitor listens."""
+
+    folder: str  # for the socket and the pages of the ranks of its node
+    pid: int
+    ip: str  # for the monitors of other nodes
+    port: int
+
+
+def start_monitor(*, node: int, num_nodes: int, host: str, num_local: int, ip: str, launcher: int, report_after: float,
+                  abort_after: float) -> MonitorAddress:  # fmt: skip
+    """Start the monitor of this node. The sockets are open when this returns, although the monitor needs longer to start."""
+    folder = tempfile.mkdtemp(prefix="accel_ddp_watch_", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+    with contextlib.ExitStack() as opened:
+        ranks = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        ranks.bind(f"{folder}/socket")
+        ranks.listen(1024)
+        sockets, port = [ranks], 0
+        if num_nodes > 1:
+            nodes = opened.enter_context(open_listening_socket(ip, 0, small_segments=True))
+            sockets.append(nodes)
+            port = nodes.getsockname()[1]
+        options = {
+            "node": node, "host": host, "num_local": num_local, "launcher": launcher, "parent": os.getpid(), "folder": folder,
+            "report_after": report_after, "abort_after": abort_after, "rank_socket": ranks.fileno(),
+            "node_socket": sockets[1].fileno() if num_nodes > 1 else None,
+        }  # fmt: skip
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # PYTHONSAFEPATH: a file of the user such as asyncio.py in the current folder must not be imported instead of Python's.
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accel_ddp.watch.monitor", json.dumps(options)], env=environment, stdin=subprocess.DEVNULL,
+            start_new_session=True, pass_fds=[s.fileno() for s in sockets],
+        )  # fmt: skip
+    return MonitorAddress(folder, process.pid, ip, port)
+
+
+class Link:
+    """Sends messages to the monitor, and passes those of the monitor to `on_message`, in a thread."""
+
+    def __init__(self, address: MonitorAddress, rank: int, heartbeat: Heartbeat, on_message: Callable[[dict[str, Any]], None],
+                 on_lost: Callable[[], None]):  # fmt: skip
+        self.address, self.on_message, self.on_lost = address, on_message, on_lost
+        self.is_closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(f"{address.folder}/socket")
+        self._lock = threading.Lock()
+        page, stack = Path(address.folder, f"page.{rank}"), Path(address.folder, f"stack.{rank}")
+        heartbeat.publish(page)
+        self._stack_file = stacks.print_on_signal(stack)
+        stacks.allow_tracing(address.pid)
+        self.send({"hello": {"rank": rank, "pid": os.getpid(), "page": str(page), "stack": str(stack)}})
+        self._thread = threading.Thread(target=self._read, daemon=True, name="monitor link")
+        self._thread.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the monitor is lost
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                self.on_message(json.loads(line))
+        if not self.is_closed:
+            self.on_lost()
+
+    def close(self) -> None:
+        """Report that the program of this rank is complete, and close the connection."""
+        self.is_closed = True
+        self.send({"finished": True})
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        self._socket.close()
+
+
+def remove_folder(address: MonitorAddress) -> None:
+    """Remove what a monitor that was killed has left."""
+    shutil.rmtree(address.folder, ignore_errors=True)
