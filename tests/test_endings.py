@@ -27,8 +27,8 @@ def test_a_program_without_run_ends_normally_on_every_rank_and_a_hook_of_one_ran
 def test_an_exception_in_a_program_without_run_is_reported_to_the_other_ranks(tmp_path):
     ended = run_ranks(2, ENDINGS, "--how", "raise", "--output_dir", tmp_path / "run", timeout=60)
     assert ended.codes == [1, 1], ended.text
-    assert "error: rank 1 on" in ended.text
-    assert "ValueError: a bug in the user's loss" in ended.texts[1]
+    assert "error: RANK_FAILED: rank 1 (" in ended.text
+    assert "at step 4, in forward: ValueError: a bug in the user's loss" in ended.text
     assert ended.text.count("Traceback") == 1
     assert "died" not in ended.text
     ended = run_ranks(2, ENDINGS, "--how", "user error", "--output_dir", tmp_path / "run2", timeout=60)
@@ -61,7 +61,7 @@ def test_a_failure_is_reported_before_the_process_waits_for_a_disk_that_hangs(tm
     """Rank 0 fails while its writer waits for the disk. The test lets the disk answer after both ranks know of the failure."""
     command = [sys.executable, ENDINGS, "--uses_run", "--how", "stuck disk", "--output_dir", tmp_path / "run"]
     running = Running([command] * 2, rank_environments(2))
-    running.until("error: rank 0 on")
+    running.until("error: RANK_FAILED: rank 0 (")
     running.processes[1].wait(60)  # rank 1 ends although the disk hangs
     running.until("is still being written to")
     assert running.processes[0].poll() is None, "rank 0 still waits for its save"
@@ -78,7 +78,7 @@ def test_a_process_that_failed_does_not_wait_forever_for_a_disk_that_hangs(tmp_p
     arguments = ["--uses_run"] * uses_run + ["--how", "stuck disk", "--ddp_timeout_seconds", 1, "--output_dir", tmp_path / "run"]
     ended = run_ranks(1, ENDINGS, *arguments, timeout=60)
     assert ended.codes == [1], ended.text
-    error, limit = (ended.text.index(words) for words in ("error: rank 0 on", "did not answer within 1 s"))
+    error, limit = (ended.text.index(words) for words in ("error: RANK_FAILED: rank 0 (", "did not answer within 1 s"))
     assert error < limit
 
 

@@ -397,23 +397,23 @@ def test_a_loss_that_is_not_a_number_is_reported_with_step_and_rank(tmp_path):
 def test_out_of_memory_names_the_option_to_lower(tmp_path, how):
     ended = goes_wrong(tmp_path, how)
     assert ended.codes == [2, 2], "the other rank does not wait forever"
-    assert ended.text.count("error:") == ended.text.count("error: rank 1 on") == 1
-    assert "out of memory with --micro_batch_size 2. Use --micro_batch_size 1 " in ended.text
+    assert ended.text.count("error:") == ended.text.count("error: rank 1 (") == 1
+    assert "out of memory at step 5, in forward with --micro_batch_size 2. Use --micro_batch_size 1 " in ended.text
     assert "Traceback" not in ended.text
 
 
 def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     ended = goes_wrong(tmp_path, "exception")
     assert ended.codes == [1, 1]
-    assert ended.text.count("error: rank 1 on") == 1
-    assert "ValueError: a bug in the user's loss" in ended.texts[1]
+    assert ended.text.count("error: RANK_FAILED: rank 1 (") == 1
+    assert "at step 5, in forward: ValueError: a bug in the user's loss" in ended.text
     assert ended.text.count("Traceback") == 1, "only of the rank that failed"
 
 
 def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
     ended = goes_wrong(tmp_path, "exit")
     assert ended.codes == [1, 3], ended.text
-    assert "rank 1 on" in ended.text
+    assert "error: RANK_FAILED: rank 1 (" in ended.text
     assert "called sys.exit(3)" in ended.text
     assert "died" not in ended.text
     assert "Traceback" not in ended.text

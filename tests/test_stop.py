@@ -26,7 +26,7 @@ from tests.conftest import (
 )
 
 TRAINS = PROGRAMS / "trains.py"
-DIED = rf"error: rank 1 \({os.uname().nodename}, pid \d+\) died without an error message"
+DIED = rf"error: RANK_DIED: rank 1 \({os.uname().nodename}, pid \d+\) was killed by SIGKILL at step \d+, in "
 OPTIONS = ["--num_workers", "2"]  # options of every run whose result is compared
 
 
@@ -105,7 +105,7 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
     ended = running.ended()
     is_main = victim is running.processes[0]
     assert ended.codes == ([-9, 1] if is_main else [1, -9]), ended.text
-    found = re.search(r"error: the main node 127.0.0.1 is lost" if is_main else DIED, ended.texts[is_main])
+    found = re.search("error: MAIN_NODE_LOST: the main node " if is_main else "error: NODE_LOST: |" + DIED, ended.texts[is_main])
     assert found, "the remaining rank does not report the other one as lost"
     assert 4 in steps_saved(folder)
     run_all([[sys.executable, TRAINS, *OPTIONS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()

@@ -13,6 +13,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
+from accel_ddp.watch.page import step_of
 
 ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
 LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived
@@ -88,7 +89,7 @@ def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_seconda
         return failure
     place = failure._replace(
         rank=process.rank if failure.rank < 0 else failure.rank, host=failure.host or process.host,
-        step=process.heartbeat.step if failure.step < 0 else failure.step,
+        step=step_of(process.heartbeat.step, process.heartbeat.phase) if failure.step < 0 else failure.step,
     )  # fmt: skip
     link.send({"failed": {**place.as_message(), "is_secondary": is_secondary}})
     process.has_failed.wait(seconds)

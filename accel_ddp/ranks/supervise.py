@@ -20,7 +20,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Failure, Stopped, write_error_file
 from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
-from accel_ddp.watch.page import NAMES, UNLIMITED
+from accel_ddp.watch.page import UNLIMITED, format_place
 
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
 
@@ -115,7 +115,7 @@ def _this_rank() -> str:
 def _where() -> str:
     """Return where this rank is, once it trains."""
     heartbeat = process.heartbeat
-    return "" if heartbeat.phase in UNLIMITED else f" at step {heartbeat.step}, in {NAMES[heartbeat.phase]}"
+    return "" if heartbeat.phase in UNLIMITED else f" {format_place(heartbeat.step, heartbeat.phase)}"
 
 
 def _with_unsaved(failure: Failure) -> Failure:

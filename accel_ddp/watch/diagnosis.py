@@ -41,7 +41,11 @@ class RankView:
 
     @property
     def place(self) -> str:
-        return f"at step {self.step}, in {page.NAMES[self.phase]}"
+        return page.format_place(self.step, self.phase)
+
+    @property
+    def current_step(self) -> int:
+        return page.step_of(self.step, self.phase)
 
 
 @dataclass
@@ -152,7 +156,7 @@ class Judge:
         return Event(severity, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, cause.step)
 
     def _recovered(self, cause: Cause, ranks: list[RankView]) -> Event:
-        step = max((r.step for r in ranks), default=cause.step)
+        step = max((r.current_step for r in ranks), default=cause.step)
         text = f"it is over after {cause.seconds:.0f} s, at step {step}. It was: {cause.text}"
         return Event(INFO, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, step)
 
@@ -207,7 +211,7 @@ class Judge:
     def _lost_node(self, node: NodeView, ranks: list[RankView]) -> Cause:
         there = [r for r in ranks if r.node == node.node]
         seen = "; ".join(f"rank {r.rank} (pid {r.pid}) was last seen {r.place}" for r in there[:8])
-        step = max((r.step for r in there), default=0)
+        step = max((r.current_step for r in there), default=0)
         what = "the main node " if node.node == 0 else ""
         if node.closed > CLOSED_SECONDS:
             kind, seconds, limit = "NODE_LOST", node.closed, min(CLOSED_ABORT_SECONDS, self.abort_after)
@@ -227,7 +231,7 @@ class Judge:
     def _stopped_rank(self, r: RankView) -> Cause:
         text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
         advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
-        return Cause("RANK_STOPPED", r.stopped, text, advice, self.abort_after, [r.rank], [r.rank], True, r.host, r.step)
+        return Cause("RANK_STOPPED", r.stopped, text, advice, self.abort_after, [r.rank], [r.rank], True, r.host, r.current_step)
 
     def _hung_rank(self, r: RankView, ranks: list[RankView]) -> Cause:
         usual = self._usual(r, ranks)
@@ -243,14 +247,14 @@ class Judge:
         if r.phase == page.SAVE:
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
-        return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.step)
+        return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.current_step)
 
     def _deadlock(self, active: list[RankView], ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
         places = []
         for r in active[:16]:
             stack = stacks.get(r.rank)
             inside = stack.name_of_collective() if stack and stack.is_in_collective() else page.NAMES[r.phase]
-            places.append(f"{r.name} is at step {r.step} in {inside}")
+            places.append(f"{r.name} is at step {r.current_step} in {inside}")
         seconds = min(r.age for r in active)
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}."
         advice = (
@@ -259,7 +263,7 @@ class Judge:
         )
         limit = self._limit(max(usual for r in active if (usual := self._usual(r, ranks)) < float("inf")))
         every = [r.rank for r in active[:16]]
-        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, True, "", max(r.step for r in active))
+        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, True, "", max(r.current_step for r in active))
 
 
 def format_ranks(ranks: list[int]) -> str:

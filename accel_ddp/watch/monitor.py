@@ -131,7 +131,7 @@ class Monitor:
 
     def _describe_death(self, local: LocalRank) -> dict[str, Any]:
         seen = page.read(local.memory)
-        place = f"at step {seen.step}, in {page.NAMES[seen.phase]}"
+        place = page.format_place(seen.step, seen.phase)
         what = processes.describe_exit(local.status)
         how = "Continue from the last checkpoint with --resume."
         if local.kills.happened():
@@ -147,7 +147,7 @@ class Monitor:
         text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {place}. {how}"
         return {
             "kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, "rank": local.rank, "host": self.host,
-            "step": seen.step,
+            "step": page.step_of(seen.step, seen.phase),
         }  # fmt: skip
 
     def _send_to_rank(self, local: LocalRank, message: dict[str, Any]) -> None:

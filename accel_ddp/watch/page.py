@@ -108,6 +108,16 @@ class Heartbeat:
         _NOW.pack_into(self.memory, _NOW_AT, self.step, self.phase, self.since, self.beats)
 
 
+def format_place(step: int, phase: int) -> str:
+    """Return where a rank is that has done `step` updates, for example "at step 4, in backward"."""
+    return f"at step {step_of(step, phase)}, in {NAMES[phase]}"
+
+
+def step_of(step: int, phase: int) -> int:
+    """Return the step to which a phase belongs, if `step` updates are done: that of an update is the next one."""
+    return step + (phase in (DATA, FORWARD, BACKWARD, OPTIMIZER))
+
+
 class Reading(NamedTuple):
     """What the monitor reads from a page. Times are seconds before the reading."""
 
