@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         text_files,
         vision,
     )
-    from accel_ddp.training import hooks, losses, optim, padding, stream
+    from accel_ddp.training import hooks, late_reader, losses, nonfinite, optim, padding, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -67,12 +67,14 @@ _HOME = {
     "hooks": "training.",
     "image_files": "tasks.",
     "labels": "tasks.",
+    "late_reader": "training.",
     "linear_cross_entropy": "speed.",
     "losses": "training.",
     "masking": "tasks.",
     "metrics": "tasks.",
     "model_kinds": "sources.",
     "models": "sources.",
+    "nonfinite": "training.",
     "optim": "training.",
     "option": "options",
     "padding": "training.",
@@ -113,12 +115,14 @@ __all__ = [
     "hooks",
     "image_files",
     "labels",
+    "late_reader",
     "linear_cross_entropy",
     "losses",
     "masking",
     "metrics",
     "model_kinds",
     "models",
+    "nonfinite",
     "optim",
     "option",
     "padding",

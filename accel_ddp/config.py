@@ -74,6 +74,16 @@ class TrainConfig:
         at_least=0,
         also=("gradient_clip_val", "clip_grad_norm", "grad_clip"),
     )
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop",
+        "what to do if the loss or the gradient norm is NaN or infinite: end the run, or skip this update on every rank",
+        group="training",
+        affects_result=False,
+        also=("skip_nan", "detect_nan", "terminate_on_nan"),
+    )
+    max_nonfinite: int = option(
+        25, "end the run after this many skipped updates in a row", group="training", affects_result=False, at_least=1
+    )
     dropout: bool = option(True, "use dropout; --no_dropout turns it off, for comparisons", group="training")
     freeze: tuple[str, ...] = option((), "do not train parameters whose names contain one of these words", group="training")
 
@@ -368,6 +378,11 @@ class TrainConfig:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
+        if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
+            raise UserError(
+                "--on_nonfinite skip --comm_hook powersgd: powersgd adds what it has left out of a gradient to later gradients, so "
+                "that no later one is finite either. Use another --comm_hook, or --on_nonfinite stop."
+            )
         self.best()
 
     def metric_directions(self) -> dict[str, Direction]:

@@ -4,10 +4,9 @@ It is the only one, and it is meant to be read. `recipes/own_loop.py` is a short
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +26,7 @@ from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
+from accel_ddp.training.nonfinite import NonfiniteSteps
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.padding import require_independence
 from accel_ddp.training.stream import TrainBatches
@@ -34,10 +34,6 @@ from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
 from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, EVALUATE, HOOKS, SAVE
-
-# The fp16 scaler halves its factor after each skipped step. It begins with 2**16, so that after 25 steps it is 2**-9, and gradients
-# that are still not finite are above 2**24 or not numbers at all. No smaller factor helps them.
-MAX_SKIPPED_IN_A_ROW = 25
 
 
 class Outcome(NamedTuple):
@@ -110,7 +106,8 @@ def fit(
             heartbeat.enter(DATA)
             batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
             work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
-            stats = update(accelerator, model, optimizer, batches, loss_sum, count, cfg.max_grad_norm, seed, vote, work)
+            more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite)
+            stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
             run.step += 1
             heartbeat.advance(run.step)
             heartbeat.enter(DEVICE)
@@ -171,12 +168,12 @@ class _Run:
     num_items: int
     first: int  # the step from which this process continued
     step: int  # updates done
-    skipped: int = 0  # by the fp16 scaler
     is_done: bool = False  # a hook has ended the run
     is_stopping: bool = False  # the run was asked to stop
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.nonfinite = NonfiniteSteps(self.accelerator, self.cfg, self.saved)
         self.is_stopping = 0 < self.cfg.stop_after <= self.step
 
     def continues(self) -> bool:
@@ -199,25 +196,13 @@ class _Run:
     def receive(self, updates: Iterator[Numbers]) -> None:
         """Check and log the numbers of completed updates."""
         for numbers in updates:
-            is_skipped = _check(self.accelerator, numbers)
-            self.skipped += is_skipped
-            self.saved.skipped_in_a_row = self.saved.skipped_in_a_row + 1 if is_skipped else 0
-            if self.saved.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                self._refuse_skipped(numbers.step)
+            self.nonfinite.check(numbers)
             # The sum of votes is the same on every rank, so that all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
             process.heartbeat.enter(HOOKS)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
-
-    def _refuse_skipped(self, step: int) -> NoReturn:
-        """Raise UserError. The gradient norm is the same on every rank, so that every rank gets here."""
-        raise UserError(
-            f"step {step}: the fp16 scaler has skipped the last {self.saved.skipped_in_a_row} steps, because their gradients were not "
-            "finite, so that nothing was learned in these steps. The run ends. Use --mixed_precision bf16 or no. If gradients are not "
-            "finite there either, look for a square root, a logarithm or a division of 0 in the loss, or use a lower --lr."
-        )
 
     def evaluate(self) -> None:
         process.heartbeat.enter(EVALUATE)
@@ -243,21 +228,18 @@ class _Run:
         cfg, saved = self.cfg, self.saved
         process.heartbeat.enter(END)
         if 0 < self.step == saved.skipped_in_a_row and not self.is_stopping:  # all steps of a run that is shorter than the limit
-            self._refuse_skipped(self.step)
+            self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self.evaluate()
         if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
             saved.save(self.step, is_last=True)
         unsaved = saved.close()
         self.report_saves()
-        if self.skipped:
-            print_on_main(
-                f"The fp16 scaler skipped {self.skipped} of {self.step - self.first} steps, because gradients overflowed."
-            )
+        self.nonfinite.print_summary(self.step - self.first)
         reason = signals.gather_reason() if self.is_stopping else ""
         now = self.metrics if self.step in saved.evaluations else {}  # not those of an earlier step
         for hook in self.hooks:
-            hook.on_end(self.step, {**now, "skipped_steps": self.skipped, **({"stopped": reason} if reason else {})})
+            hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **({"stopped": reason} if reason else {})})
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)
@@ -302,19 +284,3 @@ class _Run:
 def _any_rank(ends: list[bool | None]) -> bool:
     """Return whether a hook of any rank ends the run. This is a collective, because ranks may have different hooks."""
     return any(gather_everywhere(any(ends)))
-
-
-def _check(accelerator: Accelerator, numbers: Numbers) -> bool:
-    """Return whether the fp16 scaler skipped the step. Raise UserError on every rank if the loss is not finite."""
-    if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
-        return False
-    if math.isfinite(numbers.loss) and accelerator.scaler is not None:
-        return True
-    # Every rank has the same loss, so that every rank gets here.
-    losses = gather_everywhere((process.host, numbers.local_loss))
-    culprits = [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)]
-    what = f"the loss is {numbers.loss}" if culprits else f"the gradient norm is {numbers.grad_norm}"
-    raise UserError(
-        f"step {numbers.step}: {what}{' on ' + ', '.join(culprits) if culprits else ''}. The run ends. Earlier checkpoints are not "
-        "affected. Try a lower --lr, --warmup_steps, --max_grad_norm 1, bf16 instead of fp16, or inspect the data of this step."
-    )

@@ -26,16 +26,25 @@ def main(cfg: Config):
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
     updates = task.train.starting_at(first, accelerator, cfg)
+    reader = accel_ddp.late_reader.LateReader(accelerator.device)
+    nonfinite = accel_ddp.nonfinite.NonfiniteSteps(accelerator, cfg, saved)
     model.train(cfg.dropout)
     speed.warm_up()
     for step in range(first, total_steps):
-        accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
+        lr = accel_ddp.optim.lr_at(step, cfg, total_steps)
+        accel_ddp.optim.set_lr(optimizer, lr)
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        batches = next(updates)
-        stats = accel_ddp.update(accelerator, model, optimizer, batches, task.loss_sum, task.count, cfg.max_grad_norm, seed)
-        if (step + 1) % cfg.log_every == 0:
-            accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
-        if step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+        stats = accel_ddp.update(
+            accelerator, model, optimizer, next(updates), task.loss_sum, task.count, cfg.max_grad_norm, seed,
+            on_nonfinite=cfg.on_nonfinite,
+        )  # fmt: skip
+        reader.push(step + 1, lr, stats)
+        saves = step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0)
+        for numbers in reader.pop(wait_for_all=saves):  # on a GPU they arrive one step late
+            nonfinite.check(numbers)
+            if numbers.step % cfg.log_every == 0:
+                accelerator.print(f"step {numbers.step}/{total_steps}  loss {numbers.loss:.4f}")
+        if saves:
             saved.save(step + 1, is_last=step + 1 == total_steps)
     metrics = task.evaluate(model)
     accelerator.print(metrics)

@@ -176,6 +176,26 @@ def test_a_run_whose_fp16_gradients_are_never_finite_ends_with_an_error(tmp_path
     assert "exitcode  : 2 " in ended.texts[0], "the report of torchrun contains the exit code of the ranks"
 
 
+def test_a_skipped_step_changes_nothing_on_a_gpu(tmp_path):
+    """Compare with a loop that never computes these steps. A run that stops may have done one more step, with finite numbers."""
+    script = PROGRAMS / "nonfinite.py"
+    run_all([[sys.executable, script, "--out", tmp_path / "1.pt", "--output_dir", tmp_path / "one"]], [on_gpu()]).well()
+    two_nodes(script, "--out", tmp_path / "2.pt", "--output_dir", tmp_path / "two").well()
+    for ranks in (1, 2):
+        results = torch.load(tmp_path / f"{ranks}.pt", weights_only=False)
+        for name, result in results.items():
+            if name == "of ranks":
+                continue
+            for group, values in result["fit"].items():
+                others = result["loop"][group]
+                finite = [value for key, value in values.items() if "running" not in key or "stop" not in name]
+                assert all(bool(value.isfinite().all()) for value in finite), (ranks, name, group)
+                if "stop" in name:
+                    assert "step 5: " in result["error"]
+                else:
+                    assert [key for key in others if not torch.equal(values[key], others[key])] == [], (ranks, name, group)
+
+
 def test_more_ranks_than_gpus_and_a_mix_with_cpu_are_refused(tmp_path):
     too_many = torch.cuda.device_count() + 1
     environments = rank_environments(too_many)

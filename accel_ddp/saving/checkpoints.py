@@ -58,7 +58,7 @@ class Checkpoints:
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
         self.resumed: dict[str, Any] = {}  # run.json of the checkpoint that was restored
         self.failed = ""  # why the newest state is not on the disk
-        self.skipped_in_a_row = 0  # the last steps that the fp16 scaler has skipped; counted by `fit`
+        self.skipped_in_a_row = 0  # the last steps that were not finite; counted by `NonfiniteSteps`
         self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[futures.Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}

@@ -16,6 +16,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks import signals
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.training.late_reader import Numbers
+from accel_ddp.training.loss_spikes import LossSpikes
 from accel_ddp.training.throughput import Pace
 
 
@@ -42,10 +43,10 @@ class Hook:
 
 
 def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
-    """Return the hooks of every run: progress and a JSONL log, and trackers and early stopping if the options ask for them."""
+    """Return the hooks of every run, with trackers and early stopping if the options ask for them."""
     hooks: list[Hook] = [EarlyStopping(cfg)] if cfg.early_stopping_patience else []
     if accelerator.is_main_process:
-        hooks += [Progress(cfg), JsonlLog(cfg)]
+        hooks += [SpikeReport(), Progress(cfg), JsonlLog(cfg)]
         if cfg.report_to:
             hooks.append(Trackers(accelerator, cfg))
     return hooks
@@ -102,6 +103,17 @@ class Progress(Hook):
 
     def _print(self, text: str) -> None:
         self.bar.write(text) if self.bar is not None else print(text)
+
+
+class SpikeReport(Hook):
+    """Prints a warning if a loss is far above those of recent steps, and a line when that has ended."""
+
+    def on_start(self, step, total_steps, evaluations):
+        self.spikes = LossSpikes()
+
+    def on_update(self, numbers, pace):
+        if text := self.spikes.observe(numbers.step, numbers.loss):
+            print(text, flush=True)
 
 
 class JsonlLog(Hook):

@@ -1,10 +1,13 @@
 """One optimizer update. In a run, only this module writes the `.grad` of parameters, clips and steps."""
 
 import contextlib
+import functools
+import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ class UpdateStats(NamedTuple):
     """The numbers of one update. Tensors are on the device; reading one on the host waits for the GPU."""
 
     loss: Tensor  # mean over all items of all ranks
-    grad_norm: Tensor  # before clipping; not finite in a step that the fp16 scaler skipped
+    grad_norm: Tensor  # before clipping; if it or `loss` is not finite, the optimizer did not step
     items: Tensor | float  # over all ranks
     votes: Tensor | float  # how many ranks ask for a stop
     tokens: Tensor | float  # without padding, over all ranks
@@ -47,18 +50,23 @@ def update(
     seed: int = 0,
     vote: bool = False,
     work: tuple[float, float] = (0.0, 0.0),
+    on_nonfinite: Literal["stop", "skip"] = "stop",
 ) -> UpdateStats:
     """Do one optimizer step on the mean loss of all items in `batches` on all ranks.
 
     How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the
     place of the micro-batch among those of all ranks, so that it stays the same when the same micro-batches are spread over
     another number of ranks. `vote` asks all ranks to stop. `work` is this rank's tokens and FLOPs, for the log.
+
+    If the loss or the gradient norm is not finite, every rank leaves weights and optimizer unchanged. The caller finds that in the
+    returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
     heartbeat = process.heartbeat
     heartbeat.enter(FORWARD)
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
     _settle_buckets(accelerator, model, batches[0], loss_sum)
+    buffers = [buffer.clone() for buffer in model.buffers()] if on_nonfinite == "skip" else []
     num_ranks, device = accelerator.num_processes, accelerator.device
     exact = torch.float32 if device.type == "mps" else torch.float64
     items: Tensor | float = sum(count(batch) for batch in batches)
@@ -97,20 +105,64 @@ def update(
     heartbeat.enter(OPTIMIZER)
     _check_unused_parameters(model)
     if accelerator.scaler:
-        accelerator.unscale_gradients()
+        accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
     grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
-    # Accelerate's wrapper of the optimizer is needed for the scaler only. It searches the disk for an optional package every step.
-    stepper = optimizer if accelerator.scaler else getattr(optimizer, "optimizer", optimizer)
-    stepper.step()
-    stepper.zero_grad()
     loss_of_all = total
     if num_ranks > 1:
         loss_of_all = total.clone()
         dist.all_reduce(loss_of_all)
+    mean_loss = loss_of_all * (weight / num_ranks)
+    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     heartbeat.enter(OTHER)
-    return UpdateStats(loss_of_all * (weight / num_ranks), grad_norm, items, votes, tokens, flops, total)
+    return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total)
+
+
+def _step_if_finite(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: list[Tensor]
+) -> None:
+    """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number."""
+    # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
+    stepper = getattr(optimizer, "optimizer", optimizer)
+    if _can_skip_on_device(stepper, number.device):
+        is_bad = (number - number) != 0  # the difference is NaN for a number that is not finite, and NaN differs from 0
+        stepper.grad_scale, stepper.found_inf = None, is_bad.float()
+        try:
+            stepper.step()
+        finally:
+            del stepper.grad_scale, stepper.found_inf
+        for buffer, before in zip(model.buffers(), buffers):
+            torch.where(is_bad, before, buffer, out=buffer)
+    elif math.isfinite(number.item()):
+        stepper.step()
+    else:
+        for buffer, before in zip(model.buffers(), buffers):
+            buffer.copy_(before)
+    stepper.zero_grad()
+    if accelerator.scaler:
+        accelerator.scaler.update()
+
+
+def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether the kernels of the optimizer read `found_inf`, as those of torch's fused optimizers do for GradScaler.
+
+    For other optimizers the host reads the number. On a GPU it then waits in every step until the backward pass is done, and the
+    GPU waits until the host has launched the next kernels. On a CPU reading a number costs nothing.
+    """
+    if device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
+        return False
+    if not all(group.get("fused", True) for group in optimizer.param_groups):
+        return False
+    # In its first step, fused SGD allocates momentum without initial values. A kernel that skips would leave them undefined.
+    with_momentum = [p for group in optimizer.param_groups if group.get("momentum") for p in group["params"]]
+    return all(p in optimizer.state for p in with_momentum if p.grad is not None)
+
+
+@functools.cache
+def _takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether `step` expects the GradScaler as an argument, an older protocol, which does not read `found_inf`."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters
 
 
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:
