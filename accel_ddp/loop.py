@@ -33,7 +33,7 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
-from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, EVALUATE, HOOKS, SAVE
+from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, HOOKS, METRICS, SAVE
 
 
 class Outcome(NamedTuple):
@@ -205,7 +205,7 @@ class _Run:
                 hook.on_update(numbers, pace)
 
     def evaluate(self) -> None:
-        process.heartbeat.enter(EVALUATE)
+        process.heartbeat.enter(METRICS)
         try:
             metrics = self.evaluate_model(self.model)
         except EvaluationStopped:

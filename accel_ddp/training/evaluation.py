@@ -22,6 +22,7 @@ from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import CountingCollate, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
+from accel_ddp.watch.page import EVALUATE, METRICS
 
 Rows = dict[str, np.ndarray]
 
@@ -71,11 +72,13 @@ def evaluate(
     for batch in batches:
         if is_interrupted := is_stop_requested():
             break
+        process.heartbeat.enter(EVALUATE)
         process.heartbeat.beat()
         with CurrentBatch(batch):
             measured = measure(module, batch)
         for name, value in measured.items():
             parts.setdefault(name, []).append(value)
+    process.heartbeat.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
     mine = {name: _join([_as_array(value) for value in values]) for name, values in parts.items()}
     shares = gather_objects(None if is_interrupted else mine)

@@ -237,7 +237,11 @@ class Judge:
         usual = self._usual(r, ranks)
         known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
-        kind, text, advice = "RANK_HUNG", f"{r.name} has not progressed {place}.", "See its innermost calls below."
+        kind, text, advice = (
+            "RANK_HUNG",
+            f"{r.name} has not progressed {place}.",
+            "It computes, or waits for something outside of this run: a disk, a network, a lock.",
+        )
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."

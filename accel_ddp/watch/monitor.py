@@ -22,7 +22,7 @@ from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
-from accel_ddp.watch.stacks import Stack, read_stack
+from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
@@ -69,6 +69,7 @@ class Monitor:
     failure: dict[str, Any] | None = None
     peers: Peers | None = None
     output: OutputFolder | None = None
+    node_socket: socket.socket | None = None  # listens for the monitors of other nodes
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.node, self.host, self.report_after, self.abort_after)
@@ -242,6 +243,8 @@ class Monitor:
         if len(self.roster) > 1:
             self.peers = Peers(self.node, message["roster"], bytes.fromhex(message["token"]), self.receive)
             self.peers.start()
+            if self.node_socket is not None:
+                self._keep(self.peers.listen_for_pings(self.node_socket))
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
         """Handle a message of another monitor."""
@@ -298,7 +301,16 @@ class Monitor:
 
     async def _read_stack(self, rank: int) -> Stack:
         local = self.ranks.get(rank)
-        return await read_stack(local.pid, local.stack_file, processes.state_of(local.pid)) if local else Stack()
+        if local is None:
+            return Stack()
+        stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
+        if (
+            local.reading
+            and local.reading.phase == page.DATA
+            and (worker := await read_stack_of_worker(local.pid, local.stack_file))
+        ):
+            return Stack([*worker[:8], "(a data worker, for which the rank waits)", *stack])
+        return stack
 
     async def _collect_stack(self, rank: int) -> None:
         self.stacks[rank] = await self._read_stack(rank)
@@ -374,6 +386,7 @@ class Monitor:
                 for v in views
             ]
             self.peers.broadcast({"ranks": rows})
+            self.peers.ping_silent()
 
     def _judge(self, now: float, seconds: float) -> None:
         views = [self._view(local, now) for local in self.ranks.values()]
@@ -386,7 +399,9 @@ class Monitor:
             known = {v.node for v in views}
             for peer in self.peers.peers.values():
                 if not peer.is_done and peer.node in known:
-                    nodes.append(NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now)))
+                    nodes.append(
+                        NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
+                    )
         views.sort(key=lambda v: v.rank)
         for v in views:  # a stack is valid as long as its rank does not progress
             if v.age < 1 and v.rank in self.stacks:
@@ -454,7 +469,8 @@ async def watch(options: dict[str, Any]) -> None:
 
     servers = [await asyncio.start_unix_server(monitor.serve_rank, sock=socket.socket(fileno=options["rank_socket"]))]
     if options["node_socket"] is not None:
-        servers.append(await asyncio.start_server(accept_node, sock=socket.socket(fileno=options["node_socket"])))
+        monitor.node_socket = socket.socket(fileno=options["node_socket"])
+        servers.append(await asyncio.start_server(accept_node, sock=monitor.node_socket))
     try:
         await monitor.run()
     finally:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The phases of a rank. A rank that is in none of them runs code of the user (a loop of its own, for example).
-START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, SAVE, HOOKS, WAIT, OTHER, END = range(14)
+START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END = range(15)
 NAMES = (
-    "start", "load", "compile", "data", "forward", "backward", "optimizer", "device", "evaluate", "save", "hooks", "wait", "other",
-    "end",
+    "start", "load", "compile", "data", "forward", "backward", "optimizer", "device", "evaluate", "metrics", "save", "hooks", "wait",
+    "other", "end",
 )  # fmt: skip
 # In these phases a rank may wait for other ranks, so that its own delay proves nothing.
 WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
@@ -22,7 +22,7 @@ WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
 UNLIMITED = (START, LOAD, COMPILE, WAIT, END)
 # The usual duration in seconds of a phase that has not been completed LEARN_AFTER times. The first batch starts data workers, the
 # first passes choose kernels.
-UNLEARNED = {DATA: 120.0, SAVE: 120.0, EVALUATE: 120.0, OTHER: 600.0}
+UNLEARNED = {DATA: 120.0, SAVE: 120.0, EVALUATE: 120.0, METRICS: 300.0, OTHER: 600.0}
 UNLEARNED_OTHERWISE = 60.0
 LEARN_AFTER = 3
 
@@ -93,8 +93,9 @@ class Heartbeat:
         if step - self._window_began >= _WINDOW:
             self._window_began = step
             for at in range(_SLOWEST_AT, SIZE, _SLOWEST.size):
-                count, slowest, _ = _SLOWEST.unpack_from(self.memory, at)
-                _SLOWEST.pack_into(self.memory, at, count, 0.0, slowest)
+                count, slowest, before = _SLOWEST.unpack_from(self.memory, at)
+                # A phase that was not completed in this window, such as an evaluation, keeps what it has learned.
+                _SLOWEST.pack_into(self.memory, at, count, 0.0, slowest or before)
         self._write()
 
     def report_writer(self, is_writing: bool) -> None:

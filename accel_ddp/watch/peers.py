@@ -6,6 +6,8 @@ node. A cluster of N nodes has 2 N connections, and no node has more than N.
 
 import asyncio
 import contextlib
+import hmac
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,14 +31,34 @@ class Peer:
     port: int
     heard_at: float = 0.0  # when its last message arrived; 0: never
     closed_at: float = 0.0  # when it closed its connection; 0: it is open, or was never opened
+    pinged_at: float = 0.0  # when its last datagram arrived
     is_done: bool = False  # all its ranks have ended normally
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     def silent(self, now: float) -> float:
         return now - self.heard_at if self.heard_at and not self.is_done else 0.0
 
+    def is_one_way(self, now: float) -> bool:
+        """Return whether packets arrive from this node, although it does not receive those of this node."""
+        return bool(self.pinged_at) and now - self.pinged_at < 3 * RETRY_SECONDS
+
     def closed(self, now: float) -> float:
         return now - self.closed_at if self.closed_at and not self.is_done else 0.0
+
+
+class _Pings(asyncio.DatagramProtocol):
+    """Receives the datagrams of nodes that do not hear this node over TCP. Only TCP needs packets in both directions."""
+
+    def __init__(self, peers: "Peers"):
+        self.peers = peers
+
+    def datagram_received(self, data: bytes, address: Any) -> None:
+        for peer in self.peers.peers.values():
+            if hmac.compare_digest(data, self.peers.make_ping(peer.node)):
+                peer.pinged_at = time.monotonic()
+
+    def error_received(self, error: Exception) -> None:
+        pass  # the other node has no monitor any more
 
 
 class Peers:
@@ -55,6 +77,25 @@ class Peers:
         self.tasks: set[asyncio.Task] = set()
         self.is_closing = False
         self.bytes_sent = 0
+        self.pings: asyncio.DatagramTransport | None = None
+
+    async def listen_for_pings(self, sock: socket.socket) -> None:
+        """Receive datagrams on the port on which `sock` listens for connections."""
+        with contextlib.suppress(OSError):  # the port is in use; then the direction of a lost link is not reported
+            address = sock.getsockname()[:2]
+            loop = asyncio.get_running_loop()
+            self.pings, _ = await loop.create_datagram_endpoint(lambda: _Pings(self), local_addr=address, family=sock.family)
+
+    def make_ping(self, node: int) -> bytes:
+        return hmac.new(self.token, f"ping {node}".encode(), "sha256").digest()
+
+    def ping_silent(self) -> None:
+        """Send a datagram to each node that has been silent for some time."""
+        now = time.monotonic()
+        for peer in self.peers.values():
+            if self.pings and peer.silent(now) > 4 * RETRY_SECONDS:
+                with contextlib.suppress(OSError):
+                    self.pings.sendto(self.make_ping(self.own_node), (peer.address, peer.port))
 
     def start(self) -> None:
         """Open the connections to the coordinators with a lower number. The others connect to this node."""
@@ -131,5 +172,7 @@ class Peers:
         for writer in writers:
             writer.close()
         await asyncio.sleep(0)
+        if self.pings:
+            self.pings.close()
         for task in self.tasks:
             task.cancel()

@@ -28,6 +28,15 @@ def parent_of(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
+def children_of(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
 def exit_status(pid: int) -> int | None:
     """Return the exit code of a process that has ended, or minus the signal that ended it. None: its parent has already read it.
 

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from accel_ddp.watch.processes import children_of, state_of
+
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py")
@@ -62,9 +64,18 @@ class Stack(list[str]):
         return "\n".join(f"    {frame}" for frame in self[:_MAX_FRAMES])
 
 
+def _prints_on_signal(pid: int) -> bool:
+    """Return whether a process handles the signal. It would end another one."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal_number() - 1) & 1)
+    return False
+
+
 async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
     """Return the stack of the main thread, or an empty one if it cannot be read. This takes 2 s at most."""
-    if state not in ("T", "t") and file:
+    if state not in ("T", "t") and file and _prints_on_signal(pid):
         with contextlib.suppress(OSError):
             size = file.stat().st_size
             os.kill(pid, signal_number())
@@ -74,6 +85,15 @@ async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
                     await asyncio.sleep(0.05)
                     return parse(file.read_bytes()[size:].decode(errors="replace"))
     return await _read_from_outside(pid)
+
+
+async def read_stack_of_worker(rank: int, file: Path) -> Stack:
+    """Return the stack of a data worker of a rank that is not idle, or an empty one. Forked workers write to the file of the rank."""
+    for pid in children_of(rank):
+        stack = await read_stack(pid, file, state_of(pid))
+        if stack and not any("_worker_loop" in frame for frame in stack[:3]) and any("_worker_loop" in frame for frame in stack):
+            return stack
+    return Stack()
 
 
 async def _read_from_outside(pid: int) -> Stack:

@@ -1,0 +1,234 @@
+"""The rules by which the monitors find the rank, node or link that is at fault, and the pages that the ranks write."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accel_ddp.watch import page, processes, stacks
+from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.stacks import Stack
+
+IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])
+IN_BACKWARD = Stack(["_engine_run_backward (torch/autograd/graph.py:869)", "backward (tensor.py:1)", "update (update.py:90)"])
+IN_USER_CODE = Stack(["compute (mine.py:7)", "update (update.py:90)"])
+
+
+def rank(number: int, phase: int, age: float = 0.0, **more) -> RankView:
+    usual = {"step": 18, "normal": 0.5}
+    return RankView(number, number, f"node{number}", 100 + number, phase=phase, age=age, **{**usual, **more})
+
+
+class Course:
+    """Shows observations to a judge every half second, as the monitor does."""
+
+    def __init__(self, report: float = 5, abort: float = 30):
+        self.judge, self.events = Judge(0, "node0", report, abort), []
+
+    def show(
+        self, ranks: list[RankView], nodes: list[NodeView] | None = None, read: dict[int, Stack] | None = None
+    ) -> list[Event]:
+        new = self.judge.examine(0.5, ranks, nodes or [], read or {})
+        self.events += new
+        return new
+
+    def pass_time(self, seconds: float, make) -> "Course":
+        """Show what `make` returns for each moment of these seconds: the ranks, or the ranks and the nodes, and the stacks."""
+        for tick in range(int(seconds * 2) + 1):
+            made = make(tick / 2)
+            self.show(*made if isinstance(made, tuple) else (made,))
+        return self
+
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        return [(event.severity, event.kind) for event in self.events]
+
+
+def test_a_stopped_rank_is_reported_after_5_s_and_ends_the_run_after_30():
+    course = Course()
+    at = lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)], [], {1: IN_USER_CODE})
+    course.pass_time(29.5, at)
+    assert course.kinds == [(WARNING, "RANK_STOPPED")]
+    text = course.events[0].text
+    assert text.startswith(
+        "rank 1 (node1, pid 101) has been stopped (SIGSTOP) for 6 s at step 19, in forward. Rank 0 waits for it."
+    )
+    assert "`kill -CONT 101` on node1 continues it. The run ends in 24 s if nothing changes." in text
+    assert "The innermost calls of rank 1:\n    compute (mine.py:7)" in text
+    course.show(*at(30))
+    assert course.kinds[1:] == [(ERROR, "RANK_STOPPED")]
+    assert (course.events[1].rank, course.events[1].host, course.events[1].step) == (1, "node1", 19)
+
+
+def test_a_rank_that_is_stopped_for_20_s_is_reported_afterwards_and_the_run_continues():
+    course = Course().pass_time(20, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)])
+    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    assert course.kinds == [(WARNING, "RANK_STOPPED"), (INFO, "RANK_STOPPED")]
+    assert "it is over after 20 s, at step 19" in course.events[1].text
+
+
+@pytest.mark.parametrize("phase", [page.START, page.LOAD, page.COMPILE, page.WAIT, page.END])
+def test_phases_without_a_usual_duration_are_never_reported(phase):
+    course = Course().pass_time(900, lambda s: [rank(0, page.WAIT, s), rank(1, phase, s)])
+    assert course.events == []
+
+
+def test_a_phase_that_was_not_learned_yet_has_more_time():
+    first = lambda s: [rank(0, page.BACKWARD, s, normal=None), rank(1, page.DATA, s, normal=None)]
+    course = Course().pass_time(124, first)
+    assert course.events == []
+    course.pass_time(3, lambda s: first(124 + s))
+    assert course.kinds == [(WARNING, "DATA_HUNG")]
+    assert "usually" not in course.events[0].text
+
+
+def test_a_slow_phase_is_normal_if_it_was_slow_before():
+    """An evaluation batch of 20 s is reported after 25 s and ends the run after 100 s."""
+    at = lambda s: [rank(0, page.EVALUATE, s, normal=20.0), rank(1, page.WAIT, s)]
+    course = Course().pass_time(99, at)
+    assert course.kinds == [(WARNING, "RANK_HUNG")]
+    expected = "rank 0 (node0, pid 100) has not progressed for 27 s (usually 20 s at most) at step 18, in evaluate."
+    assert expected in course.events[0].text
+    course.pass_time(1, lambda s: at(99 + s))
+    assert course.kinds[1][0] == ERROR
+
+
+def test_the_rank_that_waits_is_never_blamed():
+    """Rank 0 is in backward longer than rank 1 is in data, but it waits for rank 1."""
+    course = Course().pass_time(8, lambda s: ([rank(0, page.BACKWARD, s + 2), rank(1, page.DATA, s)], [], {1: IN_USER_CODE}))
+    assert course.kinds == [(WARNING, "DATA_HUNG")]
+    assert course.events[0].rank == 1
+
+
+def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
+    at = lambda s: [rank(0, page.SAVE, s), rank(1, page.BACKWARD, s)]
+    course = Course().pass_time(200, at)
+    assert course.events == []
+    course.judge.is_disk_hung = True
+    course.pass_time(2, lambda s: at(10 + s))
+    assert course.kinds == [(WARNING, "DISK_HUNG")]
+
+
+def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
+    ranks = lambda s: [rank(0, page.FORWARD, s, step=20), rank(1, page.BACKWARD, s, step=20)]
+    course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BARRIER, 1: IN_BACKWARD}))
+    assert course.kinds == [(WARNING, "DEADLOCK")]
+    assert (
+        "rank 0 (node0, pid 100) is at step 21 in barrier; rank 1 (node1, pid 101) is at step 21 in backward"
+        in course.events[0].text
+    )
+
+
+def test_a_rank_that_computes_forever_in_its_backward_pass_is_no_deadlock():
+    ranks = lambda s: [rank(0, page.BACKWARD, s), rank(1, page.BACKWARD, s)]
+    course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BACKWARD, 1: IN_USER_CODE} if s > 6 else {}))
+    assert (course.kinds, course.events[0].rank) == ([(WARNING, "RANK_HUNG")], 1)
+
+
+def test_a_node_that_does_not_answer_ends_the_run_after_30_s_but_not_while_training_progresses():
+    node = NodeView(1, "node1", "10.0.0.2")
+    silent = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s)]
+    course = Course().pass_time(60, lambda s: ([rank(0, page.EVALUATE, 0.1), rank(1, page.EVALUATE, s)], silent(s)))
+    assert course.kinds == [(WARNING, "LINK_LOST")]
+    course.show([rank(0, page.BACKWARD, 30), rank(1, page.EVALUATE, 60)], silent(60))
+    assert course.kinds[1:] == [(ERROR, "LINK_LOST")]
+    assert (
+        "node1 (10.0.0.2) has not answered node0 for 60 s: rank 1 (pid 101) was last seen at step 18, in evaluate."
+        in course.events[1].text
+    )
+    assert node.silent == 0
+
+
+def test_an_interruption_that_is_too_short_for_a_report_is_reported_afterwards():
+    view = [rank(0, page.BACKWARD), rank(1, page.BACKWARD)]
+    course = Course().pass_time(4, lambda s: (view, [NodeView(1, "node1", "10.0.0.2", silent=s)]))
+    assert course.events == []
+    course.show(view, [NodeView(1, "node1", "10.0.0.2", silent=0.2)])
+    assert course.kinds == [(INFO, "LINK_LOST")]
+    assert "did not answer node0 for 4 s. It does again." in course.events[0].text
+
+
+def test_a_node_whose_kernel_closed_the_connection_is_lost_at_once():
+    closed = lambda s: (
+        [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)],
+        [NodeView(1, "node1", "10.0.0.2", silent=s, closed=s)],
+    )
+    course = Course().pass_time(6, closed)
+    assert course.kinds == [(WARNING, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST")]
+
+
+def test_packets_that_are_dropped_in_one_direction_are_recognised():
+    one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, is_one_way=True)]
+    course = Course().pass_time(6, lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)], one_way(s)))
+    assert "node0 receives packets from node1, but node1 receives none from node0." in course.events[0].text
+
+
+def test_a_run_that_is_never_aborted_is_still_reported():
+    course = Course(abort=0).pass_time(500, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.DATA, s)])
+    assert course.kinds == [(WARNING, "DATA_HUNG")]
+
+
+def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
+    heartbeat = page.Heartbeat()
+    heartbeat.enter(page.FORWARD)
+    heartbeat.publish(tmp_path / "page")
+    memory = (tmp_path / "page").read_bytes
+    for step in range(1, 4):
+        heartbeat.enter(page.DATA)
+        heartbeat.enter(page.FORWARD)
+        heartbeat.advance(step)
+    found = page.read(memory())
+    assert (found.step, found.phase) == (3, page.FORWARD)
+    assert found.normal is not None
+    heartbeat.enter(page.EVALUATE)
+    assert page.read(memory()).normal is None
+    time.sleep(0.02)
+    for _ in range(3):
+        heartbeat.beat()
+    for step in range(4, 400):
+        heartbeat.advance(step)
+    assert page.read(memory()).normal >= 0.02, "an evaluation keeps what it has learned until the next one"
+    assert not page.read(memory()).writing
+    heartbeat.report_writer(True)
+    assert page.read(memory()).writing > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("import os; os._exit(3)", "ended with exit code 3"), ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV")],
+)
+def test_the_end_of_a_process_is_read_before_its_parent_reads_it(code, expected):
+    child = subprocess.Popen([sys.executable, "-S", "-c", code])
+    while processes.state_of(child.pid) != "Z":
+        time.sleep(0.01)
+    assert processes.describe_exit(processes.exit_status(child.pid)) == expected
+    child.wait()
+    assert processes.exit_status(child.pid) is None
+
+
+def test_the_stack_of_a_running_and_of_a_stopped_process_is_read(tmp_path):
+    import asyncio
+
+    code = f"""
+import pathlib, time
+from accel_ddp.watch import stacks
+file = stacks.print_on_signal(pathlib.Path({str(tmp_path / "stack")!r}))
+def waits_here():
+    print("ready", flush=True)
+    time.sleep(60)
+waits_here()
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        running = asyncio.run(stacks.read_stack(child.pid, tmp_path / "stack", "S"))
+        os.kill(child.pid, signal.SIGSTOP)
+        stopped = asyncio.run(stacks.read_stack(child.pid, tmp_path / "stack", "T"))
+    finally:
+        child.kill()
+        child.communicate()
+    assert running[0].startswith("waits_here (")
+    assert any(frame.startswith("waits_here (") for frame in stopped), "py-spy reads the memory of a stopped process"
