@@ -76,7 +76,7 @@ def fit(
     require_independence(accelerator, cfg, model, train, loss_sum)
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = accelerator.prepare(model, optimizer)
-    check = ParameterCheck(accelerator.unwrap_model(model), cfg, accelerator.device)
+    check = ParameterCheck(accelerator, cfg, model)
     facts = {"data": train.identity, "total_steps": total_steps, "files": files}
     saved = Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     step = saved.restore()

@@ -22,7 +22,9 @@ def main(cfg: Config):
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accelerator.prepare(task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
-    saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.identity, files=files)
+    check = accel_ddp.ParameterCheck(accelerator, cfg, model)
+    facts = {"data": task.train.identity, "files": files}
+    saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
     updates = task.train.starting_at(first, accelerator, cfg)
@@ -33,6 +35,8 @@ def main(cfg: Config):
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
         batches = next(updates)
         stats = accel_ddp.update(accelerator, model, optimizer, batches, task.loss_sum, task.count, cfg.max_grad_norm, seed)
+        check.begin(step + 1)
+        check.read(step + 1)
         if (step + 1) % cfg.log_every == 0:
             accelerator.print(f"step {step + 1}/{total_steps}  loss {stats.loss.item():.4f}")
         if step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0):

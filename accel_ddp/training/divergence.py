@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp.config import TrainConfig
@@ -31,13 +32,12 @@ class ParameterCheck:
     it. Ranks exchange only the digest, which has 8 bytes. The products of each parameter are compared if the digests differ.
     """
 
-    def __init__(self, model: nn.Module, cfg: TrainConfig, device: torch.device):
-        """`model` is the model without DDP."""
-        self.cfg, self.device = cfg, device
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module):
+        self.cfg, self.device = cfg, accelerator.device
         self.passed: int | None = None  # the step of the last check that passed
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+        named = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad and p.numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and p.numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
         self._names = list(named)  # in the order of the model
@@ -47,7 +47,7 @@ class ParameterCheck:
             self._sizes = [one.numel() if number < len(self._vectors) else len(one) for number, one in enumerate(bits)]
             random = torch.Generator().manual_seed(0)  # equal on every rank, and not the generator of dropout
             factors = torch.randint(-(2**63), 2**63 - 1, (sum(self._sizes),), generator=random, dtype=torch.int64) | 1
-            self._factors = factors.to(device)
+            self._factors = factors.to(self.device)
 
     def begin(self, step: int, is_needed: bool = False) -> None:
         """Start the check of `step` if it is due or needed. The host does not wait for a GPU. Every rank must call it."""
@@ -96,9 +96,9 @@ class ParameterCheck:
         before = "It is the first check of this process." if self.passed is None else f"The check at step {self.passed} passed."
         others = f" and {len(names) - 1} more of {len(self._names)} differ" if names[1:] else " differs"
         text = (
-            f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums)}. {before} The parameter {names[0]}{others}; the largest "
-            f"difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one rank, an "
-            "update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are not "
+            f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums)}. {before} The parameter {names[0]}{others}; the "
+            f"largest difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one "
+            "rank, an update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are not "
             "affected: each has passed this check before it was written. To continue from the newest one, type the same command with "
             f"--resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have different "
             "processors or GPUs, which may round differently, use --check_every 0."

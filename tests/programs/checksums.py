@@ -1,6 +1,7 @@
 """Compare the parameters of ranks, of which the last one differs in one of many ways, and print whether each is found."""
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 import accel_ddp
@@ -27,9 +28,9 @@ def flip_signs(p: nn.Parameter) -> None:
     p.data.neg_()
 
 
-def failure_of(model: nn.Module, every: int = 5) -> str:
+def failure_of(accelerator: Accelerator, model: nn.Module, every: int = 5) -> str:
     """Return the message of a check that fails, or an empty text."""
-    check = ParameterCheck(model, TrainConfig(check_every=every), torch.device("cpu"))
+    check = ParameterCheck(accelerator, TrainConfig(check_every=every), model)
     check.begin(4)
     check.read(4)
     assert check.passed is None, "step 4 is no multiple of 5"
@@ -42,7 +43,7 @@ def failure_of(model: nn.Module, every: int = 5) -> str:
 
 
 def main() -> None:
-    accel_ddp.start(TrainConfig(global_batch_size=process.num_ranks))
+    accelerator = accel_ddp.start(TrainConfig(global_batch_size=process.num_ranks))
     is_last = process.rank == process.num_ranks - 1
     report = lambda name, is_expected: print(f"case {name}: {'as expected' if is_expected else 'NOT as expected'}", flush=True)
     changes = (flip_lowest_bit, flip_sign, flip_signs)
@@ -61,7 +62,7 @@ def main() -> None:
         return model
 
     cases = [(dtype, shape, change) for dtype in TYPES for shape in SHAPES for change in changes]
-    found = failure_of(model_of(*cases))
+    found = failure_of(accelerator, model_of(*cases))
     report("all", f"The parameter case0 and {len(cases) - 1} more of {len(cases) + 2} differ" in found)
     report("rank", f"the weights of rank {process.num_ranks - 1} (" in found)
     for case in (
@@ -69,23 +70,23 @@ def main() -> None:
         (torch.float64, (5, 3), flip_signs),
         (torch.bfloat16, (7,), flip_sign),
     ):
-        report(f"{case[:2]} alone", "The parameter case0 differs;" in failure_of(model_of(case)))
-    report("nothing differs", not failure_of(model_of()))
+        report(f"{case[:2]} alone", "The parameter case0 differs;" in failure_of(accelerator, model_of(case)))
+    report("nothing differs", not failure_of(accelerator, model_of()))
 
     model = model_of()
     model.two = nn.Parameter(torch.tensor([1.0, -2.0]) if is_last else torch.tensor([-1.0, 2.0]))
-    report("two signs in opposite directions", "The parameter two differs" in failure_of(model))
+    report("two signs in opposite directions", "The parameter two differs" in failure_of(accelerator, model))
     model = model_of()
     values = torch.arange(12.0).reshape(3, 4)
     model.layout = nn.Parameter(values.t().contiguous().t() if is_last else values)
-    report("another layout in memory", not failure_of(model))
+    report("another layout in memory", not failure_of(accelerator, model))
     model.view = nn.Parameter(torch.zeros(9, dtype=torch.bfloat16)[1:])  # begins in the middle of 4 bytes
     model.view.data[3] = is_last
-    report("a part of a larger buffer", "The parameter view differs" in failure_of(model))
-    report("turned off", not failure_of(model, every=0))
+    report("a part of a larger buffer", "The parameter view differs" in failure_of(accelerator, model))
+    report("turned off", not failure_of(accelerator, model, every=0))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    report("nothing is trained", not failure_of(model))
+    report("nothing is trained", not failure_of(accelerator, model))
 
 
 if __name__ == "__main__":
