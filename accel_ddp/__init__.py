@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         vision,
     )
     from accel_ddp.training import hooks, late_reader, losses, nonfinite, optim, padding, stream
+    from accel_ddp.training.divergence import ParameterCheck
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -49,6 +50,7 @@ _HOME = {
     "Checkpoints": "saving.checkpoints",
     "EvalBatches": "training.evaluation",
     "Outcome": "loop",
+    "ParameterCheck": "training.divergence",
     "RecipeConfig": "config",
     "TrainBatches": "training.stream",
     "TrainConfig": "config",
@@ -97,6 +99,7 @@ __all__ = [
     "Checkpoints",
     "EvalBatches",
     "Outcome",
+    "ParameterCheck",
     "RecipeConfig",
     "TrainBatches",
     "TrainConfig",

@@ -329,6 +329,13 @@ class TrainConfig:
         at_least=1,
         also=("ddp_timeout",),
     )
+    check_every: int = option(
+        50,
+        "updates between checks that the weights of all ranks are equal; every checkpoint is checked too; 0: never",
+        group="multi-node",
+        affects_result=False,
+        at_least=0,
+    )
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option(
         "none", "compress gradients for the network", group="multi-node", also=("ddp_comm_hook",)
     )

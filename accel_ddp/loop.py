@@ -23,6 +23,7 @@ from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training.divergence import ParameterCheck
 from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
@@ -71,7 +72,9 @@ def fit(
     require_independence(accelerator, cfg, model, train, loss_sum)
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = accelerator.prepare(model, optimizer)
-    saved = Checkpoints(accelerator, cfg, model, optimizer, data=train.identity, total_steps=total_steps, files=files)
+    check = ParameterCheck(accelerator, cfg, model)
+    facts = {"data": train.identity, "total_steps": total_steps, "files": files}
+    saved = Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     step = saved.restore()
     if speed:
         speed.choose_micro_batch_size(model, optimizer)
@@ -112,9 +115,11 @@ def fit(
             heartbeat.advance(run.step)
             heartbeat.enter(DEVICE)
             reader.push(run.step, lr, stats)
+            check.begin(run.step, is_needed=run.saves_now())
 
             # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
             run.receive(reader.pop(wait_for_all=run.saves_now() or run.evaluates_now()))
+            check.read(run.step)  # after the numbers: a loss that is not finite is reported as such
             run.is_stopping = run.is_stopping or run.step == cfg.stop_after
             if run.is_stopping:
                 signals.mark_agreed()  # from here on no time limit ends the save

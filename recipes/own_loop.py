@@ -22,7 +22,9 @@ def main(cfg: Config):
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accelerator.prepare(task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
-    saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, data=task.train.identity, files=files)
+    check = accel_ddp.ParameterCheck(accelerator, cfg, model)
+    facts = {"data": task.train.identity, "files": files}
+    saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
     updates = task.train.starting_at(first, accelerator, cfg)
@@ -39,6 +41,8 @@ def main(cfg: Config):
             on_nonfinite=cfg.on_nonfinite,
         )  # fmt: skip
         reader.push(step + 1, lr, stats)
+        check.begin(step + 1)
+        check.read(step + 1)
         saves = step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0)
         for numbers in reader.pop(wait_for_all=saves):  # on a GPU they arrive one step late
             nonfinite.check(numbers)

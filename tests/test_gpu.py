@@ -230,6 +230,19 @@ def test_a_failure_on_one_node_is_printed_on_both(tmp_path, how, message):
         assert message in text
 
 
+def test_weights_that_differ_between_two_nccl_nodes_are_reported_on_both(tmp_path):
+    """The result of a check is read one step late. The fault happens one step after --at, when the numbers of that step arrive."""
+    for how, at, found, passed in (("bit", 1, 4, "It is the first check"), ("lr", 6, 8, "The check at step 6 passed")):
+        options = ["--how", how, "--at", at, "--check_every", 4, "--save_every", 6, "--output_dir", tmp_path / how]
+        ended = two_nodes(PROGRAMS / "diverges.py", *options)
+        assert ended.codes == [1, 1]
+        messages = [re.search(r"error: DIVERGED: .*", text)[0] for text in ended.texts]
+        assert messages[0] == messages[1]
+        assert re.search(rf"at step {found} the weights of rank 0 \(.*\) and rank 1 \(.*\) differ from each other", messages[0])
+        assert passed in messages[0]
+        assert [path.name for path in (tmp_path / how).glob("step_*")] == (["step_00000006"] if how == "lr" else [])
+
+
 def test_a_killed_rank_of_nccl_is_reported_on_the_other_node(tmp_path):
     """The other rank waits inside NCCL, which does not detect it."""
     common = ["--mixed_precision", "bf16", "--steps", "9999", "--eval_every", "9999", "--log_every", "1"]

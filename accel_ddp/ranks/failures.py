@@ -57,6 +57,14 @@ class Stopped(Exception):
         self.failure = failure
 
 
+class Diverged(Exception):
+    """The parameters of ranks are no longer equal. Every rank raises it with the same failure."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 class EvaluationStopped(Exception):
     """An evaluation was interrupted on every rank because the run was asked to stop."""
 

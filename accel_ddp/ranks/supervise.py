@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
-from accel_ddp.ranks.failures import Failure, Stopped, write_error_file
+from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
 from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.page import UNLIMITED, format_place
@@ -81,7 +81,7 @@ def _exit(code: int) -> None:
 def _finish(exits: bool) -> int:
     """Close the connections of a rank whose program is complete. Return the exit code."""
     if process.unsaved:
-        return _leave(Failure("unsaved", process.unsaved))
+        return _leave(report_failure(Failure("unsaved", process.unsaved)))
     if process.store:
         # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
         with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
@@ -95,7 +95,9 @@ def _finish(exits: bool) -> int:
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
     if isinstance(error, Stopped):
-        return _leave(error.failure)
+        return _leave(report_failure(error.failure))
+    if isinstance(error, Diverged):
+        return _leave(report_failure(_with_unsaved(error.failure)))
     if isinstance(error, SystemExit):  # raised by the user's own code
         failure = Failure("failed", f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}.")
         code = _leave(report_failure(failure))

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,12 @@ class Checkpoints:
         data: dict[str, Any] | None = None,
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
+        before_save: Callable[[int], None] = lambda step: None,
     ):
-        """`data` identifies the training data, and `files` are stored in every checkpoint for its export."""
+        """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
+
+        `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
+        """
         self.accelerator, self.cfg, self.data, self.total_steps, self.files = accelerator, cfg, data, total_steps, files or {}
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
@@ -57,6 +62,7 @@ class Checkpoints:
         self.ranking: list[int] = []  # steps by this metric, the best first
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
         self.resumed: dict[str, Any] = {}  # run.json of the checkpoint that was restored
+        self.before_save = before_save
         self.failed = ""  # why the newest state is not on the disk
         self.skipped_in_a_row = 0  # the last steps that were not finite; counted by `NonfiniteSteps`
         self._writer = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -67,10 +73,11 @@ class Checkpoints:
         process.complete_save()  # of an earlier run of this process, which has failed
         process.complete_save = self._complete_save
 
-    # ---- saving: on the main rank only and without collectives
+    # ---- saving: on the main rank only and, except for `before_save`, without collectives
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
+        self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
         if self.newest == step and not self.failed:
             return
         if not self.accelerator.is_main_process:

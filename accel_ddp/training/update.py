@@ -83,6 +83,7 @@ def update(
         items, votes, tokens, flops = summed.unbind()  # views, which contain the sums after `counting.wait()`
 
     total = weight = None
+    times_before = _gradient_times(model)
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
@@ -102,6 +103,7 @@ def update(
         loss = loss.detach().to(exact)
         total = loss if total is None else total + loss
 
+    _check_backward(model, times_before)
     heartbeat.enter(OPTIMIZER)
     _check_unused_parameters(model)
     if accelerator.scaler:
@@ -183,6 +185,27 @@ def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
         copy = memory.clone()
         for p in held:
             p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
+
+
+def _gradient_times(model: nn.Module) -> list[int]:
+    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronised."""
+    return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
+
+
+def _check_backward(model: nn.Module, times_before: list[int]) -> None:
+    """Raise RuntimeError if the last backward pass of this step reached no parameter.
+
+    This rank has then synchronised nothing, and DDP does not report it. The next collective of this rank would be matched with
+    the gradients of another rank: gloo aborts the process if their sizes differ, and otherwise the numbers are mixed.
+    """
+    if not times_before or (model.static_graph and not any(times_before)):
+        return  # a static graph has no times of its first step, in which DDP learns the graph
+    if _gradient_times(model) == times_before:
+        raise RuntimeError(
+            f"the backward pass of rank {process.rank} reached none of the trained parameters in the last micro-batch of this step. "
+            "Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of a "
+            "constant 0 return `0 * model(batch).sum()`."
+        )
 
 
 def _check_unused_parameters(model: nn.Module) -> None:

@@ -1,0 +1,146 @@
+"""Detects ranks whose trained parameters are no longer equal, with a checksum that costs little and is read late.
+
+DDP gives every rank the same gradients, so that all ranks do the same updates and their parameters stay equal bit by bit. A rank
+with another learning rate, a skipped step or defective memory breaks this without an error, and every later step is then wrong.
+Buffers are not compared, because the running statistics of batch norm may differ between ranks.
+"""
+
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.failures import Diverged, Failure
+from accel_ddp.ranks.process import process
+
+LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
+MOST_RANKS = 8  # that a message lists
+
+
+class ParameterCheck:
+    """Compares the trained parameters of all ranks. With one rank or `--check_every 0` it does nothing.
+
+    The bits of each row of a matrix are summed as integers. Each of these sums, and each element of a vector, is multiplied by a
+    random odd factor of its own. The sum of all products, modulo 2**64, is the digest of a rank. One changed bit always changes
+    it. Ranks exchange only the digest, which has 8 bytes. The products of each parameter are compared if the digests differ.
+    """
+
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module):
+        self.cfg, self.device = cfg, accelerator.device
+        self.passed: int | None = None  # the step of the last check that passed
+        self._last: int | None = None  # the step of the last check
+        self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
+        named = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad and p.numel()}
+        self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and p.numel() <= LONGEST_VECTOR}
+        self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
+        self._names = list(named)  # in the order of the model
+        self.is_on = cfg.check_every > 0 and process.num_ranks > 1 and bool(named)
+        if self.is_on:
+            bits = [_bits(p) for p in (*self._vectors.values(), *self._matrices.values())]
+            self._sizes = [one.numel() if number < len(self._vectors) else len(one) for number, one in enumerate(bits)]
+            random = torch.Generator().manual_seed(0)  # equal on every rank, and not the generator of dropout
+            factors = torch.randint(-(2**63), 2**63 - 1, (sum(self._sizes),), generator=random, dtype=torch.int64) | 1
+            self._factors = factors.to(self.device)
+
+    def begin(self, step: int, is_needed: bool = False) -> None:
+        """Start the check of `step` if it is due or needed. The host does not wait for a GPU. Every rank must call it."""
+        if not self.is_on or step == self._last or not (is_needed or step % self.cfg.check_every == 0):
+            return
+        self._last = step
+        products = self._row_sums() * self._factors
+        digests, copied = products.new_zeros(process.num_ranks), None
+        digests[process.rank] = products.sum()
+        dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
+        if self.device.type == "cuda":
+            digests = torch.empty(len(digests), dtype=torch.int64, pin_memory=True).copy_(digests, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._waiting.append((step, products, digests, copied))
+
+    def read(self, step: int, wait_for_all: bool = False) -> None:
+        """Read the checks that are complete, on a GPU those before `step`. Raise `Diverged` on every rank if one has failed."""
+        while self._waiting and (self._waiting[0][0] < step or wait_for_all or self.device.type != "cuda"):
+            checked, products, digests, copied = self._waiting.popleft()
+            if copied:
+                copied.synchronize()
+            if len(set(digests.tolist())) > 1:  # every rank has the same digests, so that every rank gets here
+                raise Diverged(self._failure(checked, products))
+            self.passed = checked
+
+    def require(self, step: int) -> None:
+        """Return when the parameters after `step` have passed a check. Every checkpoint must have passed one."""
+        self.begin(step, is_needed=True)
+        self.read(step, wait_for_all=True)
+
+    def _row_sums(self) -> Tensor:
+        """Return the elements of vectors and the sums of rows of matrices, as integers."""
+        parts = [torch.cat([_bits(p) for p in self._vectors.values()])] if self._vectors else []
+        if self._matrices:
+            parts.append(torch.cat([_bits(p).sum(-1) for p in self._matrices.values()]))
+        return torch.cat([part.to(torch.int64) for part in parts])
+
+    def _failure(self, step: int, products: Tensor) -> Failure:
+        """Return the failure, which is the same on every rank. This is a collective."""
+        sums = dict(zip((*self._vectors, *self._matrices), (part.sum().item() for part in products.cpu().split(self._sizes))))
+        own = [sums[name] for name in self._names]
+        places, checksums = zip(*gather_everywhere((f"{process.host}, pid {os.getpid()}", own)))
+        names = [name for name, values in zip(self._names, zip(*checksums)) if len(set(values)) > 1]
+        largest = self._largest_difference({**self._vectors, **self._matrices}[names[0]])
+        before = "It is the first check of this process." if self.passed is None else f"The check at step {self.passed} passed."
+        others = f" and {len(names) - 1} more of {len(self._names)} differ" if names[1:] else " differs"
+        text = (
+            f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums)}. {before} The parameter {names[0]}{others}; the "
+            f"largest difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one "
+            "rank, an update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are not "
+            "affected: each has passed this check before it was written. To continue from the newest one, type the same command with "
+            f"--resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have different "
+            "processors or GPUs, which may round differently, use --check_every 0."
+        )
+        return Failure("failed", text, step)
+
+    def _largest_difference(self, parameter: nn.Parameter) -> float:
+        """Return the largest difference between two ranks in one element. This is a collective."""
+        largest = parameter.detach().to(torch.float64)
+        smallest = largest.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return (largest - smallest).max().item()
+
+
+def _name_ranks(places: Sequence[str], checksums: Sequence[Sequence[int]]) -> str:
+    """Return which ranks differ from the majority, or from each other if there is none."""
+    named = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
+    most, count = Counter(map(tuple, checksums)).most_common(1)[0]
+    if 2 * count <= len(named):
+        return f"{_join(named)} differ from each other"
+    return f"{_join([name for name, own in zip(named, checksums) if tuple(own) != most])} differ from those of the other {count} ranks"
+
+
+def _join(names: list[str]) -> str:
+    if len(names) > MOST_RANKS:
+        return f"{', '.join(names[:MOST_RANKS])} and {len(names) - MOST_RANKS} more ranks"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _bits(parameter: nn.Parameter) -> Tensor:
+    """Return the bits of a parameter as integers of at most 4 bytes: a vector, or a matrix with the same number of rows.
+
+    Sums of 8-byte integers would overflow, and two changed signs in one row would then cancel each other.
+    """
+    values = parameter.detach().contiguous()
+    if values.dim() > 1 or values.numel() > LONGEST_VECTOR:
+        values = values.reshape(len(values) if values.dim() > 1 else 1, -1)
+    else:
+        values = values.reshape(-1)
+    bytes_of = lambda count: count * values.element_size()
+    for kind, width in ((torch.int32, 4), (torch.int16, 2)):
+        if bytes_of(values.shape[-1]) % width == 0 and bytes_of(values.storage_offset()) % width == 0:
+            return values.view(kind)
+    return values.view(torch.uint8)
