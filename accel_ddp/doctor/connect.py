@@ -58,7 +58,7 @@ async def connect_to_coordinator(
     if the main node can be reached, but not on its main port.
     """
     printed_at = time.monotonic() - timeouts.NOTICE_INTERVAL + timeouts.FIRST_NOTICE
-    other_program = ""
+    other_program = other_main = ""
     tried_rescue_at = began
     while True:
         answers = await asyncio.gather(*(_try_port(ip, port, token) for port in topology.coordinator_ports))
@@ -79,20 +79,21 @@ async def connect_to_coordinator(
         limit = options.wait_seconds if result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
         if result == OTHER_PROGRAM:  # it holds the port and will probably keep it
             # Node 0 gives up first. The other nodes then receive its report.
-            limit = min(limit, timeouts.NO_ANSWER if start_coordinator else timeouts.NO_ANSWER + GRACE_SECONDS)
+            limit = min(options.wait_seconds, timeouts.NO_ANSWER + (0 if start_coordinator else GRACE_SECONDS))
         if has_errors(findings):
             limit = min(limit, 5.0)
         if waited >= limit:
             if other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
                 result, reason = OTHER_PROGRAM, other_program
-            return _explain_failure(topology, ip, result, reason, waited)
+            return _explain_failure(topology, ip, result, reason, waited, other_main)
         if time.monotonic() - printed_at >= timeouts.NOTICE_INTERVAL:
             printed_at = time.monotonic()
-            finding = _explain_failure(topology, ip, result, reason, waited)
+            finding = _explain_failure(topology, ip, result, reason, waited, other_main)
             print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}; fix: {finding.fix}")
         if topology.rescue_port and time.monotonic() - tried_rescue_at > 1:
             tried_rescue_at = time.monotonic()
-            if rescued := await _try_rescue(topology, ip, token, result, findings):
+            rescued, other_main = await _try_rescue(topology, ip, token, result, findings)
+            if rescued:
                 return rescued
         await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
 
@@ -102,7 +103,8 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
     if topology.node_rank == 0:
         return next(iter(external_addresses()), "")
     for _ in range(5 if topology.rescue_port else 0):
-        if found := await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port):
+        found, is_same = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port)
+        if is_same:
             return found
         await asyncio.sleep(0.3)
     return ""
@@ -114,45 +116,39 @@ async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection
     return None if isinstance(connection[0], str) else connection
 
 
-async def _try_rescue(topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding]) -> Connection | None:
-    """Return a connection to the main node through its rescue port, at the main address or at that of a coordinator in the network.
+async def _try_rescue(
+    topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding]
+) -> tuple[Connection | None, str]:
+    """Return a connection to the rescue port of the coordinator, or None, and the address of a coordinator that may be the right one.
 
-    `result` is what connecting to the main port gave. If the main node listens there, a firewall blocks it.
+    The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. `result` is what
+    connecting to the main port gave. If a coordinator listens there too, a firewall blocks it.
     """
-    port = topology.rescue_port
-    assert port
-    direct, found = await asyncio.gather(_try_port(ip, port, token), find_other_coordinator(topology, ip, token))
+    port = topology.rescue_port or 0
+    direct, (found, is_same) = await asyncio.gather(_try_port(ip, port, token), _find_other_coordinator(topology, ip, token))
     if isinstance(direct[0], str):
-        return found
-    if found:
-        found[1].close()
+        connection = await _try_port(found, port, token) if is_same else direct
+        return (None, found) if isinstance(connection[0], str) else (connection, "")
     if result == OTHER_PROGRAM:  # node 0 reports this
-        return direct
+        return direct, ""
     again = await _try_port(ip, topology.main_port, token)  # node 0 may have started in the meantime
     if not isinstance(again[0], str):
         direct[1].close()
-        return again
+        return again, ""
     if again[0] != OTHER_PROGRAM:
         how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
         saw = f"a firewall {how} {topology.main_address}:{topology.main_port}: port {port} of the main node can be reached from here"
-        advice = f"{firewall_advice(f'TCP {topology.main_port}')} on the main node, or use a --main_process_port that is open"
-        findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, advice))
-    return direct
+        fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
+        findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
+    return direct, ""
 
 
-async def find_other_coordinator(topology: Topology, ip: str, token: bytes) -> Connection | None:
-    """Return a connection to a coordinator of this run that does not have the main address, or None.
-
-    Coordinators of runs with another main address do not answer. A loopback address is the main address of many runs.
-    """
-    port = topology.rescue_port
-    if not port or topology.local_rank or (ip and ipaddress.ip_address(ip).is_loopback):
-        return None
-    found = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, port)
-    if not found or found == ip:
-        return None
-    connection = await _try_port(found, port, token)
-    return None if isinstance(connection[0], str) else connection
+async def _find_other_coordinator(topology: Topology, ip: str, token: bytes) -> tuple[str, bool]:
+    """Return the address of a coordinator that is not at the main address `ip`, and whether it belongs to this run."""
+    if ipaddress.ip_address(ip).is_loopback:  # a loopback address is the main address of many runs
+        return "", False
+    found = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port or 0)
+    return ("", False) if found[0] == ip else found
 
 
 async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str, str]:
@@ -200,8 +196,11 @@ def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     return local_finding(topology, "E_NAME", saw, fix)
 
 
-def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float) -> Finding:
-    """Return the finding for a main node that could not be reached, depending on what the network answered."""
+def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float, other_main: str = "") -> Finding:
+    """Return the finding for a main node that could not be reached, depending on what the network answered.
+
+    `other_main` is the address of a main node that runs the same script, and may be the right one.
+    """
     candidates = topology.coordinator_ports
     ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
     at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
@@ -232,6 +231,9 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
             "accel_ddp must be the same on every node",
         ),
     }[result]  # fmt: skip
+    if other_main and result != OTHER_PROGRAM:
+        saw += f". A main node for the same script and port is at {other_main}"
+        fix = f"use --main_process_ip {other_main} if that is node 0 of this run; otherwise {fix}"
     if result == OTHER_PROGRAM and (user := find_port_user(ip, topology.main_port)):
         saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
         fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"

@@ -196,7 +196,9 @@ class Coordinator:
                     return [self._report_missing(one, connected) for one in missing]
                 num_nodes = max(m.hello["nodes"] for m in self.members)
                 what = ", ".join(missing) or f"the facts of {', '.join(member.name for member in without_facts[:8])}"
-                hint = f" Check that it is started there and can reach {self.address}." if missing else ""
+                hint = (
+                    f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}" if missing else ""
+                )
                 await self._print_everywhere(
                     f"waiting for {what} ({len(mains)} of {num_nodes} nodes are connected: {connected}), {waited:.0f} of "
                     f"{self.wait_seconds:.0f} s.{hint}"
@@ -216,7 +218,16 @@ class Coordinator:
         return Finding(
             "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
             "start the same command there; if it is running, its output shows why it does not connect: TCP to "
-            f"{self.address}{own} must be open ({advice}). --wait waits longer",
+            f"{self.address}{own} must be open ({advice}). --wait waits longer.{self._describe_seekers()}",
+        )  # fmt: skip
+
+    def _describe_seekers(self) -> str:
+        """Return a sentence about nodes that look for the main node of this script at another address, or an empty string."""
+        connected = {member.hello["ip"] for member in self.members}
+        others = [(ip, main) for ip, main in (self.responder.seekers.items() if self.responder else ()) if ip not in connected]
+        return "".join(
+            f" The host {ip} runs the same script, but looks for the main node at {main}: correct --main_process_ip there if it "
+            "belongs to this run." for ip, main in others[:4]
         )  # fmt: skip
 
     def _report_silent(self, member: Member, seconds: float, activity: str) -> Finding:

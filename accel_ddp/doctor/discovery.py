@@ -14,18 +14,21 @@ import socket
 import time
 
 from accel_ddp.net.messages import make_proof
+from accel_ddp.net.sanitize import printable
 
-_NONCE = 16  # bytes
-_QUERY, _ANSWER = b"accel-ddp query", b"accel-ddp answer"
+_NONCE, _PROOF = 16, 32  # bytes
+_QUERY, _SAME, _OTHER = b"accel-ddp query", b"accel-ddp same", b"accel-ddp other"
+_MOST_SEEKERS = 64
 _ANSWER_SECONDS = 0.3
 
 
 class Responder(asyncio.DatagramProtocol):
-    """Answers queries for the coordinator of a run. A query without the token of the run and its main address is ignored."""
+    """Answers nodes that look for a coordinator with its token. `seekers` are those that have another main address."""
 
     def __init__(self, token: bytes, main_address: str):
         self.token, self.main_address = token, main_address.encode()
         self.transport: asyncio.DatagramTransport | None = None
+        self.seekers: dict[str, str] = {}  # address of a node -> the main address that it was given
 
     async def open(self, port: int) -> None:
         """Listen on a UDP port. Without it the run works as well, so that nothing is raised."""
@@ -40,16 +43,23 @@ class Responder(asyncio.DatagramProtocol):
         self.transport = transport  # type: ignore[assignment]
 
     def datagram_received(self, data: bytes, sender: tuple) -> None:
-        nonce, proof = data[:_NONCE], data[_NONCE:]
-        if self.transport and hmac.compare_digest(proof, make_proof(self.token, _QUERY, self.main_address, nonce)):
-            self.transport.sendto(make_proof(self.token, _ANSWER, self.main_address, nonce), sender)
+        nonce, proof, wanted = data[:_NONCE], data[_NONCE : _NONCE + _PROOF], data[_NONCE + _PROOF :]
+        if not hmac.compare_digest(proof, make_proof(self.token, _QUERY, nonce, wanted)) or not self.transport:
+            return
+        if wanted != self.main_address and len(self.seekers) < _MOST_SEEKERS:
+            self.seekers[sender[0]] = printable(wanted.decode(errors="replace"))
+        self.transport.sendto(make_proof(self.token, _SAME if wanted == self.main_address else _OTHER, nonce), sender)
 
 
-def find_coordinator(token: bytes, main_address: str, port: int) -> str:
-    """Return the IP address of the coordinator that answers a broadcast, or an empty string."""
-    nonce = os.urandom(_NONCE)
-    query = nonce + make_proof(token, _QUERY, main_address.encode(), nonce)
-    expected = make_proof(token, _ANSWER, main_address.encode(), nonce)
+def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, bool]:
+    """Return the IP address of a coordinator with this token that answers a broadcast, and whether its main address is the same.
+
+    The address is empty if there is none. A coordinator with another main address may belong to another run of the same script.
+    """
+    nonce, wanted = os.urandom(_NONCE), main_address.encode()
+    query = nonce + make_proof(token, _QUERY, nonce, wanted) + wanted
+    same, other = (make_proof(token, kind, nonce) for kind in (_SAME, _OTHER))
+    found = ""
     with contextlib.ExitStack() as stack:
         sockets = []
         for ip, broadcast in _broadcast_addresses():
@@ -64,9 +74,11 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> str:
             for sock in select.select(sockets, [], [], left)[0]:
                 with contextlib.suppress(OSError):
                     data, sender = sock.recvfrom(256)
-                    if hmac.compare_digest(data, expected):
-                        return sender[0]
-    return ""
+                    if hmac.compare_digest(data, same):
+                        return sender[0], True
+                    if hmac.compare_digest(data, other):
+                        found = sender[0]
+    return found, False
 
 
 def _broadcast_addresses() -> list[tuple[str, str]]:
