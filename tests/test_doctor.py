@@ -152,15 +152,36 @@ def test_1e_ranks_started_by_srun_report_the_missing_one_before_torch_is_importe
 # ---- 2: the connection to the main node, and the paths between the nodes
 
 
-def test_2a_an_address_that_no_host_has(nodes):
+@pytest.mark.parametrize("address", ["10.77.0.9", "10.77.0.3"], ids=["no host has it", "another host has it"])
+def test_2a_a_wrong_main_address_on_both_nodes_is_reported_by_both(nodes, address):
+    """Node 0 finds it out by itself. Node 1 finds node 0 by a broadcast, instead of waiting for an address that is not node 0's."""
     nodes.require("host names")
-    ended = run_doctor(nodes, "--main_process_ip", "10.77.0.9", wait=4)
-    assert ended.codes == {0: 1, 1: 1}
-    assert "E_MAIN_ELSEWHERE  [node0, machine_rank 0]" in ended.verdict(0)
-    assert "10.77.0.9 (--main_process_ip) is not an address of this host (10.77.0.1)" in ended.verdict(0)
-    assert "use --main_process_ip 10.77.0.1" in ended.verdict(0)
+    run_doctor(nodes, "--main_process_ip", address).reports(
+        "E_MAIN_ELSEWHERE", "[node0, machine_rank 0]", "use --main_process_ip 10.77.0.1 on every node",
+        f"{address} (--main_process_ip) is not an address of this host (10.77.0.1)",
+    )  # fmt: skip
+
+
+def test_2a_without_a_main_node_an_address_that_no_host_has_is_given_up(nodes):
+    nodes.require("host names")
+    ended = run_doctor(nodes, "--main_process_ip", "10.77.0.9", only=1, wait=4)
+    assert ended.codes == {1: 1}
     assert ended.errors(1) in ({"E_UNREACHABLE"}, {"E_DROPPED"})  # before or after the timeout of the kernel's ARP requests
     assert "[node1, machine_rank 1] 10.77.0.9:29500" in ended.verdict(1)
+
+
+def test_2a_a_wrong_main_address_on_one_node_is_questioned_on_both(nodes):
+    """The nodes may belong to two runs of the same script, so that neither ends the other one."""
+    nodes.require("host names")
+    ended = run_doctor(nodes, each={1: ["--main_process_ip", "10.77.0.3"]}, wait=6)
+    assert ended.codes == {0: 1, 1: 1}
+    assert "E_REFUSED  [node1, machine_rank 1] 10.77.0.3:29500 is up, but nothing listens there (refused)" in ended.verdict(1)
+    assert "A main node for the same script and port is at 10.77.0.1\n" in ended.verdict(1)
+    assert "fix: use --main_process_ip 10.77.0.1 if that is node 0 of this run" in ended.verdict(1)
+    assert "The host 10.77.0.3 may also be another machine than node 0" in ended.verdict(1)
+    looks = "The host 10.77.0.2 runs the same script, but looks for the main node at 10.77.0.3"
+    assert looks in ended.verdict(0)
+    assert ended.texts[0].index(looks) < ended.texts[0].index("E_MISSING  machine_rank 1 did not connect within 6 s")
 
 
 def test_2a_a_public_address_instead_of_the_private_one(nodes):
@@ -185,6 +206,20 @@ def test_2c_a_name_that_does_not_resolve(nodes):
     assert ended.codes == {1: 1}
     assert "E_NAME  [node1, machine_rank 1] main_process_ip nodeX (--main_process_ip) cannot be resolved" in ended.verdict(1)
     assert "waiting for" not in ended.texts[1]
+    for n in (0, 1):  # the other node, which can resolve the name, reports it too
+        nodes.nodes[n].hosts({"main": MAIN})
+        ended = run_doctor(nodes, "--main_process_ip", "main")
+        ended.reports(
+            "E_NAME", f"[node{1 - n}, machine_rank {1 - n}] main_process_ip main (--main_process_ip) cannot be resolved"
+        )
+        nodes.nodes[n].hosts({})
+
+
+@pytest.mark.parametrize(("rule", "how"), [("drop", "drops packets"), ("reject with tcp reset", "rejects connections")])
+def test_2d_a_closed_main_port_is_reported_on_both_nodes(nodes, rule, how):
+    nodes.require("a firewall")
+    nodes.nodes[0].firewall(f"tcp dport 29500 {rule}")
+    run_doctor(nodes).reports("E_PORT_BLOCKED", f"[node1, machine_rank 1] a firewall {how} to 10.77.0.1:29500: port 26503 of")
 
 
 def test_2d_a_closed_port_of_the_main_node(nodes):
@@ -434,6 +469,23 @@ def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
     assert ended.verdict(0) == ended.verdict(1) == "verdict: healthy\n"
 
 
+def test_launchers_return_the_exit_code_of_their_ranks(nodes):
+    nodes.require("host names")
+    launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
+    c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
+    lr = {0: [], 1: ["--lr", "1e-3"]}
+    for commands in (
+        {n: [*launch, "--machine_rank", n, RECIPE, *lr[n]] for n in (0, 1)},
+        {n: [*c10d, RECIPE, *lr[n]] for n in (0, 1)},
+    ):
+        ended = DoctorRun(nodes, commands, {})
+        assert ended.codes == {0: 2, 1: 2}, ended.texts
+        for text in ended.texts.values():
+            assert "E_OPTIONS  --lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)" in text
+            assert "Traceback" not in text
+            assert "exitcode  : 2 " in text, "the report of torch remains"
+
+
 def test_json_output_has_the_findings_and_nodes(nodes):
     nodes.require("host names")
     ended = run_doctor(nodes, "--json", each={1: ["--num_processes", 4]})
@@ -452,16 +504,26 @@ def test_a_node_with_another_token_is_rejected(nodes):
     assert "connections without the token were rejected" in ended.verdict(0)
 
 
-def test_a_port_that_another_program_uses(nodes):
+def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes):
+    """Accelerate would raise an exception on node 0 before any check begins. Torch would wait for a c10d store in any program."""
     nodes.require("host names")
-    server = "import socket, time; s = socket.create_server(('', 29500)); print('listening', flush=True); time.sleep(60)"
+    server = "import socket, time; s = socket.create_server(('', 29500)); print('listening', flush=True); time.sleep(300)"
     other = Running([nodes.nodes[0].command([sys.executable, "-c", server])], [clean_environment()], fresh=True)
     other.until("listening")
+    script = [RECIPE, "--preflight_wait", 60]
+    accelerate = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
+    c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
+    commands = [{n: [*accelerate, "--machine_rank", n, *script] for n in (0, 1)}, {n: [*c10d, *script] for n in (0, 1)}]
     try:
-        command = nodes.nodes[0].command([*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 2])
-        ended = Running([command], [clean_environment()], fresh=True).ended(60)
-        assert ended.codes == [1]
-        assert "E_PORT_BUSY  [node0, machine_rank 0] 10.77.0.1:29500 is answered by something that is not" in ended.text
+        for words in commands:
+            running = [Running([nodes.nodes[n].command(words[n])], [clean_environment()], fresh=True) for n in (0, 1)]
+            ended = [one.ended(120) for one in running]
+            assert [one.codes for one in ended] == [[2], [2]], [one.text for one in ended]
+            found = [re.search(r"^E_PORT_BUSY.*", one.text, re.MULTILINE | re.DOTALL)[0] for one in ended]
+            assert found[0] == found[1]
+            assert "port 29500 of this host is in use by pid " in found[0]
+            assert "create_server" in found[0], "the command line of the program"
+            assert "Traceback" not in ended[0].text + ended[1].text
     finally:
         other.kill()
 

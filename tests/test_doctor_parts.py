@@ -1,5 +1,6 @@
 """The doctor's parts: variables of launchers, files, GPUs as a driver reports them, and data from untrusted peers."""
 
+import asyncio
 import json
 import os
 import random
@@ -14,7 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.doctor import at_launch, command, compare, facts, gpus, host, paths, platforms, report, sanitize
+from accel_ddp.doctor import (
+    at_launch,
+    command,
+    compare,
+    connect,
+    facts,
+    gpus,
+    host,
+    launcher_exit,
+    paths,
+    platforms,
+    report,
+    sanitize,
+)
 from accel_ddp.doctor.codes import CODES
 from accel_ddp.environment.launcher import read_accelerate_config
 from accel_ddp.environment.topology import _VARIABLES, Topology, find_topology, topology_of_this_rank
@@ -94,6 +108,23 @@ def test_invalid_values_files_and_options_are_reported_without_a_traceback(envir
     assert "unrecognized arguments: --machine_rnak 1. Did you mean --machine_rank?" in ended.texts[1]
     assert "none.py: there is no such script" in ended.texts[2]
     assert "Traceback" not in ended.text
+
+
+def test_a_running_rendezvous_is_told_apart_from_other_programs():
+    """A node of a c10d job joins a store of torch. The messages of the store are those of the installed torch."""
+    from torch.distributed import TCPStore
+
+    for use_libuv in (True, False):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+        assert asyncio.run(connect.is_torch_store("127.0.0.1", store.port))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not asyncio.run(connect.is_torch_store("127.0.0.1", silent.getsockname()[1]))
+    assert not asyncio.run(connect.is_torch_store("127.0.0.1", free_port()))
+
+
+def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
+    assert launcher_exit.choose_exit_code([-15, 75, 2]) == 75
+    assert launcher_exit.choose_exit_code([None, -9]) == 0, "torch reports a killed rank with the exit code 1"
 
 
 def test_ctrl_c_ends_the_doctor_immediately_without_a_traceback():

@@ -103,7 +103,7 @@ def test_a_single_rank_that_torchrun_starts_again_does_not_undo_a_stop(tmp_path)
     (folder,) = (tmp_path / "runs" / "trains").iterdir()
     (folder / "STOP").touch()
     ended = running.ended()
-    assert ended.codes == [1]
+    assert ended.codes == [75]
     assert ended.text.count("stopped: requested by the file") >= 2, "the second attempt ends with the message of the first one"
     assert "resumed at step" not in ended.text
     (checkpoint,) = folder.glob("step_*")

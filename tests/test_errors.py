@@ -501,7 +501,7 @@ def test_nodes_with_different_options_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    # The code 1 is that of the launcher for any failure of a rank. The code 2 comes from the preflight in the launcher.
+    # The code 1 is that of Accelerate's launcher of a single process, for any failure. The code 2 comes from the preflight.
     ("launch", "words", "code"),
     [
         (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1", 1),

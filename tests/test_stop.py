@@ -80,7 +80,7 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
     running.until("step  3/12")
     running.processes[1].terminate()
     ended = running.ended()
-    assert ended.codes == [1, 1], "both launchers report that the run is not complete"
+    assert ended.codes == [75, 75], "both launchers return the exit code of the ranks"
     stopped = steps_saved(folder)
     assert len(stopped) == 1
     assert 3 <= stopped[0] < 12
@@ -283,7 +283,7 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     running.until("step  2/12")
     os.killpg(running.processes[0].pid, signal.SIGINT)
     ended = running.ended()
-    assert ended.codes == [1], ended.text
+    assert ended.codes == [75], ended.text
     (stopped,) = steps_saved(folder)
     assert 2 <= stopped < 12
     assert len(re.findall(rf"^stopped: requested by Ctrl-C.* Step {stopped} of 12", ended.text, re.MULTILINE)) == 1
@@ -335,5 +335,5 @@ def test_a_launcher_that_restarts_its_ranks_does_not_undo_a_stop(tmp_path):
     running = start_with_restarts(tmp_path / "run", step_seconds=0.2)
     running.until("step  2/12")
     (tmp_path / "run" / "STOP").touch()
-    assert running.ended().codes == [1]
+    assert running.ended().codes == [75]
     assert max(steps_saved(tmp_path / "run")) < 12

@@ -11,6 +11,8 @@ other script is not affected.
 import sys
 from typing import Any
 
+from accel_ddp.doctor import launcher_exit
+
 
 def add_to_torchrun():
     """Put the preflight before torch's rendezvous backends. torch calls this function when a launcher starts.
@@ -22,6 +24,9 @@ def add_to_torchrun():
     creators = rendezvous_handler_registry._registry  # `register` refuses a second creator for a name
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
+        launcher_exit.return_exit_code_of_ranks()
+        if _is_checked(argv):
+            _leave_port_check_to_preflight()
         for name, create in usual.items():
             creators[name] = lambda params, name=name, create=create: _create_after_preflight(params, name, create, argv)
     return usual["static"]
@@ -73,12 +78,31 @@ def read_recipe_option(argv: list[str], name: str, default: str) -> str:
     return value
 
 
+def _is_checked(argv: list[str]) -> bool:
+    """Return whether the options of the recipe leave the preflight on."""
+    return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+
+
+def _leave_port_check_to_preflight() -> None:
+    """Replace the check of `accelerate launch` whether node 0 can use the main port.
+
+    If another program has the port, Accelerate raises an exception on node 0 before the preflight begins, and the other nodes do
+    not receive the reason. The preflight reports it on every node. torch loads this module before Accelerate checks the port.
+    """
+    from accel_ddp.environment.launcher import parse_accelerate_command
+
+    launch = sys.modules.get("accelerate.utils.launch")
+    request = parse_accelerate_command(sys.orig_argv) or {}
+    num_nodes = request.get("num_machines")
+    if hasattr(launch, "is_port_in_use") and isinstance(num_nodes, int) and num_nodes > 1:
+        launch.is_port_in_use = lambda port=None: False
+
+
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return the rendezvous handler that `create` makes. Exits with code 2 if there are errors."""
     from accel_ddp.errors import USER_ERROR, UserError
 
-    is_on = read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
-    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and is_on:
+    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv):
         try:
             _run_preflight(params, backend, argv)
         except UserError as error:
@@ -110,14 +134,15 @@ def _run_preflight(params: Any, backend: str, argv: list[str]) -> None:
     options = CheckOptions(
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
     )
+    if backend == "c10d":
+        options.may_join_rendezvous = True
     wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     if wait.replace(".", "", 1).isdigit():
         options.wait_seconds = float(wait)
     outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
-    errors = {finding.code for finding in outcome.findings if finding.severity == "error"}
-    if backend == "c10d" and errors == {"E_PORT_BUSY"}:
-        preflight.print_progress(f"the rendezvous at {address}:{port} is already running: this node joins it without checks")
-        return
+    for finding in outcome.findings:
+        if finding.code == "I_RENDEZVOUS":
+            preflight.print_progress(f"{finding.saw}: this node joins it without checks")
     preflight.raise_on_errors(outcome)
     # The preflight of the ranks prints the other findings.
     preflight.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])

@@ -15,7 +15,7 @@ from accel_ddp.doctor.coordinator import Coordinator
 from accel_ddp.doctor.host import HOST, local_finding
 from accel_ddp.doctor.options import CheckOptions
 from accel_ddp.doctor.platforms import firewall_advice
-from accel_ddp.doctor.report import Finding, Outcome
+from accel_ddp.doctor.report import ERROR, Finding, Outcome, has_errors
 from accel_ddp.environment.topology import Topology
 from accel_ddp.errors import UserError
 from accel_ddp.net import messages
@@ -39,18 +39,22 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
     The node that has the main address runs the coordinator. Every node, also that one, connects to it as a client.
     """
     began = time.monotonic()
+    token = messages.make_token(topology.main_port, options.script, options.secret)
     try:
         ip = await connect.resolve_main_address(topology, options.wait_seconds, print_progress, began)
     except UserError as error:
-        return Outcome([*options.findings, connect.explain_unknown_name(topology, str(error))])
+        options.findings.append(connect.explain_unknown_name(topology, str(error)))
+        ip = await connect.find_address_without_name(topology, token)
+        if not ip:
+            return Outcome(options.findings)
     local = await asyncio.to_thread(_check_host, topology, options, ip)
     findings = local.findings
     collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
-    token = messages.make_token(topology.main_port, options.script, options.secret)
     probe_server = paths.ProbeServer(token)
     coordinator: Coordinator | None = None
     following: asyncio.Future | None = None
-    start = lambda: _start_coordinator(topology, local, token, options, print_progress)
+    start = lambda **more: _start_coordinator(topology, local, token, options, print_progress, **more)
+    may_rescue = topology.local_rank == 0 and topology.rescue_port and (host.is_local_address(ip) or topology.node_rank == 0)
     reach = lambda **more: connect.connect_to_coordinator(topology, local.connect_ip, token, options, print_progress, **more)
     try:
         if topology.local_rank == 0:
@@ -70,7 +74,15 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
             findings=findings, began=began, start_coordinator=start if may_coordinate else None, start_after=start_after
         )
         if isinstance(reached, Finding):
-            return Outcome([*findings, *(await collecting)[1], reached])
+            if reached.severity != ERROR or not may_rescue:
+                return Outcome([*findings, *(await collecting)[1], reached])
+            if not has_errors(findings):  # otherwise these errors are the reason
+                findings.append(reached)
+            # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
+            coordinator = await start(is_rescue=True)
+            reached = await connect.connect_to_rescue_port(topology, token) if coordinator else None
+            if not reached:
+                return Outcome([*findings, *(await collecting)[1]])
         if isinstance(reached, Coordinator):
             coordinator = reached
             reached = await reach(findings=[], began=time.monotonic())
@@ -152,16 +164,18 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
 
 async def _start_coordinator(
     topology: Topology, local: "_LocalChecks", token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
+    is_rescue: bool = False,
 ) -> Coordinator | None:  # fmt: skip
-    """Return a coordinator that listens, or None if its port cannot be used.
+    """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
 
     A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
     """
     coordinator = Coordinator(token, options.wait_seconds, print_progress)
     try:
-        await coordinator.open(local.listen_ip, topology.coordinator_ports, local.connect_ip)
+        address, ports = (local.listen_ip, topology.coordinator_ports) if not is_rescue else ("0.0.0.0", (topology.rescue_port,))
+        await coordinator.open(address, ports, local.connect_ip, topology.rescue_port, topology.main_address)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
+        if not is_rescue and error.errno != errno.EADDRINUSE:
             saw = f"it is not possible to listen on {local.listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
             fix = "use another --main_process_port, above 1023, on every node"
             local.findings.append(local_finding(topology, "E_PORT", saw, fix))

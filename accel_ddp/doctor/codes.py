@@ -101,7 +101,7 @@ CODES = {
     ),
     # The way to the main node.
     "E_REFUSED": Code(
-        "The main node is up, but nothing listens on the port.",
+        "A host with the main address is up, but nothing listens on the port. It may be another machine than node 0.",
         "start node 0 (--machine_rank 0), or use the port and address of node 0",
     ),
     "E_DROPPED": Code(
@@ -114,6 +114,14 @@ CODES = {
     "E_PORT_BUSY": Code(
         "Another program, or the doctor of another run, has the main port.",
         "end what is left of an earlier run, or use another --main_process_port; script, --token and version must be the same",
+    ),
+    "E_PORT_BLOCKED": Code(
+        "A firewall blocks the main port, although another port of the main node can be reached.",
+        "allow all TCP between the nodes, not only some ports; or use a --main_process_port that is open",
+    ),
+    "I_RENDEZVOUS": Code(
+        "The rendezvous of a c10d job is already running. This node joins it without checks.",
+        "nothing",
     ),
     "E_MAIN_LOST": Code(
         "The connection to the main node was lost before the verdict.",

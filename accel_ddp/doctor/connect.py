@@ -2,12 +2,13 @@
 
 import asyncio
 import ipaddress
+import os
 import time
 from collections.abc import Awaitable, Callable
 
-from accel_ddp.doctor import paths, timeouts
-from accel_ddp.doctor.coordinator import Coordinator
-from accel_ddp.doctor.host import local_finding, resolve
+from accel_ddp.doctor import discovery, paths, timeouts
+from accel_ddp.doctor.coordinator import GRACE_SECONDS, Coordinator
+from accel_ddp.doctor.host import external_addresses, find_port_user, local_finding, resolve
 from accel_ddp.doctor.options import CheckOptions
 from accel_ddp.doctor.platforms import detect_platform, firewall_advice
 from accel_ddp.doctor.report import Finding, has_errors
@@ -16,6 +17,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.net import messages
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+# The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
+_STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
 OTHER_PROGRAM = "other program"  # a result of `_try_port`, besides those of `paths`
 
 
@@ -51,10 +54,12 @@ async def connect_to_coordinator(
     """Return a connection to the coordinator, or a finding that says why there is none.
 
     If nothing listens after `start_after` seconds and `start_coordinator` is given, it is called, and the coordinator that it
-    returns is returned. Errors among `findings` shorten the wait, because they end the run in any case.
+    returns is returned. Errors among `findings` shorten the wait, because they end the run in any case. A finding is added to them
+    if the main node can be reached, but not on its main port.
     """
     printed_at = time.monotonic() - timeouts.NOTICE_INTERVAL + timeouts.FIRST_NOTICE
-    other_program = ""
+    other_program = other_main = ""
+    tried_rescue_at = began
     while True:
         answers = await asyncio.gather(*(_try_port(ip, port, token) for port in topology.coordinator_ports))
         connections = [answer for answer in answers if not isinstance(answer[0], str)]
@@ -66,22 +71,84 @@ async def connect_to_coordinator(
         result, reason = min(answers, key=lambda answer: order.index(answer[0]))
         other_program = reason if result == OTHER_PROGRAM else other_program
         waited = time.monotonic() - began
+        if result == OTHER_PROGRAM and options.may_join_rendezvous and await is_torch_store(ip, topology.main_port):
+            saw = f"the rendezvous at {topology.main_address}:{topology.main_port} is already running"
+            return local_finding(topology, "I_RENDEZVOUS", saw, "")
         if start_coordinator and result == paths.REFUSED and waited >= start_after and (started := await start_coordinator()):
             return started
         limit = options.wait_seconds if result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
         if result == OTHER_PROGRAM:  # it holds the port and will probably keep it
-            limit = min(limit, timeouts.NO_ANSWER)
+            # Node 0 gives up first. The other nodes then receive its report.
+            limit = min(options.wait_seconds, timeouts.NO_ANSWER + (0 if start_coordinator else GRACE_SECONDS))
         if has_errors(findings):
             limit = min(limit, 5.0)
         if waited >= limit:
             if other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
                 result, reason = OTHER_PROGRAM, other_program
-            return _explain_failure(topology, ip, result, reason, waited)
+            return _explain_failure(topology, ip, result, reason, waited, other_main)
         if time.monotonic() - printed_at >= timeouts.NOTICE_INTERVAL:
             printed_at = time.monotonic()
-            finding = _explain_failure(topology, ip, result, reason, waited)
+            finding = _explain_failure(topology, ip, result, reason, waited, other_main)
             print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}; fix: {finding.fix}")
+        if topology.rescue_port and time.monotonic() - tried_rescue_at > 1:
+            tried_rescue_at = time.monotonic()
+            rescued, other_main = await _try_rescue(topology, ip, token, result, findings)
+            if rescued:
+                return rescued
         await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
+
+
+async def find_address_without_name(topology: Topology, token: bytes) -> str:
+    """Return an address of the main node although its name does not resolve, so that the other nodes receive this error too."""
+    if topology.node_rank == 0:
+        return next(iter(external_addresses()), "")
+    for _ in range(5 if topology.rescue_port else 0):
+        found, is_same = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port)
+        if is_same:
+            return found
+        await asyncio.sleep(0.3)
+    return ""
+
+
+async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection | None:
+    """Return a connection of this node to the rescue port that it has opened itself."""
+    connection = await _try_port("127.0.0.1", topology.rescue_port or 0, token)
+    return None if isinstance(connection[0], str) else connection
+
+
+async def _try_rescue(
+    topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding]
+) -> tuple[Connection | None, str]:
+    """Return a connection to the rescue port of the coordinator, or None, and the address of a coordinator that may be the right one.
+
+    The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. `result` is what
+    connecting to the main port gave. If a coordinator listens there too, a firewall blocks it.
+    """
+    port = topology.rescue_port or 0
+    direct, (found, is_same) = await asyncio.gather(_try_port(ip, port, token), _find_other_coordinator(topology, ip, token))
+    if isinstance(direct[0], str):
+        connection = await _try_port(found, port, token) if is_same else direct
+        return (None, found) if isinstance(connection[0], str) else (connection, "")
+    if result == OTHER_PROGRAM:  # node 0 reports this
+        return direct, ""
+    again = await _try_port(ip, topology.main_port, token)  # node 0 may have started in the meantime
+    if not isinstance(again[0], str):
+        direct[1].close()
+        return again, ""
+    if again[0] != OTHER_PROGRAM:
+        how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
+        saw = f"a firewall {how} {topology.main_address}:{topology.main_port}: port {port} of the main node can be reached from here"
+        fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
+        findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
+    return direct, ""
+
+
+async def _find_other_coordinator(topology: Topology, ip: str, token: bytes) -> tuple[str, bool]:
+    """Return the address of a coordinator that is not at the main address `ip`, and whether it belongs to this run."""
+    if ipaddress.ip_address(ip).is_loopback:  # a loopback address is the main address of many runs
+        return "", False
+    found = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port or 0)
+    return ("", False) if found[0] == ip else found
 
 
 async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str, str]:
@@ -98,6 +165,24 @@ async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str,
         return OTHER_PROGRAM, str(error)
 
 
+async def is_torch_store(ip: str, port: int) -> bool:
+    """Return whether a TCPStore of torch answers a ping.
+
+    torch's own client prints pages of warnings for any other program, and waits without a limit for one that sends nothing.
+    """
+    writer = None
+    try:
+        reader, writer = await messages.connect(ip, port, 3.0)
+        nonce = os.urandom(4)
+        writer.write(_STORE_VALIDATE + _STORE_PING + nonce)
+        return await asyncio.wait_for(reader.readexactly(4), 1) == nonce
+    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        if writer:
+            writer.close()
+
+
 def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     """Return the finding for a main address that does not resolve."""
     is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
@@ -111,8 +196,11 @@ def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     return local_finding(topology, "E_NAME", saw, fix)
 
 
-def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float) -> Finding:
-    """Return the finding for a main node that could not be reached, depending on what the network answered."""
+def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float, other_main: str = "") -> Finding:
+    """Return the finding for a main node that could not be reached, depending on what the network answered.
+
+    `other_main` is the address of a main node that runs the same script, and may be the right one.
+    """
     candidates = topology.coordinator_ports
     ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
     at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
@@ -122,7 +210,9 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
     code, saw, fix = {
         paths.REFUSED: (
             "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
-            f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's",
+            f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. The host "
+            f"{ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
+            f"{topology.describe('main_process_ip')} on every node",
         ),
         paths.DROPPED: (
             "E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
@@ -141,4 +231,10 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
             "accel_ddp must be the same on every node",
         ),
     }[result]  # fmt: skip
+    if other_main and result != OTHER_PROGRAM:
+        saw += f". A main node for the same script and port is at {other_main}"
+        fix = f"use --main_process_ip {other_main} if that is node 0 of this run; otherwise {fix}"
+    if result == OTHER_PROGRAM and (user := find_port_user(ip, topology.main_port)):
+        saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
+        fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
     return local_finding(topology, code, saw, fix)

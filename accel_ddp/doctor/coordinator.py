@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_ddp.doctor import compare, paths, sanitize, timeouts
+from accel_ddp.doctor.discovery import Responder
 from accel_ddp.doctor.host import HOST
 from accel_ddp.doctor.members import Member, find_missing, findings_of_members, local_mains
 from accel_ddp.doctor.report import ERROR, Finding, has_errors, sort_findings
@@ -21,7 +22,7 @@ from accel_ddp.net import messages
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 0.7  # for nodes that are about to connect, when the findings are already errors
+GRACE_SECONDS = 15.0  # for nodes that are still starting, when the findings are already errors: they report the errors too
 ANSWER_SECONDS, PER_PATH_SECONDS = 12.0, 1.0  # to answer a request, and more for each path that is measured
 KEEPALIVE_SECONDS = 2.0  # between messages to clients that only wait
 _LATE_SECONDS = 0.5  # for nodes that connect after the verdict
@@ -36,6 +37,10 @@ class Coordinator:
 
     def __init__(self, token: bytes, wait_seconds: float, print_progress: Callable[[str], None]):
         self.token, self.wait_seconds, self.print_progress = token, wait_seconds, print_progress
+        self.grace_seconds = min(GRACE_SECONDS, 0.75 * wait_seconds)
+        self.is_rescue = False  # the main port cannot be used; nodes are only told why
+        self.servers: list[asyncio.Server] = []
+        self.responder: Responder | None = None
         self.members: list[Member] = []
         self.changed = asyncio.Event()
         self.unverified: dict[asyncio.StreamWriter, None] = {}  # in the order in which they connected
@@ -46,8 +51,11 @@ class Coordinator:
         self.address = ""
         self.mark = os.urandom(6).hex()  # in the names of the files that show whether nodes share a folder
 
-    async def open(self, ip: str, ports: tuple[int, ...], shown_ip: str) -> None:
-        """Listen on the first free port. Raises OSError if none is free. `shown_ip` is the address in messages."""
+    async def open(self, ip: str, ports: tuple[int, ...], shown_ip: str, rescue_port: int | None, main_address: str) -> None:
+        """Listen on the first free port. Raises OSError if none is free. `shown_ip` is the address in messages.
+
+        Nodes that cannot reach this port or do not find this host use `rescue_port`, over TCP and as a broadcast over UDP.
+        """
         for port in ports:
             try:
                 sock = messages.open_listening_socket(ip, port, small_segments=True)
@@ -59,12 +67,25 @@ class Coordinator:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit[1], 65536) if limit[1] > 0 else 65536, limit[1]))
         self.address = f"{shown_ip}:{port}"
-        self.ip = ip
-        self.server = await asyncio.start_server(self._serve, sock=sock, limit=1 << 16)
+        self.ip, self.is_rescue = ip, port == rescue_port
+        self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 16))
+        if rescue_port and not ip.startswith("127."):
+            if not self.is_rescue:
+                with contextlib.suppress(OSError):
+                    sock = messages.open_listening_socket(ip, rescue_port, small_segments=True)
+                    self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 16))
+            self.responder = Responder(self.token, main_address)
+            await self.responder.open(rescue_port)
         self.finished = asyncio.ensure_future(self._run())
 
+    def _stop_listening(self) -> None:
+        for server in self.servers:
+            server.close()
+        if self.responder:
+            self.responder.close()
+
     async def close(self) -> None:
-        self.server.close()
+        self._stop_listening()
         self.finished.cancel()
         await asyncio.gather(self.finished, return_exceptions=True)
 
@@ -80,6 +101,9 @@ class Coordinator:
             member = Member(sanitize.clean_hello(await messages.receive(reader, 10)), writer)
             if len(self.members) >= _MOST_MEMBERS:
                 raise ValueError("too many members")
+            if self.is_rescue:  # this coordinator does not listen on the main port, for a reason that its own node reports
+                own = [finding for finding in member.hello["findings"] if finding.code != "E_PORT_BLOCKED"]
+                member.hello["findings"] = own
         except asyncio.CancelledError:  # the event loop ends; it would print the exception if it were raised again
             writer.close()
             return
@@ -155,8 +179,13 @@ class Coordinator:
             complete_since = (complete_since or now) if is_complete else None
             if complete_since and now - complete_since > timeouts.FACTS:
                 return [self._report_silent(member, timeouts.FACTS, "sending its facts") for member in without_facts]
+            if errors and not errors_since and missing:
+                codes = ", ".join(sorted({finding.code for finding in errors}))
+                await self._print_everywhere(
+                    f"{codes}: waiting up to {self.grace_seconds:.0f} s for {', '.join(missing)}, so that every node prints the error."
+                )
             errors_since = (errors_since or now) if errors else None
-            if errors_since and now - errors_since > GRACE_SECONDS and not without_facts:
+            if errors_since and now - errors_since > self.grace_seconds and not without_facts:
                 return []
             waited = now - began
             if self.members and (now - printed_at >= timeouts.NOTICE_INTERVAL or waited >= self.wait_seconds):
@@ -167,7 +196,9 @@ class Coordinator:
                     return [self._report_missing(one, connected) for one in missing]
                 num_nodes = max(m.hello["nodes"] for m in self.members)
                 what = ", ".join(missing) or f"the facts of {', '.join(member.name for member in without_facts[:8])}"
-                hint = f" Check that it is started there and can reach {self.address}." if missing else ""
+                hint = (
+                    f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}" if missing else ""
+                )
                 await self._print_everywhere(
                     f"waiting for {what} ({len(mains)} of {num_nodes} nodes are connected: {connected}), {waited:.0f} of "
                     f"{self.wait_seconds:.0f} s.{hint}"
@@ -187,7 +218,16 @@ class Coordinator:
         return Finding(
             "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {connected}{rejected}",
             "start the same command there; if it is running, its output shows why it does not connect: TCP to "
-            f"{self.address}{own} must be open ({advice}). --wait waits longer",
+            f"{self.address}{own} must be open ({advice}). --wait waits longer.{self._describe_seekers()}",
+        )  # fmt: skip
+
+    def _describe_seekers(self) -> str:
+        """Return a sentence about nodes that look for the main node of this script at another address, or an empty string."""
+        connected = {member.hello["ip"] for member in self.members}
+        others = [(ip, main) for ip, main in (self.responder.seekers.items() if self.responder else ()) if ip not in connected]
+        return "".join(
+            f" The host {ip} runs the same script, but looks for the main node at {main}: correct --main_process_ip there if it "
+            "belongs to this run." for ip, main in others[:4]
         )  # fmt: skip
 
     def _report_silent(self, member: Member, seconds: float, activity: str) -> Finding:
@@ -300,7 +340,7 @@ class Coordinator:
         await asyncio.gather(*(deliver(member) for member in receivers))
         if expects_more:
             await asyncio.sleep(_LATE_SECONDS)
-        self.server.close()
+        self._stop_listening()
         await asyncio.gather(*(member.send({"do": "close"}) for member in receivers))
         deadline = time.monotonic() + 2
         while not all(member.is_gone for member in receivers) and time.monotonic() < deadline:

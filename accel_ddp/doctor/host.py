@@ -76,6 +76,20 @@ def is_local_address(ip: str) -> bool:
     return one.is_loopback or one.is_unspecified or any(ip in ips for ips in interface_addresses().values())
 
 
+def find_port_user(ip: str, port: int) -> str:
+    """Return the process of this host that listens on the port, or an empty string. Processes of other users may be hidden."""
+    import psutil
+
+    if not is_local_address(ip):
+        return ""
+    try:
+        pids = [c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid]
+        process = psutil.Process(pids[0])
+        return f"pid {process.pid} ({' '.join(process.cmdline())[:100] or process.name()})"
+    except (psutil.Error, OSError, IndexError):
+        return ""
+
+
 def route_to(ip: str) -> tuple[str, str]:
     """Return (address, interface) of this host from which packets to `ip` leave; both are empty if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -106,11 +120,11 @@ def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]
     is_internal = one.is_loopback or one.is_unspecified
     if topology.num_nodes == 1 or topology.node_rank or not is_internal or is_literal:
         return ip, ip
-    external = _external_addresses()
+    external = external_addresses()
     return (external[0], external[0]) if len(external) == 1 else ("0.0.0.0", external[0] if external else "127.0.0.1")
 
 
-def _external_addresses() -> list[str]:
+def external_addresses() -> list[str]:
     """Return the IPv4 addresses of this host that other hosts may use, that of the default route first."""
     addresses = interface_addresses()
     found = [ip for name in external_interfaces() for ip in addresses[name] if ":" not in ip]

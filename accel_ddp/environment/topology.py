@@ -37,6 +37,19 @@ class Topology:
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.num_nodes if self.num_nodes else 0
 
+    @property
+    def other_ports(self) -> int:
+        """Return the first of some ports that the checks use besides the main port.
+
+        These ports are below the range from which systems assign ports, and differ between jobs with different main ports.
+        """
+        return 20000 + self.main_port * 7919 % 12000
+
+    @property
+    def rescue_port(self) -> int | None:
+        """Return the port through which nodes report errors if the main port cannot be used. None: there is no such port."""
+        return self.other_ports + 3 if self.num_nodes > 1 and self.coordinator_ports == (self.main_port,) else None
+
     def describe(self, name: str) -> str:
         """Return accelerate's name of a value, the value and its source, for example `machine_rank 1 (NODE_RANK)`."""
         value = {
@@ -131,8 +144,7 @@ def topology_of_this_rank() -> Topology:
         sources={"machine_rank": "RANK", "num_processes": "LOCAL_WORLD_SIZE", "main_process_ip": "MASTER_ADDR"},
     )  # fmt: skip
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store listens on the main port
-        # These ports are below the range from which systems assign ports, and differ between jobs with different main ports.
-        first = 20000 + port * 7919 % 12000
+        first = topology.other_ports
         topology.coordinator_ports = (first, first + 1, first + 2)
     return topology
 

@@ -1,0 +1,51 @@
+"""Lets `accelerate launch` and torchrun return the exit code of the ranks. By themselves they return 1 for every failure.
+
+A scheduler sees only the exit code of the launcher. With the code of the ranks it can tell a user's mistake (2), which must not be
+started again, from a stop with a checkpoint (75), which can be continued.
+"""
+
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+
+
+def return_exit_code_of_ranks() -> None:
+    """Let this launcher end with the exit code of its ranks. An excepthook is enough: torch's own handling stays as it is."""
+    hook_before = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = _find_exit_code(error, trace)
+        if not code:
+            return hook_before(kind, error, trace)
+        # torch's report contains what the rank has printed. The traceback of the launcher would only hide it.
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
+
+    sys.excepthook = end
+
+
+def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
+    """Return the exit code of the ranks if `error` was raised because they ended, and 0 otherwise or if a signal ended them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if isinstance(error, ChildFailedError):
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        return choose_exit_code(failure.exitcode for failure in failures)
+    if isinstance(error, SignalException):  # sent to the launcher, which has forwarded the signal and waited for its ranks
+        return choose_exit_code(_codes_of_ended_ranks(trace))
+    return 0
+
+
+def choose_exit_code(codes: Iterable[int | None]) -> int:
+    """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
+    return next((code for code in codes if code is not None and code > 0), 0)
+
+
+def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
+    """Return the exit codes of the ranks of torch's agent, which is a local variable of a function in the traceback."""
+    while trace:
+        if ranks := getattr(getattr(trace.tb_frame.f_locals.get("agent"), "_pcontext", None), "subprocess_handlers", None):
+            return [ranks[rank].proc.returncode for rank in sorted(ranks)]
+        trace = trace.tb_next
+    return []
