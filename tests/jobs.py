@@ -211,7 +211,7 @@ class Jobs:
 
     def environment(self, node: Node, **more: str) -> dict[str, str]:
         mark = dict([node.space.mark.split("=", 1)]) if self.cluster.kind == "loopback" else {}
-        return clean_environment(OMP_NUM_THREADS="1", **mark, **more)
+        return clean_environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **mark, **more)
 
     def ranks(self, places: list[int], *arguments: object, script: Path = FAULTY) -> Job:
         """Start one rank on the node of each number in `places`, as forks, without a launcher."""
@@ -264,7 +264,7 @@ class Jobs:
                 else:
                     words += ["--rdzv_backend", backend, "--rdzv_endpoint", f"{address}:{port}", "--rdzv_id", "job"]
             return self.launch(
-                self.cluster.nodes[number], [*words, script, *arguments], ACCELERATE_USE_CPU="true", TORCH_CPP_LOG_LEVEL="ERROR",
+                self.cluster.nodes[number], [*words, script, *arguments], ACCELERATE_USE_CPU="true",
                 **env,
             )  # fmt: skip
 

@@ -105,7 +105,7 @@ CASES = {
     "data": Case("data", "DATA_HUNG", "data", reports_first=True, code=None),
     "worker data": Case("data", "DATA_HUNG", "data", reports_first=True, code=None, options=("--num_workers", 2)),
     "worker": Case("worker", "RANK_FAILED|DATA_HUNG|RANK_DIED", "worker", options=("--num_workers", 2)),
-    "skip": Case("skip", "DIVERGED|DEADLOCK|RANK_FAILED", "", code=None, rank=None, options=("--check_every", 5)),
+    "skip": Case("skip", "DIVERGED|DEADLOCK|RANK_FAILED|RANK_DIED", "", code=None, rank=None, options=("--check_every", 5)),
     "lr": Case("lr", "DIVERGED", "", code=None, options=("--check_every", 5), rank=None),
 }
 # The place of each fault in a test that is not slow. The slow ones do the other place.
