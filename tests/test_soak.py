@@ -3,6 +3,7 @@
 `SOAK_SECONDS=600 pytest -m slow tests/test_soak.py` runs it for 10 minutes. The default is 30 minutes.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_a_long_run_without_faults_beside_busy_processes_has_no_diagnosis(tmp_pa
             codes = job.codes(120)
             job.nothing_is_left()
             steps = job.steps()
-        slowest = max((later - earlier for (earlier, _), (later, _) in zip(steps, steps[1:], strict=False)), default=0.0)
+        slowest = max((later - earlier for (earlier, _), (later, _) in itertools.pairwise(steps)), default=0.0)
         print(
             f"{SECONDS:.0f} s, {steps[-1][1]} steps, load {sum(load) / len(load):.1f} on average and {max(load):.1f} at most; the "
             f"longest time between two steps was {slowest:.1f} s"
