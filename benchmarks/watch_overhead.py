@@ -275,9 +275,8 @@ def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
 
 
 async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
-    from accel_ddp.watch import page
-
     from accel_ddp.net import messages
+    from accel_ddp.watch import page
 
     connected = 0
     gate = asyncio.Semaphore(16)

@@ -19,7 +19,7 @@ import psutil
 
 from tests import forking
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port
-from tests.nodes import Node, Nodes, tool
+from tests.nodes import PATH, Node, Nodes, NotPossible, tool
 
 FAULTY = PROGRAMS / "faulty.py"
 DIAGNOSIS = re.compile(r"^(error|warning|info): ([A-Z][A-Z_]+): (.*)$")
@@ -184,7 +184,9 @@ class Job:
     def __enter__(self) -> "Job":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind:
+            print(self.all_output())
         self.kill()
 
 
@@ -283,35 +285,56 @@ def shape_link(node: Node, rate: str) -> None:
 class HangingDisk:
     """An ext4 file system in a file. While it is frozen, a process that writes to it is in state D, as on a disk that hangs.
 
-    A guard process thaws and unmounts it when this process ends, also if it is killed. The kernel then frees the loop device.
+    It is mounted in a mount namespace of its own, because other tests would copy a mount of the machine into their namespaces and
+    keep it. A guard process holds the namespace. It thaws and unmounts the file system when this process ends, also if it is killed.
     """
 
     GUARD = """
-read line
-fsfreeze --unfreeze "$0"
-for i in $(seq 200); do umount "$0" && exit; sleep 0.1; done
+set -e
+truncate --size 32M "$0.img"
+mkfs.ext4 -q -F "$0.img"
+mkdir -p "$0"
+mount -o loop "$0.img" "$0"
+echo ready
+while read line; do fsfreeze --$line "$0" && echo $line; done
+fsfreeze --unfreeze "$0" 2>/dev/null || true
+for i in $(seq 100); do umount "$0" 2>/dev/null && exit; sleep 0.1; done
 umount --lazy "$0"
 """
 
-    def __init__(self, folder: Path):
-        self.path, image = folder / "disk", folder / "disk.img"
-        self.path.mkdir()
-        with image.open("wb") as file:
-            file.truncate(32 << 20)
-        env = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-        run = lambda *words: subprocess.run(words, env=env, check=True, capture_output=True)
-        run("mkfs.ext4", "-q", "-F", image)
-        run("mount", "-o", "loop", image, self.path)
-        self.run = run
+    def __init__(self, path: Path):
+        self.path = path
         self.guard = subprocess.Popen(
-            ["sh", "-c", self.GUARD, self.path], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, start_new_session=True
-        )
+            [tool("unshare"), "--mount", "sh", "-c", self.GUARD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, "PATH": PATH},
+        )  # fmt: skip
+        self.expect("ready")
+        # The same folder, as processes outside of the namespace see it.
+        self.outside = Path(f"/proc/{self.guard.pid}/root") / path.relative_to("/")
+
+    def command(self, words: list) -> list[str]:
+        """Return the command that runs `words` where the disk is mounted."""
+        return [tool("nsenter"), "--target", str(self.guard.pid), "--mount", f"--wd={ROOT}", *map(str, words)]
+
+    def expect(self, word: str) -> None:
+        line = self.guard.stdout.readline()
+        if line != f"{word}\n":
+            self.close()
+            raise NotPossible(line.strip() or "the guard has ended")
 
     def freeze(self) -> None:
-        self.run("fsfreeze", "--freeze", self.path)
+        self.tell("freeze")
+
+    def unfreeze(self) -> None:
+        self.tell("unfreeze")
+
+    def tell(self, word: str) -> None:
+        self.guard.stdin.write(f"{word}\n")
+        self.guard.stdin.flush()
+        self.expect(word)
 
     def close(self) -> None:
-        """Thaw and unmount. Processes that still use the disk delay it by at most 20 s."""
+        """Thaw and unmount. Processes that still use the disk delay it by at most 10 s."""
         self.guard.stdin.close()
         self.guard.wait()
 

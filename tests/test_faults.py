@@ -18,9 +18,9 @@ import pytest
 
 from accel_ddp.saving.format import find_problem, list_checkpoints
 from tests.jobs import Diagnosis, HangingDisk, Job, Jobs, children, kill, remove_memory_limits, shape_link
-from tests.nodes import Nodes
+from tests.nodes import Nodes, NotPossible
 
-SHORT = ["--hang_report_seconds", 1, "--hang_abort_seconds", 3]
+SHORT = ["--hang_report_seconds", 1.5, "--hang_abort_seconds", 4]
 REPORT_SECONDS, ABORT_SECONDS = 10, 45  # the promise for the default limits
 FAILED = 1  # exit code of a rank that ends because of a fault of another one
 
@@ -97,9 +97,9 @@ class Case:
 CASES = {
     "segv": Case("segv", "RANK_DIED", "SIGSEGV", code=-11),
     "exit": Case("exit", "RANK_DIED", "exit code 3", code=3),
-    "exception": Case("exception", "RANK_FAILED", "RuntimeError: a fault of this test", more=r"faulty.py.*\n.*in inject"),
+    "exception": Case("exception", "RANK_FAILED", "RuntimeError: a fault of this test", more=r"faulty.py.*in inject\n"),
     "stop": Case("stop", "RANK_STOPPED", "SIGCONT|SIGSTOP|stopped", code=-9, reports_first=True),
-    "hang": Case("hang", "RANK_HUNG", "forward", more=r"faulty.py.*in inject", code=None, reports_first=True),
+    "hang": Case("hang", "RANK_HUNG", "forward", more=r"inject \(.*faulty.py", code=None, reports_first=True),
     "barrier": Case("barrier", "DEADLOCK", "", reports_first=True, rank=None, code=None, more="barrier"),
     "deadlock": Case("deadlock", "DEADLOCK", "", reports_first=True, rank=None, code=None, more="barrier"),
     "data": Case("data", "DATA_HUNG", "data", reports_first=True, code=None),
@@ -138,7 +138,8 @@ def test_a_fault_inside_a_rank_is_diagnosed_on_every_node(request, tmp_path, pla
             assert diagnosis.number("rank") == case.rank
             assert diagnosis.number("pid") == int(injected[1])
             assert diagnosis.host == host_of(job, 1, places)
-        steps = range(8, 14) if name in ("lr", "skip", "worker data", "worker", "data") else range(7, 9)
+        # Data workers load batches of later steps, and a divergence is found at the next check.
+        steps = range(7, 20) if name in ("lr", "skip", "worker data", "data") else range(7, 9)
         assert diagnosis.number("step") in steps
         for node in job.nodes:
             assert re.search(case.more, job.text_of_node(node)), f"{case.more!r} is missing\n{job.all_output()}"
@@ -197,18 +198,38 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_such(one, tm
             remove_memory_limits(job.text())
 
 
-def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_it(one, tmp_path):
-    """The rank is in state D and cannot be killed. Everything else ends, and the rank ends when the disk answers again."""
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Iterator[HangingDisk]:
     if os.geteuid():
         pytest.skip("a hanging disk needs root")
-    disk = HangingDisk(tmp_path)
     try:
-        arguments = ["--output_dir", tmp_path / "run", *SHORT, "--fault", "disk", "--fault_path", disk.path]
-        with one.ranks([0, 0], *arguments) as job:
-            job.until_step(4)
-            disk.freeze()
+        made = HangingDisk(tmp_path_factory.mktemp("hanging") / "disk")
+    except NotPossible as error:
+        pytest.skip(f"not tested: a hanging disk needs loop devices: {error}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def beside_disk(disk) -> Iterator[Jobs]:
+    """Jobs on this machine that have access to the disk."""
+    with Nodes(1, "loopback") as cluster:
+        plain = cluster.nodes[0].command
+        cluster.nodes[0].command = lambda words: disk.command(plain(words))
+        jobs = Jobs(cluster)
+        yield jobs
+        jobs.close()
+
+
+def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_it(disk, beside_disk, tmp_path):
+    """The rank is in state D and cannot be killed. Everything else ends, and the rank ends when the disk answers again."""
+    arguments = ["--output_dir", tmp_path / "run", *SHORT, "--fault", "disk", "--fault_path", disk.path]
+    with beside_disk.ranks([0, 0], *arguments) as job:
+        job.until_step(4)
+        disk.freeze()
+        try:
             began, _, injected = job.until(r"rank 1 \(pid (\d+)\) injects")
-            job.until_diagnosis("RANK_BLOCKED|DISK_HUNG", "error", ABORT_SECONDS, began)
+            diagnosis = job.until_diagnosis("RANK_BLOCKED", "error", ABORT_SECONDS, began)
             assert job.processes[0].wait(30) == FAILED
             deadline = time.monotonic() + 30
             while len(left := job.left()) > 1:  # the rank that is in state D
@@ -216,39 +237,35 @@ def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_
                 time.sleep(0.05)
             print(job.all_output())
             assert f" {injected[1]} D " in left[0]
-            diagnosis = agree(job, "error", "RANK_BLOCKED|DISK_HUNG")
             assert (diagnosis.number("rank"), diagnosis.number("pid")) == (1, int(injected[1]))
-            disk.run("fsfreeze", "--unfreeze", disk.path)
-            assert job.processes[1].wait(30) != 0
-            job.nothing_is_left()
-            assert newest_checkpoint_loads(tmp_path / "run") == 5
-    finally:
-        disk.close()
+            job.until(rf"error: RANK_BLOCKED: rank 1 \({diagnosis.host}, pid {injected[1]}\) cannot be killed", timeout=5)
+        finally:
+            disk.unfreeze()
+        assert job.processes[1].wait(30) != 0
+        job.nothing_is_left()
+        assert "Exception" not in job.text()
+        assert newest_checkpoint_loads(tmp_path / "run") == 5
 
 
-def test_a_disk_that_hangs_while_a_checkpoint_is_written_is_reported(one, tmp_path):
-    """The thread that writes checkpoints is in state D. Training continues until the next save would wait for it."""
-    if os.geteuid():
-        pytest.skip("a hanging disk needs root")
-    disk = HangingDisk(tmp_path)
-    try:
-        arguments = ["--output_dir", disk.path / "run", *SHORT, "--steps", 60]
-        with one.ranks([0, 0], *arguments) as job:
-            job.until_step(7)
-            disk.freeze()
+def test_a_disk_of_the_output_folder_that_hangs_is_reported(disk, beside_disk, tmp_path):
+    """The main rank writes its log to the disk in every step. The other rank ends, although the main rank cannot."""
+    arguments = ["--output_dir", disk.path / "run", "--fault_folder", tmp_path, *SHORT, "--steps", 60]
+    with beside_disk.ranks([0, 0], *arguments) as job:
+        job.until_step(7)
+        disk.freeze()
+        try:
             began = time.monotonic()
-            diagnosis = job.until_diagnosis("DISK_HUNG|RANK_BLOCKED", "error|warning", ABORT_SECONDS, began)
+            first = job.until_diagnosis("DISK_HUNG|RANK_BLOCKED", "error|warning", ABORT_SECONDS, began)
             job.until_diagnosis("DISK_HUNG|RANK_BLOCKED", "error", ABORT_SECONDS, began)
             assert job.processes[1].wait(30) == FAILED
             print(job.all_output())
-            assert diagnosis.number("rank") == 0
-            assert str(disk.path) in diagnosis.text
-            disk.run("fsfreeze", "--unfreeze", disk.path)
-            assert job.codes(30)[0] not in (0, None)
-            job.nothing_is_left()
-            newest_checkpoint_loads(disk.path / "run")
-    finally:
-        disk.close()
+            assert first.number("rank") == 0
+            assert {d.number("rank") for d in job.diagnoses()} == {0}, "a rank that waits is reported"
+        finally:
+            disk.unfreeze()
+        assert job.codes(30)[0] not in (0, None)
+        job.nothing_is_left()
+        newest_checkpoint_loads(disk.outside / "run")
 
 
 # ---- faults of a node or of its connection
@@ -307,7 +324,6 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
     with two.ranks([0, 1], "--output_dir", tmp_path / "run", *SHORT, "--steps", 300) as job:
         job.until_step(7)
         step, began = job.last_step(), time.monotonic()
-        two.cluster.nodes[lost].link(False)  # a node without power sends nothing, not even the end of its connections
         for pid in two.cluster.nodes[lost].pids():
             if pid not in job.servers:
                 kill(pid)
