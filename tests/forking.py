@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 SERVER = Path(__file__).parent / "programs" / "fork_server.py"
@@ -29,8 +30,11 @@ READ_LATE = {
 
 
 class Server:
-    def __init__(self, environment: dict[str, str]):
-        """Start the server. Its forks may differ from this environment only in the variables of READ_LATE."""
+    def __init__(self, environment: dict[str, str], place: Callable[[list], list] = list):
+        """Start the server. Its forks may differ from this environment only in the variables of READ_LATE.
+
+        `place` translates the command, for example into one that runs inside a node of tests/nodes.py, as then all forks do.
+        """
         self.environment = environment
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(300)  # the first answer comes after all imports
@@ -41,8 +45,8 @@ class Server:
         own.update(OPENBLAS_NUM_THREADS="1", JE_ARROW_MALLOC_CONF="background_thread:false")
         own.pop("OMP_NUM_THREADS", None)  # each fork sets its own number of threads
         self.process = subprocess.Popen(
-            [sys.executable, SERVER, str(other.fileno())], env=own, stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
-            pass_fds=[other.fileno()],
+            place([sys.executable, SERVER, str(other.fileno())]), env=own, stdin=subprocess.DEVNULL, stdout=self.output,
+            stderr=self.output, pass_fds=[other.fileno()],
         )  # fmt: skip
         other.close()
         self.lock = threading.Lock()  # one request at a time

@@ -246,7 +246,8 @@ class Judge:
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
         if r.phase == page.DATA:
-            kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}."
+            blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
+            kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
         if r.phase == page.SAVE:
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."

@@ -10,10 +10,12 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ DECIDE_SECONDS = 2.0  # a node decides for itself if the coordinator has not ans
 SECONDARY_SECONDS = 3.0  # an error that may follow from another one is reported if no other one arrives within this time
 EXIT_SECONDS = 8.0  # a rank that can end by itself has ended this long after the failure was sent to it
 SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
+LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a run has about 60 for each
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -467,29 +470,28 @@ async def watch(options: dict[str, Any]) -> None:
         else:
             writer.close()
 
-    servers = [await asyncio.start_unix_server(monitor.serve_rank, sock=socket.socket(fileno=options["rank_socket"]))]
+    rank_socket = socket.socket(fileno=options["rank_socket"])
+    servers = [await asyncio.start_unix_server(monitor.serve_rank, sock=rank_socket, limit=LONGEST_LINE)]
     if options["node_socket"] is not None:
         monitor.node_socket = socket.socket(fileno=options["node_socket"])
         servers.append(await asyncio.start_server(accept_node, sock=monitor.node_socket))
     try:
         await monitor.run()
-    finally:
-        for server in servers:
-            server.close()
+    except Exception:
+        traceback.print_exc()
+    for server in servers:
+        server.close()
+    shutil.rmtree(options["folder"], ignore_errors=True)
+    # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
+    # every connection of a rank that cannot be killed.
+    os._exit(0)
 
 
 def main() -> None:
     # Schedulers send signals to every process of a job. The monitor ends with its ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    options = json.loads(sys.argv[1])
-    try:
-        asyncio.run(watch(options))
-    finally:
-        import shutil
-
-        shutil.rmtree(options["folder"], ignore_errors=True)
-    os._exit(0)  # a thread may be blocked in the kernel, by a disk that does not answer
+    asyncio.run(watch(json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

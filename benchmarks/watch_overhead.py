@@ -1,0 +1,319 @@
+"""The cost of detecting faults: heartbeats in a rank, the monitor of a node, and the main node of a large cluster.
+
+    python benchmarks/watch_overhead.py                     # all three, about a minute
+    python benchmarks/watch_overhead.py --nodes 512 --ranks_per_node 8 --seconds 20
+
+1. Heartbeats. Every call of a heartbeat is timed inside a real run, which also shows how many calls a step makes. The calls hold the
+   GIL and do not wait, so that their time is both CPU time and GIL-holding time. The time of the timer itself is subtracted.
+2. Monitor. Its CPU time per second of the same run, from /proc.
+3. Main node. A real monitor process is the coordinator of a cluster whose other nodes are simulated by one process: each has its own
+   connection, speaks the protocol of the monitors, and sends heartbeats of its ranks every 0.5 s. The messages per second, their
+   bytes, and the CPU time and memory of the monitor are measured.
+
+The goal is below 0.5 % of a step for the sum of 1 and 2.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+ROOT = Path(__file__).parents[1]
+TICKS = os.sysconf("SC_CLK_TCK")
+METHODS = ("enter", "beat", "advance", "report_writer", "report_timing")
+BEAT_SECONDS = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200, help="steps of the run in which heartbeats are timed")
+    parser.add_argument("--step_seconds", type=float, default=0.1, help="minimum duration of a step of that run")
+    parser.add_argument("--nodes", type=int, default=512)
+    parser.add_argument("--ranks_per_node", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=15, help="for how long the main node is measured")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)  # this process is the rank of the run
+    options, rest = parser.parse_known_args()
+    if options.inside:
+        return time_heartbeats(options.inside, rest)
+    measure_run(options)
+    measure_main_node(options)
+
+
+# ---- 1 and 2: a real run
+
+
+def time_heartbeats(report: str, arguments: list[str]) -> None:
+    """Run tests/programs/faulty.py with a timer around every method of the heartbeat, and write the sums to a file."""
+    import runpy
+
+    from accel_ddp.watch.page import Heartbeat
+
+    calls, spent, depth = dict.fromkeys(METHODS, 0), 0, 0
+
+    def timed(name: str):
+        method = getattr(Heartbeat, name)
+
+        def wrapper(*args):
+            nonlocal spent, depth
+            calls[name] += 1
+            depth += 1
+            began = time.perf_counter_ns()
+            try:
+                return method(*args)
+            finally:
+                depth -= 1
+                if depth == 0:
+                    spent += time.perf_counter_ns() - began
+
+        return wrapper
+
+    for name in METHODS:
+        setattr(Heartbeat, name, timed(name))
+    began = time.perf_counter_ns()
+    for _ in range(10_000):
+        time.perf_counter_ns()
+    timer = (time.perf_counter_ns() - began) / 10_000
+    sys.argv = [str(ROOT / "tests" / "programs" / "faulty.py"), *arguments]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        Path(report).write_text(json.dumps({"calls": calls, "seconds": (spent - timer * sum(calls.values())) * 1e-9}))
+
+
+def measure_run(options: argparse.Namespace) -> None:
+    """Run one rank, and print the cost of its heartbeats and of its monitor."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, __file__, "--inside", report, "--output_dir", Path(folder, "run"), "--steps", options.steps]
+        command += ["--step_seconds", options.step_seconds, "--global_batch_size", 2, "--save_every", 1000]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+        # A run of a single process has no other rank to wait for, and may have no monitor. torchrun's variables make it one of two.
+        process, other = start_two_ranks([str(word) for word in command], env, folder)
+        times: list[float] = []
+        cpu: list[float] = []
+        monitor = 0
+        for line in process.stdout:
+            if re.match(r"step +\d+/", line):
+                times.append(time.monotonic())
+                monitor = monitor or find_monitor()
+                cpu.append(cpu_seconds(monitor))
+        codes = (process.wait(), other.wait())
+        assert codes == (0, 0), f"exit codes {codes}"
+        found = json.loads(report.read_text())
+    half = len(times) // 4
+    step = (times[-1] - times[half]) / (len(times) - 1 - half)
+    per_step = found["seconds"] / options.steps
+    calls = sum(found["calls"].values()) / options.steps
+    monitor_share = (cpu[-1] - cpu[half]) / (times[-1] - times[half])
+    print(
+        f"1. heartbeats: {calls:.1f} calls per step, {per_step * 1e6:.1f} us of CPU and GIL time per step of {step * 1e3:.1f} ms"
+    )
+    print(f"   = {per_step / step:.4%} of a step   ({', '.join(f'{name} {count}' for name, count in found['calls'].items())})")
+    print(f"2. monitor (pid {monitor}): {monitor_share * 1e3:.2f} ms of CPU time per second = {monitor_share:.4%} of one core")
+    cores = os.cpu_count() or 1
+    print(f"   = {monitor_share / cores:.4%} of the {cores} cores of this node")
+    total = per_step / step + monitor_share / cores
+    print(f"   sum of 1 and 2: {total:.4%} of a step (goal: below 0.5 %)\n", flush=True)
+
+
+def start_two_ranks(command: list[str], env: dict[str, str], folder: str) -> tuple[subprocess.Popen, subprocess.Popen]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    started = []
+    for rank in (0, 1):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        variables = {name: str(value) for name, value in {**world, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}.items()}
+        words = [word if rank == 0 or word != f"{folder}/report.json" else f"{folder}/other.json" for word in command]
+        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        words[words.index("--global_batch_size") + 1] = "4"
+        started.append(subprocess.Popen(words, env={**env, **variables}, stdout=output, text=True))
+    return started[0], started[1]
+
+
+def find_monitor() -> int:
+    """Return the pid of the monitor that a child of this process has started."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{entry}/cmdline").read_text().split("\0")
+            if "accel_ddp.watch.monitor" in words and parent(parent(int(entry))) in (os.getpid(), 1):
+                return int(entry)
+    raise SystemExit("the run has no monitor")
+
+
+def stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def parent(pid: int) -> int:
+    return int(stat(pid)[1])
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process in seconds. schedstat has nanoseconds, stat only ticks of 10 ms."""
+    with contextlib.suppress(OSError, ValueError):
+        tasks = os.listdir(f"/proc/{pid}/task")
+        return sum(int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0]) for task in tasks) * 1e-9
+    return sum(map(int, stat(pid)[11:13])) / TICKS
+
+
+def memory_bytes(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024
+
+
+# ---- 3: a large cluster
+
+
+def measure_main_node(options: argparse.Namespace) -> None:
+    """Start a monitor as node 0, simulate the other nodes, and print what both cost."""
+    raise_file_limit(options.nodes + 200)
+    print(f"3. main node of {options.nodes} nodes with {options.ranks_per_node} ranks each:")
+    measurements = {}
+    for nodes in (2, options.nodes):
+        measurements[nodes] = coordinate(nodes, options.ranks_per_node, options.seconds)
+    few, many = measurements[2], measurements[options.nodes]
+    beats = 2 * (options.nodes - 1) / BEAT_SECONDS  # one in each direction
+    print(f"   messages per second: {many['received']:.0f} received (expected {beats / 2:.0f}), about as many sent")
+    print(f"   one heartbeat of a node: {many['size']} bytes; {many['received'] * many['size'] / 1e6:.2f} MB/s received")
+    print(f"   memory: {many['memory'] / 2**20:.1f} MiB, with 2 nodes {few['memory'] / 2**20:.1f} MiB, ", end="")
+    print(f"{(many['memory'] - few['memory']) / 2**10 / (options.nodes - 2):.1f} KiB per node")
+    print(f"   CPU time: {many['cpu'] * 1e3:.0f} ms per second, with 2 nodes {few['cpu'] * 1e3:.1f} ms per second")
+
+
+def raise_file_limit(number: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, number), hard), hard))
+
+
+def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str, float]:
+    """Run the monitor of node 0 beside simulated nodes. Return its memory, CPU time and messages per second."""
+    from accel_ddp.watch import page
+
+    token = secrets.token_bytes(16)
+    with tempfile.TemporaryDirectory() as folder:
+        node_socket = socket.create_server(("127.0.0.1", 0), backlog=num_nodes)
+        rank_socket = socket.socket(socket.AF_UNIX)
+        rank_socket.bind(f"{folder}/socket")
+        rank_socket.listen(ranks_per_node)
+        port = node_socket.getsockname()[1]
+        scratch = Path(folder, "scratch")
+        scratch.mkdir()
+        fields = {
+            "node": 0, "host": "node0", "num_local": ranks_per_node, "launcher": 0, "parent": os.getpid(), "report_after": 30.0,
+            "abort_after": 60.0, "rank_socket": rank_socket.fileno(), "node_socket": node_socket.fileno(), "folder": str(scratch),
+        }  # fmt: skip
+        monitor = subprocess.Popen(
+            [sys.executable, "-m", "accel_ddp.watch.monitor", json.dumps(fields)],
+            pass_fds=[rank_socket.fileno(), node_socket.fileno()], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        ready, counted = multiprocessing.Event(), multiprocessing.Value("q", 0)
+        nodes = multiprocessing.Process(
+            target=simulate_nodes, args=(num_nodes, ranks_per_node, port, token, ready, counted), daemon=True
+        )
+        nodes.start()
+        # The ranks of node 0 are this process.
+        beats, connections = [], []
+        for rank in range(ranks_per_node):
+            heartbeat = page.Heartbeat()
+            heartbeat.publish(Path(folder, f"page-{rank}"))
+            beats.append(heartbeat)
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(f"{folder}/socket")
+            hello = {"rank": rank, "pid": os.getpid(), "page": f"{folder}/page-{rank}", "stack": f"{folder}/stack-{rank}"}
+            connection.sendall(json.dumps({"hello": hello}).encode() + b"\n")
+            connections.append(connection)
+        roster = [{"node": n, "host": f"node{n}", "address": "127.0.0.1", "port": port} for n in range(num_nodes)]
+        ranks = [
+            {"rank": r, "node": r // ranks_per_node, "host": f"node{r // ranks_per_node}", "pid": 1000 + r}
+            for r in range(num_nodes * ranks_per_node)
+        ]
+        connections[0].sendall(json.dumps({"roster": roster, "ranks": ranks, "token": token.hex()}).encode() + b"\n")
+        try:
+            assert ready.wait(120), "the simulated nodes could not connect"
+            end = time.monotonic() + seconds + 3
+            measured: tuple[float, float, int] | None = None
+            step = 0
+            while time.monotonic() < end:
+                step += 1
+                for heartbeat in beats:
+                    heartbeat.enter(page.FORWARD)
+                    heartbeat.enter(page.BACKWARD)
+                    heartbeat.advance(step)
+                if measured is None and time.monotonic() > end - seconds:
+                    measured = (time.monotonic(), cpu_seconds(monitor.pid), counted.value)
+                time.sleep(0.1)
+            passed = time.monotonic() - measured[0]
+            row = [10, 123, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False]
+            return {
+                "memory": memory_bytes(monitor.pid), "cpu": (cpu_seconds(monitor.pid) - measured[1]) / passed,
+                "received": (counted.value - measured[2]) / passed, "size": 4 + len(json.dumps({"ranks": [row] * ranks_per_node})),
+            }  # fmt: skip
+        finally:
+            nodes.kill()
+            monitor.kill()
+            nodes.join(), monitor.wait()
+
+
+def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
+    """Be all nodes but node 0. Runs in its own process."""
+    raise_file_limit(num_nodes + 200)
+    asyncio.run(be_nodes(num_nodes, ranks_per_node, port, token, ready, counted))
+
+
+async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
+    from accel_ddp.net import messages
+    from accel_ddp.watch import page
+
+    connected = 0
+    gate = asyncio.Semaphore(16)
+
+    async def be_node(node: int) -> None:
+        nonlocal connected
+        while True:  # the monitor accepts nodes when its ranks have sent it the roster
+            try:
+                async with gate:
+                    reader, writer = await messages.connect("127.0.0.1", port, 10, small_segments=True)
+                    await messages.handshake(reader, writer, token, is_client=True)
+                break
+            except (OSError, messages.HandshakeError, asyncio.TimeoutError):
+                await asyncio.sleep(0.5)
+        writer.write(messages.encode({"node": node}))
+        connected += 1
+        if connected == num_nodes - 1:
+            ready.set()
+
+        async def drain() -> None:
+            while await reader.read(1 << 16):
+                pass
+
+        reading = asyncio.ensure_future(drain())
+        await asyncio.sleep(BEAT_SECONDS * node / num_nodes)
+        step = 0
+        while not reading.done():
+            step += 1
+            first = node * ranks_per_node
+            rows = [[first + r, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False] for r in range(ranks_per_node)]
+            writer.write(messages.encode({"ranks": rows}))
+            with counted.get_lock():
+                counted.value += 1
+            await asyncio.sleep(BEAT_SECONDS)
+
+    await asyncio.gather(*(be_node(node) for node in range(1, num_nodes)))
+
+
+if __name__ == "__main__":
+    main()
