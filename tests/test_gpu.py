@@ -257,6 +257,31 @@ def test_a_killed_rank_of_nccl_is_reported_on_the_other_node(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("stop", r"RANK_STOPPED: rank 1 \(.*, pid \d+\) has been stopped \(SIGSTOP\) for \d+ s at step \d+"),
+        ("barrier", "DEADLOCK: no rank has progressed for .*, although all are alive: rank 0 .*rank 1"),
+        ("hang", r"RANK_HUNG: rank 1 \(.*, pid \d+\) has not progressed for \d+ s .*at step \d+, in forward"),
+    ],
+)
+def test_a_fault_of_one_nccl_node_is_reported_on_both_nodes_and_ends_them(tmp_path, fault, expected):
+    """The limits are those of users: a warning within 10 s, and the end within 45 s."""
+    faulty = [PROGRAMS / "faulty.py", "--fault", fault, "--output_dir", tmp_path / "run"]
+    running = Running(*nodes(*faulty))
+    running.until(f"injects {fault} at step 8", of=1)
+    began = time.monotonic()
+    running.until("warning: ", of=0)
+    assert time.monotonic() - began < 10
+    ended = running.ended()
+    assert time.monotonic() - began < 45
+    lines = [[line for line in text.splitlines() if re.match("(warning|error): [A-Z_]+: ", line)] for text in ended.texts]
+    assert lines[0] == lines[1], "both nodes print the same"
+    assert len(lines[0]) == 2
+    assert all(re.search(expected, line) for line in lines[0]), ended.text
+    assert set(ended.codes) == {1}
+
+
 def saved(folder: Path, step: int) -> list[bytes]:
     return [(folder / f"step_{step:08d}" / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
