@@ -78,11 +78,17 @@ def test_the_best_checkpoint_has_passed_a_check(tmp_path):
 
 
 def test_a_stop_saves_no_weights_that_differ(tmp_path):
+    """The step at which a signal stops the run is not known before, so that its check begins with the save."""
     folder = tmp_path / "run"
-    text = message(run_two(folder, "--how", "update", "--save_every", 4, "--stop_after", 7))
+    options = ["--steps", 2000, "--save_every", 1000, "--check_every", 1000, "--eval_every", 1000]
+    ended = run_two(folder, "--how", "update", "--at", 3, "--sigterm_at", 5, *options)
+    step = int(re.search(r"at step (\d+) the weights", message(ended))[1])
+    assert 5 < step < 1000
+    assert saved_steps(folder) == []
+    text = message(run_two(tmp_path / "planned", "--how", "update", "--save_every", 4, "--stop_after", 7))
     assert "at step 7 " in text
     assert "The check at step 4 passed." in text
-    assert saved_steps(folder) == [4]
+    assert saved_steps(tmp_path / "planned") == [4]
 
 
 @pytest.mark.parametrize("options", [(), ("--find_unused_parameters",), ("--static_graph", "--micro_batch_size", 3)])

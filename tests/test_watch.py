@@ -103,6 +103,17 @@ def test_the_rank_that_waits_is_never_blamed():
     assert course.events[0].rank == 1
 
 
+def test_a_rank_of_a_gpu_that_waits_in_its_forward_pass_is_not_blamed():
+    """Its host launches kernels of the next step and waits there for the GPU, which waits for the other rank."""
+    ranks = lambda s: [rank(0, page.FORWARD, s, step=19), rank(1, page.FORWARD, s, step=18)]
+    course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_USER_CODE, 1: IN_USER_CODE}))
+    assert (course.kinds, course.events[0].rank) == ([(WARNING, "RANK_HUNG")], 1)
+    course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_USER_CODE, 1: IN_BARRIER}))
+    assert course.kinds == [(WARNING, "DEADLOCK")]
+    saves = lambda s: [rank(0, page.FORWARD, s, step=19), rank(1, page.SAVE, s, step=19, normal=60.0)]
+    assert Course().pass_time(50, saves).events == [], "rank 1 is behind, and its save takes as long as usual"
+
+
 def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
     at = lambda s: [rank(0, page.SAVE, s), rank(1, page.BACKWARD, s)]
     course = Course().pass_time(200, at)

@@ -99,15 +99,15 @@ class ParameterCheck:
             f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums)}. {before} The parameter {names[0]}{others}; the "
             f"largest difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one "
             "rank, an update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are "
-            "not affected: each has passed this check before it was written. To continue from the newest one, type the same command with "
-            f"--resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have different "
-            "processors or GPUs, which may round differently, use --check_every 0."
+            "not affected: each has passed this check before it was written. To continue from the newest one, type the same command "
+            f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
+            "different processors or GPUs, which may round differently, use --check_every 0."
         )
         return Failure("failed", text, step)
 
     def _largest_difference(self, parameter: nn.Parameter) -> float:
         """Return the largest difference between two ranks in one element. This is a collective."""
-        largest = parameter.detach().to(torch.float64)
+        largest = parameter.detach().to(torch.float64, copy=True)
         smallest = largest.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)

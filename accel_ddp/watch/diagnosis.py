@@ -44,6 +44,11 @@ class RankView:
         return page.format_place(self.step, self.phase)
 
     @property
+    def position(self) -> tuple[float, int]:
+        """Return how far the rank has come. A rank never waits for one that is ahead of it."""
+        return (float("inf"), 0) if self.phase in page.UNLIMITED else (self.current_step, self.phase)
+
+    @property
     def current_step(self) -> int:
         return page.step_of(self.step, self.phase)
 
@@ -184,16 +189,19 @@ class Judge:
         causes |= {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
         if causes:
             return causes  # the others wait for these
-        overdue = {r.rank: r for r in active if r.age - self._usual(r, ranks) > self.report_after}
-        for r in overdue.values():
-            if r.phase not in page.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
+        overdue = [r for r in active if r.age - self._usual(r, ranks) > self.report_after]
+        # On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
+        behind = min((r.position for r in active), default=(0, 0))
+        for r in overdue:
+            if r.position == behind and r.phase not in page.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
                 if r.phase == page.SAVE and not self.is_disk_hung and r.state != "D":
                     continue  # a slow disk
                 causes[f"rank {r.rank}"] = self._hung_rank(r, ranks)
         if causes or not overdue:
             return causes
         waiting = [r for r in active if r.phase in page.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
-        if len(waiting) == len(active) and all(r.age > self.report_after for r in active):
+        is_ahead = lambda r: r.position > behind
+        if all(r in waiting or is_ahead(r) for r in active) and all(r.age > self.report_after for r in active):
             # A rank that computes in its backward pass is in no collective.
             working = [r for r in waiting if r.rank in stacks and stacks[r.rank] and not stacks[r.rank].is_in_collective()]
             if working and len(working) < len(waiting):

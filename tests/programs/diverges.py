@@ -4,6 +4,8 @@ With --how lr its optimizer has another learning rate, with update it skips one 
 backward pass, and with bit one bit of a weight changes. Buffers and frozen parameters differ between ranks in every run.
 """
 
+import os
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from accel_ddp.training.hooks import Hook
 class Config(TrainConfig):
     how: str = option("", "lr, update, backward or bit", affects_result=False)
     at: int = option(5, "step after which the last rank differs", affects_result=False)
+    sigterm_at: int = option(0, "step after which this process sends SIGTERM to itself", affects_result=False)
     steps: int = 12
     save_every: int = 6
     eval_every: int = 100
@@ -65,6 +68,8 @@ class Fault(Hook):
         return False
 
     def on_update(self, numbers, throughput):
+        if numbers.step == self.cfg.sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         if numbers.step != self.cfg.at or not self.is_last:
             return
         if self.cfg.how == "bit":
