@@ -46,7 +46,7 @@ class Rough(torch.optim.Optimizer):
 
 
 class Loss:
-    """The summed loss of a micro-batch. `steps` yields the step of each call."""
+    """The summed loss of a micro-batch. Each step has one micro-batch, so that calls are steps."""
 
     def __init__(self, accelerator, bad):
         self.is_last, self.bad, self.step = accelerator.is_last_process, bad, 0
