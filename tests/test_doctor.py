@@ -294,6 +294,20 @@ def test_2g_an_interface_that_does_not_exist(nodes):
     )
 
 
+def test_an_error_of_the_main_node_is_also_reported_on_a_node_that_starts_later(nodes):
+    nodes.require("host names")
+    words = [*DOCTOR, "--num_machines", 2, "--main_process_ip", MAIN, "--wait", 300, "--machine_rank"]
+    env = clean_environment(GLOO_SOCKET_IFNAME="ens5")
+    main = Running([nodes.nodes[0].command([*words, 0])], [env], fresh=True)
+    main.until("E_IFNAME: waiting up to 15 s for machine_rank 1, so that every node prints the error.")
+    time.sleep(1)
+    late = Running([nodes.nodes[1].command([*words, 1])], [clean_environment()], fresh=True).ended(60)
+    ended = main.ended(60)
+    assert ended.codes == late.codes == [1]
+    for text in (ended.text, late.text):
+        assert "E_IFNAME  [node0, machine_rank 0] GLOO_SOCKET_IFNAME=ens5" in text
+
+
 def test_2h_large_packets_are_dropped(nodes):
     nodes.require("a firewall")
     nodes.nodes[1].firewall("meta length gt 1400 drop")
