@@ -199,6 +199,9 @@ def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
     time.sleep(0.02)
     for _ in range(3):
         heartbeat.beat()
+    assert page.read(memory()).normal < 0.02, "the first durations are not usual ones"
+    time.sleep(0.02)
+    heartbeat.beat()
     for step in range(4, 400):
         heartbeat.advance(step)
     assert page.read(memory()).normal >= 0.02, "an evaluation keeps what it has learned until the next one"

@@ -4,6 +4,8 @@ The monitor reports ranks that die or hang, chooses the first failure of the run
 every rank. See `watch`.
 """
 
+import contextlib
+import json
 import os
 import sys
 import threading
@@ -45,10 +47,25 @@ def _receive(message: dict[str, Any]) -> None:
     """Handle a message of the monitor. Runs in the thread of the link."""
     if "stop" in message and not process.stop.reason_of_others:
         process.stop.reason_of_others = message["stop"]
+    if "want_collective" in message and process.link:
+        process.link.send({"collective": _last_collective()})
     if "failure" in message and not process.failure:
         process.failure = Failure.from_message(message["failure"])
         process.has_failed.set()
         threading.Thread(target=_leave_late, args=(process.failure,), daemon=True).start()
+
+
+def _last_collective() -> str:
+    """Return the last collective that this rank has started, for example "all_reduce number 45 of [[768, 768]]"."""
+    with contextlib.suppress(Exception):  # a private function of torch
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # the Flight Recorder, which is on by default
+
+        entries = json.loads(_dump_fr_trace_json(True, False))["entries"]
+        ours = [entry for entry in entries if entry["process_group"][1] == "default_pg"]
+        last = max(ours, key=lambda entry: entry["collective_seq_id"])
+        name = last["profiling_name"].rpartition(":")[2]
+        return f"{name} number {last['collective_seq_id']}" + (f" of {last['input_sizes']}" if last["input_sizes"] else "")
+    return ""
 
 
 def _leave_late(failure: Failure) -> None:

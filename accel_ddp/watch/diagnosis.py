@@ -267,7 +267,8 @@ class Judge:
         for r in active[:16]:
             stack = stacks.get(r.rank)
             inside = stack.name_of_collective() if stack and stack.is_in_collective() else page.NAMES[r.phase]
-            places.append(f"{r.name} is at step {r.current_step} in {inside}")
+            last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
+            places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(r.age for r in active)
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}."
         advice = (

@@ -51,6 +51,7 @@ class LocalRank:
     is_dead: bool = False
     status: int | None = None  # exit code, or minus the signal
     reading: page.Reading | None = None
+    collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
 
 
 @dataclass
@@ -103,6 +104,9 @@ class Monitor:
                     self._submit(message["failed"])
                 elif "stop" in message:
                     self._spread_stop(message["stop"])
+                elif "collective" in message and local:
+                    if local.collective and not local.collective.done():
+                        local.collective.set_result(message["collective"])
                 elif "finished" in message and local:
                     local.is_finished = True
         writer.close()
@@ -269,8 +273,9 @@ class Monitor:
         if "want_stack" in message:
             self._keep(self._send_stack(node, message["want_stack"]))
         if "stack" in message:
-            rank, frames = message["stack"]
+            rank, frames, collective = message["stack"]
             self.stacks[rank] = Stack(frames)
+            self.stacks[rank].collective = collective
 
     def _adopt(self, failure: dict[str, Any]) -> None:
         """Take over the failure that another node has chosen, and pass it on if this node coordinates too."""
@@ -300,19 +305,24 @@ class Monitor:
     async def _send_stack(self, node: int, rank: int) -> None:
         stack = await self._read_stack(rank)
         if self.peers:
-            self.peers.send(node, {"stack": [rank, list(stack)]})
+            self.peers.send(node, {"stack": [rank, list(stack), stack.collective]})
 
     async def _read_stack(self, rank: int) -> Stack:
         local = self.ranks.get(rank)
         if local is None:
             return Stack()
+        local.collective = asyncio.get_running_loop().create_future()
+        self._send_to_rank(local, {"want_collective": True})
         stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
+        with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
+            stack.collective = await asyncio.wait_for(local.collective, 0.5)
         if (
             local.reading
             and local.reading.phase == page.DATA
             and (worker := await read_stack_of_worker(local.pid, local.stack_file))
         ):
-            return Stack([*worker[:8], "(a data worker, for which the rank waits)", *stack])
+            worker[8:] = ["(a data worker, for which the rank waits)", *stack]
+            return worker
         return stack
 
     async def _collect_stack(self, rank: int) -> None:

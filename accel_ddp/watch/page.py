@@ -26,6 +26,7 @@ UNLEARNED = {DATA: 120.0, SAVE: 120.0, EVALUATE: 120.0, METRICS: 300.0, OTHER: 6
 UNLEARNED_OTHERWISE = 60.0
 LEARN_AFTER = 3
 
+_UNUSUAL = 2  # the first durations of a phase are not usual ones: workers start, kernels are chosen, connections are opened
 _WINDOW = 64  # steps after which the slowest duration of a phase is no longer recent
 
 _NOW = struct.Struct("@qqqq")  # step, phase, start of the phase (ns of the monotonic clock), beats
@@ -83,7 +84,8 @@ class Heartbeat:
         seconds = (now - self.since) * 1e-9
         at = _SLOWEST_AT + _SLOWEST.size * self.phase
         count, slowest, before = _SLOWEST.unpack_from(self.memory, at)
-        _SLOWEST.pack_into(self.memory, at, count + 1, seconds if seconds > slowest else slowest, before)
+        is_slowest = seconds > slowest and count >= _UNUSUAL
+        _SLOWEST.pack_into(self.memory, at, count + 1, seconds if is_slowest else slowest, before)
         self.phase, self.since, self.beats = phase, now, self.beats + 1
         _NOW.pack_into(self.memory, _NOW_AT, self.step, phase, now, self.beats)
 

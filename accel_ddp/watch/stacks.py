@@ -48,6 +48,8 @@ def allow_tracing(pid: int) -> None:
 class Stack(list[str]):
     """The frames of the main thread, the innermost first, each as "function (file:line)"."""
 
+    collective = ""  # the last collective that the rank has started, for example "all_reduce number 45"
+
     def is_in_collective(self) -> bool:
         """Return whether the innermost frames are those of a collective, or of a backward pass, in which DDP runs collectives."""
         return bool(self) and any(part in self[0] for part in (*_COLLECTIVES, _BACKWARD))
