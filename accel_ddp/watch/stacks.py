@@ -93,7 +93,8 @@ async def read_stack_of_worker(rank: int, file: Path) -> Stack:
     """Return the stack of a data worker of a rank that is not idle, or an empty one. Forked workers write to the file of the rank."""
     for pid in children_of(rank):
         stack = await read_stack(pid, file, state_of(pid))
-        if stack and not any("_worker_loop" in frame for frame in stack[:3]) and any("_worker_loop" in frame for frame in stack):
+        loop = next((at for at, frame in enumerate(stack) if frame.startswith("_worker_loop (")), 0)
+        if loop and not stack[loop - 1].startswith("get ("):  # an idle worker waits for the indices of its next batch
             return stack
     return Stack()
 
