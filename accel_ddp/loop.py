@@ -93,6 +93,7 @@ def fit(
     model.train(cfg.dropout)
     heartbeat = process.heartbeat
     heartbeat.advance(step)
+    heartbeat.report_timing(own_time.timing)
     with signals.can_save(cfg):
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:

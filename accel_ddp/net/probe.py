@@ -44,18 +44,7 @@ class ProbeServer:
         self.num_connections += 1
         try:
             await messages.handshake(reader, writer, self.token, is_client=False)
-            for _ in range(4 * _PINGS):  # a bound for peers that send requests without end
-                request = await messages.receive(reader, 3 * STALL_SECONDS)
-                size = whole_number(request.get("bytes", 0), MOST)
-                left = size
-                while left:
-                    # This timeout is longer than the sender's, because the side that gives up first decides whether the
-                    # path looks stalled or cut.
-                    piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
-                    if not piece:
-                        return
-                    left -= len(piece)
-                await messages.send(writer, {"got": size})
+            await serve_transfers(reader, writer)
         except (messages.HandshakeError, OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # the event loop would print these as errors when it ends
         finally:
@@ -65,6 +54,24 @@ class ProbeServer:
     async def close(self) -> None:
         for server in self.servers:
             server.close()
+
+
+async def serve_transfers(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: dict[str, Any] | None = None
+) -> None:
+    """Receive what the other side sends to measure the path. `request` is its first message, if that was already read."""
+    for _ in range(4 * _PINGS):  # a bound for peers that send requests without end
+        request = request or await messages.receive(reader, 3 * STALL_SECONDS)
+        size = whole_number(request.get("bytes", 0), MOST)
+        request, left = None, size
+        while left:
+            # This timeout is longer than the sender's, because the side that gives up first decides whether the path looks
+            # stalled or cut.
+            piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
+            if not piece:
+                return
+            left -= len(piece)
+        await messages.send(writer, {"got": size})
 
 
 def classify_error(error: BaseException) -> str:
@@ -118,7 +125,7 @@ async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict
 
 
 async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
-    """Return the bytes per second from this node to a ProbeServer while a training uses the path, or None if none answers.
+    """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
 
     It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
     that of the fastest transfer, because the training delays some of them.

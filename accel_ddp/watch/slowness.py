@@ -109,9 +109,15 @@ class Slowness:
         if is_stopped:
             self.stopped.add(rank)
         samples = self.samples[rank]
+        if samples and times.step < samples[-1].step:  # the program has called `fit` again
+            reference = self.links.reference
+            self.__init__(self.hosts, self.nodes)
+            self.links.reference, samples = reference, self.samples[rank]
+        if not any(times[1:]):
+            samples.clear()  # the first step may be that of a checkpoint
         if not samples or times.step > samples[-1].step:
             samples.append(times)
-            if self.first is None and all(self.samples):
+            if self.first is None and all(each and any(each[-1][1:]) for each in self.samples):
                 self._begin(max(each[0].step for each in self.samples) + WARM_UP)
             elif self.first is not None and times.step >= self.target:
                 self.behind.discard(rank)

@@ -69,7 +69,7 @@ def main(cfg: Config) -> None:
     class Recorded(OwnTime):
         def end_step(self, step):
             super().end_step(step)
-            file.write(json.dumps([time.time(), *self.totals]) + "\n")
+            file.write(json.dumps([time.time(), *self.timing]) + "\n")
 
     loop.OwnTime = Recorded
     torch.manual_seed(0)
