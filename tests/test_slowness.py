@@ -9,7 +9,7 @@ import pytest
 
 from accel_ddp.watch import slowness
 from accel_ddp.watch.page import Timing
-from accel_ddp.watch.slowness import SLOW_DATA, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
+from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 FAST = 100e6  # bytes per second
@@ -21,7 +21,7 @@ class Simulated:
     def __init__(self, ranks: int, own: Callable[[int, int], dict[str, float]], ranks_per_node: int = 1):
         """`own(rank, step)` are the seconds that a rank needs itself, by part."""
         self.own, self.nodes = own, [rank // ranks_per_node for rank in range(ranks)]
-        self.judge = Slowness([f"node{node}" for node in self.nodes], self.nodes)
+        self.judge = Slowness([f"node{node}" for node in self.nodes], self.nodes, list(range(100, 100 + ranks)))
         self.times = [Timing(0, *[0.0] * 6) for _ in range(ranks)]
         self.clock, self.observed_at, self.step = 0.0, 0.0, 0
         self.found: list[tuple[int, Notice]] = []  # step of the report
@@ -76,7 +76,7 @@ def test_a_slow_rank_is_reported_within_20_steps(ranks, ranks_per_node, part):
     assert notice.ranks == (ranks - 1,)
     assert 30 <= at <= 50
     assert 29 <= notice.since <= 31
-    assert f"rank {ranks - 1} (node{run.nodes[-1]}) {slowness.PARTS[part][0]}" in notice.text
+    assert f"rank {ranks - 1} (node{run.nodes[-1]}, pid {99 + ranks}) {slowness.PARTS[part][0]}" in notice.text
     assert re.search(
         r"needed (49|50|51)\d ms .* 1\.[56] times .* The others lose 1[6-9]\d ms per step, which is 3\d%", notice.text
     )
@@ -115,7 +115,7 @@ def test_a_rank_that_is_interrupted_again_and_again_is_reported():
 
 
 def test_a_rank_that_a_signal_stops_repeatedly_is_reported_even_if_it_is_always_stopped_while_it_waits():
-    judge = Slowness(["a", "b"], [0, 1])
+    judge = Slowness(["a", "b"], [0, 1], [100, 101])
     found = []
     for i in range(40):
         for rank in range(2):
@@ -123,7 +123,7 @@ def test_a_rank_that_a_signal_stops_repeatedly_is_reported_even_if_it_is_always_
     assert [(notice.kind, notice.ranks) for notice in found] == [(STRAGGLER, (1,))]
     assert "stopped by a signal (state T) in" in found[0].text
     assert not judge.wants_probe
-    judge = Slowness(["a", "b"], [0, 1])
+    judge = Slowness(["a", "b"], [0, 1], [100, 101])
     for i in range(60):  # stopped once, for 20 s
         step = min(i, 10) + max(0, i - 50)
         for rank in range(2):
@@ -207,7 +207,7 @@ def test_a_straggler_is_not_taken_for_a_slow_link_and_one_node_has_no_link():
 def test_slow_data_loading_on_all_ranks_is_reported(ranks):
     own = lambda rank, step: {**steady(0.1), "data": random.uniform(0.45, 0.55) if 30 <= step < 90 else 0.01}
     run = Simulated(ranks, own).run(150)
-    assert run.kinds == [(SLOW_DATA, False), (SLOW_DATA, True)]
+    assert run.kinds == [(DATA_SLOW, False), (DATA_SLOW, True)]
     assert run.found[0][0] <= 50
     assert "--num_workers" in run.found[0][1].text
     assert 29 <= run.found[0][1].since <= 31

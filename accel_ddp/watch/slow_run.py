@@ -22,7 +22,7 @@ class SlowRun:
         self.node, self.peers, self.announce = node, peers, announce
         self.roster = {entry["node"]: entry for entry in message["roster"]}
         ranks = sorted(message["ranks"], key=lambda entry: entry["rank"])
-        self.slowness = Slowness([entry["host"] for entry in ranks], [entry["node"] for entry in ranks])
+        self.slowness = Slowness(*([entry[name] for entry in ranks] for name in ("host", "node", "pid")))
         self.has_reference = False  # the links were measured at the start
         self.task: asyncio.Future | None = None  # a measurement
         self.answers: dict[tuple[int, int], asyncio.Future] = {}

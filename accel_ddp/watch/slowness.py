@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from accel_ddp.watch.page import Timing
 
-STRAGGLER, SLOW_LINK, SLOW_DATA = "STRAGGLER", "SLOW_LINK", "SLOW_DATA"
+STRAGGLER, SLOW_LINK, DATA_SLOW = "STRAGGLER", "SLOW_LINK", "DATA_SLOW"
 
 WARM_UP = 3  # steps that are not judged
 BLOCK_SECONDS = 0.25  # steps are judged together until they have taken this long, because single short steps are only noise
@@ -89,9 +89,9 @@ class _Case:
 class Slowness:
     """Receives the times of all ranks and returns what to report."""
 
-    def __init__(self, hosts: list[str], nodes: list[int]):
-        """`hosts[rank]` and `nodes[rank]` are where each rank runs."""
-        self.hosts, self.nodes = hosts, nodes
+    def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
+        """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
+        self.hosts, self.nodes, self.pids = hosts, nodes, pids
         self.samples: list[list[Timing]] = [[] for _ in hosts]  # since the end of the last block
         self.states: list[deque[tuple[int, bool]]] = [deque(maxlen=OBSERVATIONS) for _ in hosts]  # step, is stopped
         self.stopped: set[int] = set()  # ranks whose process was in state T
@@ -111,7 +111,7 @@ class Slowness:
         samples = self.samples[rank]
         if samples and times.step < samples[-1].step:  # the program has called `fit` again
             reference = self.links.reference
-            self.__init__(self.hosts, self.nodes)
+            self.__init__(self.hosts, self.nodes, self.pids)
             self.links.reference, samples = reference, self.samples[rank]
         if not any(times[1:]):
             samples.clear()  # the first step may be that of a checkpoint
@@ -262,17 +262,19 @@ class Slowness:
 
     def _straggler_text(self, ranks: list[int], worst: int, case: _Case) -> str:
         host = self.hosts[worst]
-        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        name = f"rank {worst} ({host}, pid {self.pids[worst]})"
+        if len(ranks) > 1:
+            name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst} (pid {self.pids[worst]}),"
         bad = [block for block in self._last(WINDOW) if worst in block.slow]
         share = self._stopped_share(worst)
         stopped = f" Its process was stopped by a signal (state T) in {share:.0%} of the observations." if share >= LOST else ""
         if not bad:
-            return f"{name} ({host}) is slow since step {case.since}.{stopped} Find out what stops it."
+            return f"{name} is slow since step {case.since}.{stopped} Find out what stops it."
         own, normal = (statistics.mean(values) for values in zip(*((b.slow[worst][0], b.normal) for b in bad)))
         seconds = statistics.mean(block.seconds for block in bad)
         what, advice = PARTS[statistics.mode(block.slow[worst][1] for block in bad)]
         return (
-            f"{name} ({host}) {what}. It has needed {_seconds(own)} of its own per step since step {case.since}, "
+            f"{name} {what}. It has needed {_seconds(own)} of its own per step since step {case.since}, "
             f"{own / max(normal, 1e-9):.1f} times as long as the other ranks ({_seconds(normal)}). The others lose "
             f"{_seconds(own - normal)} per step, which is {min(1.0, (own - normal) / seconds):.0%} of the step time.{stopped} "
             f"{'Find out what stops it.' if stopped else advice.format(host=host)}"
@@ -352,11 +354,11 @@ class Slowness:
     def _judge_data(self, is_excluded: bool) -> list[Notice]:
         recent = self._last(WINDOW)
         bad = [block for block in recent if block.data > max(DATA_SECONDS, WAITING * block.seconds)]
-        key = (SLOW_DATA, -1)
+        key = (DATA_SLOW, -1)
         if len(bad) < BAD or is_excluded:
             if key in self.cases and len(bad) <= WINDOW - BAD:
                 since = self.cases.pop(key).since
-                return [Notice(SLOW_DATA, True, f"data loading, slow since step {since}, is fast again.", (), since)]
+                return [Notice(DATA_SLOW, True, f"data loading, slow since step {since}, is fast again.", (), since)]
             return []
         case = self.cases.setdefault(key, _Case(bad[0].first))
         data, seconds = (statistics.mean(values) for values in zip(*((block.data, block.seconds) for block in bad)))
@@ -367,7 +369,7 @@ class Slowness:
             f"{who} {_seconds(data)} per step for data, {data / seconds:.0%} of the step time, since step {case.since}. Raise "
             "--num_workers, or make the dataset faster: store decoded data, or use a faster disk."
         )
-        return [Notice(SLOW_DATA, False, text, (), case.since)]
+        return [Notice(DATA_SLOW, False, text, (), case.since)]
 
 
 class _Links:
