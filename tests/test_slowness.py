@@ -1,15 +1,23 @@
 """Ranks and links that slow a run down are reported, with the rank, the part, the loss and the step; noise is not."""
 
 import itertools
+import json
 import random
 import re
-from collections.abc import Callable
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from accel_ddp.watch import slowness
 from accel_ddp.watch.page import Timing
 from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
+from tests.conftest import PROGRAMS, Running, clean_environment, run_all
+from tests.jobs import Jobs, kill, shape_link
+from tests.nodes import Nodes
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 FAST = 100e6  # bytes per second
@@ -211,3 +219,90 @@ def test_slow_data_loading_on_all_ranks_is_reported(ranks):
     assert run.found[0][0] <= 50
     assert "--num_workers" in run.found[0][1].text
     assert 29 <= run.found[0][1].since <= 31
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    """Jobs on this machine, as forks of one process that has imported torch."""
+    with Nodes(1, "loopback") as cluster:
+        jobs = Jobs(cluster)
+        yield jobs
+        jobs.close()
+
+
+def seconds_of(folder: Path, rank: int) -> Timing:
+    """Return the seconds per step of each part in the second half of the run."""
+    rows = [json.loads(line)[1:] for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+    first, last = rows[len(rows) // 2 - 1], rows[-1]
+    return Timing(last[0], *[(b - a) / (last[0] - first[0]) for a, b in zip(first[1:], last[1:])])
+
+
+@pytest.mark.parametrize(
+    ("slow", "part", "options"),
+    [
+        ("loss", "forward", []),
+        ("backward", "backward", ["--micro_batch_size", 8, "--batch_norm", "--broadcast_buffers", "on"]),
+        ("data", "data", ["--seconds", 0.02]),
+        ("hook", "other", ["--save_every", 1000]),
+    ],
+)
+def test_the_time_of_a_slow_rank_is_its_own_and_that_of_the_others_is_communication(jobs, tmp_path, slow, part, options):
+    arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--slow", slow, "--seconds", 0.1, "--steps", 8, *options]
+    with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
+        assert job.codes(90) == [0, 0], job.all_output()
+    fast, slowed = seconds_of(tmp_path, 0), seconds_of(tmp_path, 1)
+    added = {"loss": 0.2, "backward": 0.1, "data": 0.16, "hook": 0.1}[slow]
+    own = lambda timing: sum(timing[1:-1])
+    assert getattr(slowed, part) > added > 2 * (own(slowed) - getattr(slowed, part))
+    assert fast.communication > 0.6 * added > 2 * own(fast)
+    assert abs(sum(fast[1:]) - sum(slowed[1:])) < 0.3 * sum(fast[1:])  # a step takes equally long on both
+
+
+def test_a_rank_that_is_stopped_for_most_of_the_time_is_reported_and_never_ended(jobs, tmp_path):
+    arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--pause", 0.02, "--steps", 45, "--save_every", 1000]
+    with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
+        job.until_step(8)
+        pid, first = job.processes[1].pid, job.last_step()
+        while not job.diagnoses() and job.last_step() < 40:
+            for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
+                kill(pid, number)
+                time.sleep(seconds)
+        at = job.last_step()
+        assert job.codes(90) == [0, 0], job.all_output()
+        found = job.diagnoses()[0]
+    assert (found.level, found.kind, found.number("rank"), found.number("pid")) == ("warning", STRAGGLER, 1, pid)
+    assert at - first <= 25
+
+
+def test_the_rate_of_a_path_is_measured_with_few_bytes_if_it_is_slow(nodes):
+    nodes.require("a link")
+    code = """
+import asyncio, sys
+from accel_ddp.net.probe import ProbeServer, measure_rate
+async def main(ip, port):
+    if port:
+        print(await asyncio.wait_for(measure_rate(ip, int(port), b"token"), 20), flush=True)
+        return
+    server = ProbeServer(b"token")
+    await server.open(ip, 1)
+    print(server.ports[0], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main(*sys.argv[1:]))
+"""
+    source, target = nodes.nodes[:2]
+    words = [sys.executable, "-c", code, target.address]
+    server = Running([target.command([*words, ""])], [clean_environment()], fresh=True)
+    server.until("\n")
+    port = server.read[0].strip()
+    rates = []
+    try:
+        for rate in ("", "1mbit"):
+            shape_link(source, rate) if rate else None
+            rates.append(float(run_all([source.command([*words, port])], [clean_environment()], fresh=True).well().text))
+    finally:
+        shape_link(source, "")
+        server.kill()
+    assert rates[0] > 5e6
+    assert 5e4 < rates[1] < 5e5
+    closed = run_all([source.command([*words, "1"])], [clean_environment()], fresh=True).well()
+    assert closed.text.strip() == "None"
