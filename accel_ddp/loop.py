@@ -29,6 +29,7 @@ from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
 from accel_ddp.training.nonfinite import NonfiniteSteps
 from accel_ddp.training.optim import lr_at, set_lr
+from accel_ddp.training.own_time import OwnTime, Part
 from accel_ddp.training.padding import require_independence
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
@@ -85,11 +86,14 @@ def fit(
     reader = LateReader(accelerator.device)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
     run = _Run(accelerator, cfg, model, evaluate, hooks, saved, pace, total_steps, len(train), first=step, step=step)
+    own_time = OwnTime(accelerator.device, step)
+    own_time.attach(model)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     model.train(cfg.dropout)
     heartbeat = process.heartbeat
     heartbeat.advance(step)
+    heartbeat.report_timing(own_time.timing)
     with signals.can_save(cfg):
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
@@ -102,16 +106,21 @@ def fit(
                 for hook in hooks:
                     hook.on_warm_up(step, seconds)
             pace.restart()
+            own_time.restart()
         while run.continues():
             lr = lr_at(run.step, cfg, total_steps)
             set_lr(optimizer, lr)
             seed = mixed(cfg.seed, "step", run.step)
+            own_time.mark(Part.OTHER)
             heartbeat.enter(DATA)
             batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
+            own_time.mark(Part.DATA)
             work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
-            more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite)
+            more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time)
             stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
             run.step += 1
+            own_time.end_step(run.step)
+            heartbeat.report_timing(own_time.timing)
             heartbeat.advance(run.step)
             heartbeat.enter(DEVICE)
             reader.push(run.step, lr, stats)
@@ -119,7 +128,9 @@ def fit(
 
             # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
             run.receive(reader.pop(wait_for_all=run.saves_now() or run.evaluates_now()))
+            own_time.mark(Part.OTHER)
             check.read(run.step)  # after the numbers: a loss that is not finite is reported as such
+            own_time.mark(Part.COMMUNICATION)
             run.is_stopping = run.is_stopping or run.step == cfg.stop_after
             if run.is_stopping:
                 signals.mark_agreed()  # from here on no time limit ends the save
@@ -136,6 +147,7 @@ def fit(
             run.report_saves()
             if run.saves_now() or run.evaluates_now():
                 pace.restart()
+                own_time.restart()
         return run.finish()
 
 

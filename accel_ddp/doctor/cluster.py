@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_ddp.doctor import connect, facts, host, host_checks, paths, sanitize, timeouts
+from accel_ddp.doctor import connect, facts, host, host_checks, sanitize, timeouts
 from accel_ddp.doctor.client import Facts, follow_coordinator
 from accel_ddp.doctor.coordinator import Coordinator
 from accel_ddp.doctor.host import HOST, local_finding
@@ -19,6 +19,7 @@ from accel_ddp.doctor.report import ERROR, Finding, Outcome, has_errors
 from accel_ddp.environment.topology import Topology
 from accel_ddp.errors import UserError
 from accel_ddp.net import messages
+from accel_ddp.net.probe import ProbeServer
 
 
 @dataclass
@@ -50,7 +51,7 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
     local = await asyncio.to_thread(_check_host, topology, options, ip)
     findings = local.findings
     collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
-    probe_server = paths.ProbeServer(token)
+    probe_server = ProbeServer(token)
     coordinator: Coordinator | None = None
     following: asyncio.Future | None = None
     start = lambda **more: _start_coordinator(topology, local, token, options, print_progress, **more)

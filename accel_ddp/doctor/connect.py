@@ -14,7 +14,7 @@ from accel_ddp.doctor.platforms import detect_platform, firewall_advice
 from accel_ddp.doctor.report import Finding, has_errors
 from accel_ddp.environment.topology import Topology
 from accel_ddp.errors import UserError
-from accel_ddp.net import messages
+from accel_ddp.net import messages, probe
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
@@ -156,7 +156,7 @@ async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str,
     try:
         reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
     except (OSError, asyncio.TimeoutError) as error:
-        return paths.classify_error(error), getattr(error, "strerror", "") or ""
+        return probe.classify_error(error), getattr(error, "strerror", "") or ""
     try:
         await messages.handshake(reader, writer, token, is_client=True)
         return reader, writer

@@ -4,132 +4,14 @@ A firewall or a tunnel that would block the first all-reduce is found here, toge
 """
 
 import asyncio
-import contextlib
-import errno
 import statistics
-import time
 from typing import Any
 
 from accel_ddp.doctor.platforms import firewall_advice
 from accel_ddp.doctor.report import Finding, format_table
-from accel_ddp.net import messages
-from accel_ddp.net.sanitize import whole_number
+from accel_ddp.net.probe import CONNECT_SECONDS, CUT, DROPPED, OK, PAYLOAD, REFUSED, STALLED, UNREACHABLE, probe
 
-CONNECT_SECONDS = 4.0  # TCP repeats a lost SYN after 1 and 3 s
-STALL_SECONDS = 3.0
-PAYLOAD = 256 << 10  # bytes: many packets of any size that a path may drop
-MOST = 64 << 20  # bytes of one measurement
-_PINGS = 10
-_MOST_CONNECTIONS = 1024  # at once; those without the token are closed after 3 s
 _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
-
-# The results of a probe.
-OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "ok", "dropped", "refused", "unreachable", "stalled", "cut"
-
-
-class ProbeServer:
-    """Two ports on the data address of this node, which answer nodes that have the token while the doctor runs."""
-
-    def __init__(self, token: bytes):
-        self.token = token
-        self.servers: list[asyncio.Server] = []
-        self.ports: list[int] = []
-        self.num_connections = 0
-
-    async def open(self, ip: str) -> None:
-        for _ in range(2):
-            sock = messages.open_listening_socket(ip, 0)
-            self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 20))
-            self.ports.append(sock.getsockname()[1])
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.num_connections >= _MOST_CONNECTIONS:
-            writer.close()
-            return
-        self.num_connections += 1
-        try:
-            await messages.handshake(reader, writer, self.token, is_client=False)
-            for _ in range(4 * _PINGS):  # a bound for peers that send requests without end
-                request = await messages.receive(reader, 3 * STALL_SECONDS)
-                size = whole_number(request.get("bytes", 0), MOST)
-                left = size
-                while left:
-                    # This timeout is longer than the sender's, because the side that gives up first decides whether the
-                    # path looks stalled or cut.
-                    piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
-                    if not piece:
-                        return
-                    left -= len(piece)
-                await messages.send(writer, {"got": size})
-        except (messages.HandshakeError, OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
-            pass  # the event loop would print these as errors when it ends
-        finally:
-            self.num_connections -= 1
-            writer.close()
-
-    async def close(self) -> None:
-        for server in self.servers:
-            server.close()
-
-
-def classify_error(error: BaseException) -> str:
-    """Return the result of a probe whose `connect` raised this error."""
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
-        return DROPPED
-    if isinstance(error, ConnectionRefusedError):
-        return REFUSED
-    unreachable = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM)
-    return UNREACHABLE if getattr(error, "errno", None) in unreachable else CUT
-
-
-async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
-    """Probe one direction of one pair of nodes.
-
-    Returns {"how": "ok", "seconds": round trip, "rate": bytes per second}, or {"how": another result}, with the port.
-    """
-    if not ports:  # that node could not open any, and reports this itself
-        return {"how": CUT, "port": 0}
-    result: dict[str, Any] = {"how": OK, "port": ports[0]}
-    writers = []
-    try:
-        for port in ports:
-            result["port"] = port
-            try:
-                reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
-            except (OSError, asyncio.TimeoutError) as error:
-                return {**result, "how": classify_error(error)}
-            writers.append(writer)
-            try:
-                await messages.handshake(reader, writer, token, is_client=True)
-            except (messages.HandshakeError, OSError):
-                return {**result, "how": CUT}
-
-        async def transfer(size: int, seconds: float) -> float:
-            began = time.monotonic()
-            await messages.send(writer, {"bytes": size})
-            block = bytes(min(size, 1 << 20))
-            for at in range(0, size, len(block) or 1):
-                writer.write(block[: size - at])
-                await asyncio.wait_for(writer.drain(), seconds)
-            await messages.receive(reader, seconds)
-            return time.monotonic() - began
-
-        try:
-            result["seconds"] = statistics.median([await transfer(0, STALL_SECONDS) for _ in range(_PINGS)])
-            seconds = await transfer(PAYLOAD, 2 * STALL_SECONDS)
-            result["rate"] = PAYLOAD / seconds
-            if measures:  # as much as this path transfers in about a third of a second
-                size = int(min(MOST, max(PAYLOAD, 0.3 * PAYLOAD / seconds)))
-                result["rate"] = max(size / await transfer(size, 10), result["rate"])
-        except asyncio.TimeoutError:
-            return {**result, "how": STALLED}
-        except OSError:
-            return {**result, "how": CUT}
-        return result
-    finally:
-        for writer in writers:
-            with contextlib.suppress(Exception):
-                writer.close()
 
 
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.optim import words_to_freeze
+from accel_ddp.training.own_time import OwnTime, Part
 from accel_ddp.training.whole_batch import Batch, LossSum, WholeBatch
 from accel_ddp.watch.page import BACKWARD, FORWARD, OPTIMIZER, OTHER
 
@@ -51,20 +52,23 @@ def update(
     vote: bool = False,
     work: tuple[float, float] = (0.0, 0.0),
     on_nonfinite: Literal["stop", "skip"] = "stop",
+    own_time: OwnTime | None = None,
 ) -> UpdateStats:
     """Do one optimizer step on the mean loss of all items in `batches` on all ranks.
 
     How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the
     place of the micro-batch among those of all ranks, so that it stays the same when the same micro-batches are spread over
     another number of ranks. `vote` asks all ranks to stop. `work` is this rank's tokens and FLOPs, for the log.
+    `own_time` receives how long this rank computes and waits.
 
     If the loss or the gradient norm is not finite, every rank leaves weights and optimizer unchanged. The caller finds that in the
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
     heartbeat = process.heartbeat
     heartbeat.enter(FORWARD)
+    mark = own_time.mark if own_time else _mark_nothing
     if isinstance(loss_sum, WholeBatch):
-        loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
+        loss_sum = loss_sum.for_step(accelerator, model, batches, seed, mark)
     _settle_buckets(accelerator, model, batches[0], loss_sum)
     buffers = [buffer.clone() for buffer in model.buffers()] if on_nonfinite == "skip" else []
     num_ranks, device = accelerator.num_processes, accelerator.device
@@ -91,15 +95,21 @@ def update(
             heartbeat.enter(FORWARD)
             with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
+            mark(Part.FORWARD)
             heartbeat.enter(BACKWARD)
             if weight is None:
                 if counting:
                     counting.wait()  # on a GPU the stream waits, not the host
+                    mark(Part.COMMUNICATION)
                 # DDP averages gradients over ranks. We want their sum, hence num_ranks.
                 weight = num_ranks / items.clamp(min=1).to(exact) if isinstance(items, Tensor) else num_ranks / max(items, 1)
             weighted = loss * weight
+            synchronises = is_last and num_ranks > 1
+            if own_time and synchronises:
+                own_time.mark_end_of_backward(weighted)
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
             (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
+        mark(Part.COMMUNICATION if synchronises else Part.BACKWARD)
         loss = loss.detach().to(exact)
         total = loss if total is None else total + loss
 
@@ -114,9 +124,12 @@ def update(
     loss_of_all = total
     if num_ranks > 1:
         loss_of_all = total.clone()
+        mark(Part.OPTIMIZER)
         dist.all_reduce(loss_of_all)
+        mark(Part.COMMUNICATION)
     mean_loss = loss_of_all * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
+    mark(Part.OPTIMIZER)
     heartbeat.enter(OTHER)
     return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total)
 
@@ -165,6 +178,10 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
 def _takes_scaler(kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether `step` expects the GradScaler as an argument, an older protocol, which does not read `found_inf`."""
     return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+def _mark_nothing(part: int) -> None:
+    pass
 
 
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:

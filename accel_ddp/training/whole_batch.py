@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.own_time import Part
 
 Batch = Any
 LossSum = Callable[[nn.Module, Batch], Tensor]
@@ -30,11 +31,16 @@ class WholeBatch:
     def __init__(self, embed: LossSum, keys: Callable[[Batch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
-    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int) -> LossSum:
-        """Return a loss for each micro-batch of this step: its value is that of its own items, its gradient that of all."""
-        keys = _gather(torch.cat([self.keys(batch) for batch in batches]))
+    def for_step(
+        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int, mark: Callable[[int], None]
+    ) -> LossSum:
+        """Return a loss for each micro-batch of this step: its value is that of its own items, its gradient that of all.
+
+        `mark` is that of `OwnTime`.
+        """
+        keys = _gather(torch.cat([self.keys(batch) for batch in batches]), mark)
         if len(batches) == 1:
-            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys)[0]
+            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys, mark)[0]
         rows = []
         with torch.no_grad():
             for i, batch in enumerate(batches):
@@ -44,7 +50,7 @@ class WholeBatch:
                 with CurrentBatch(batch):
                     rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
-        total, own = self._own_and_all(leaf, keys)
+        total, own = self._own_and_all(leaf, keys, mark)
         gradients = torch.autograd.grad(total, leaf)[0].split(sizes)
         values = own.detach().split(sizes)
         index = {id(batch): i for i, batch in enumerate(batches)}
@@ -56,9 +62,9 @@ class WholeBatch:
 
         return loss_sum
 
-    def _own_and_all(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _own_and_all(self, rows: Tensor, keys: Tensor, mark: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """Return (a sum with the value of this rank's items and the gradient of all items, the losses of this rank's items)."""
-        everyone = _gather(rows.detach())
+        everyone = _gather(rows.detach(), mark)
         first = (dist.get_rank() if dist.is_initialized() else 0) * len(rows)
         losses = self.losses(torch.cat([everyone[:first], rows, everyone[first + len(rows) :]]), keys)
         own = losses[first : first + len(rows)]
@@ -66,10 +72,12 @@ class WholeBatch:
         return total + (own.sum() - total).detach(), own
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor, mark: Callable[[int], None]) -> Tensor:
     """Return the rows of all ranks, each of which has the same number."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    mark(Part.FORWARD)
     dist.all_gather(parts, tensor.contiguous())
+    mark(Part.COMMUNICATION)
     return torch.cat(parts)

@@ -24,6 +24,7 @@ from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
+from accel_ddp.watch.slow_run import SlowRun
 from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
 
 READ_SECONDS = 0.25  # between two readings of the pages
@@ -68,6 +69,8 @@ class Monitor:
     ranks: dict[int, LocalRank] = field(default_factory=dict)
     remote: dict[int, RankView] = field(default_factory=dict)
     heard_ranks_at: dict[int, float] = field(default_factory=dict)
+    timings: dict[int, page.Timing] = field(default_factory=dict)  # of ranks on other nodes
+    slow_run: SlowRun | None = None
     stacks: dict[int, Stack] = field(default_factory=dict)
     asked_stacks: dict[int, int] = field(default_factory=dict)  # rank to its beats at that moment
     failure: dict[str, Any] | None = None
@@ -252,16 +255,18 @@ class Monitor:
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
+        self.slow_run = SlowRun(self.node, message, self.peers, self._announce)
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
         """Handle a message of another monitor."""
         if "ranks" in message:
             now = time.monotonic()
-            for rank, step, phase, age, normal, state, stopped, writing, finished, *_timing in message["ranks"]:
+            for rank, step, phase, age, normal, state, stopped, writing, finished, *timing in message["ranks"]:
                 if view := self.remote.get(rank):
                     view.step, view.phase, view.age, view.normal, view.state = step, phase, age, normal, state
                     view.stopped, view.writing, view.is_finished = stopped, writing, finished
                     self.heard_ranks_at[rank] = now
+                    self.timings[rank] = page.Timing(*timing)
         if "failure" in message and not self.failure:
             self._adopt(message["failure"])
         if "failed" in message and not self.failure and self._decides():
@@ -270,6 +275,8 @@ class Monitor:
             print_line(message["event"])
         if "stop" in message:
             self._spread_stop(message["stop"], source=node)
+        if self.slow_run and ("measure" in message or "rate" in message):
+            self._keep(self.slow_run.receive(node, message))
         if "want_stack" in message:
             self._keep(self._send_stack(node, message["want_stack"]))
         if "stack" in message:
@@ -395,11 +402,18 @@ class Monitor:
                     round(v.stopped, 2),
                     round(v.writing, 1),
                     v.is_finished,
+                    *self._timing(v.rank),
                 ]
                 for v in views
             ]
             self.peers.broadcast({"ranks": rows})
             self.peers.ping_silent()
+
+    def _timing(self, rank: int) -> page.Timing:
+        """Return the times that a rank of this node has published, rounded to keep messages short."""
+        local = self.ranks[rank]
+        timing = (local.reading or page.read(local.memory)).timing
+        return page.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
 
     def _judge(self, now: float, seconds: float) -> None:
         views = [self._view(local, now) for local in self.ranks.values()]
@@ -428,6 +442,8 @@ class Monitor:
                 self._announce(event)
         for event in self.judge.examine(seconds * BEAT_EVERY, views, nodes, self.stacks):
             self._announce(event)
+        if self.slow_run and self.node == 0:
+            self.slow_run.examine(views, {**self.timings, **{rank: self._timing(rank) for rank in self.ranks}})
         for rank in self.judge.wants_stacks - self.asked_stacks.keys():
             self.asked_stacks[rank] = 1
             if rank in self.ranks:

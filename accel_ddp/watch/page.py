@@ -31,9 +31,7 @@ _WINDOW = 64  # steps after which the slowest duration of a phase is no longer r
 
 _NOW = struct.Struct("@qqqq")  # step, phase, start of the phase (ns of the monotonic clock), beats
 _WRITER = struct.Struct("@q")  # since when a checkpoint is being written (ns); 0: none is
-_TIMING = struct.Struct(
-    "@qdddd"
-)  # step, own seconds of data, own seconds of computing, exposed communication, seconds of the step
+_TIMING = struct.Struct("@qdddddd")  # Timing
 _SLOWEST = struct.Struct("@qdd")  # for each phase: completed durations, the slowest of this window, of the window before
 _NOW_AT, _WRITER_AT, _TIMING_AT = 0, _NOW.size, _NOW.size + _WRITER.size
 _SLOWEST_AT = _TIMING_AT + _TIMING.size
@@ -41,13 +39,18 @@ SIZE = _SLOWEST_AT + _SLOWEST.size * len(NAMES)
 
 
 class Timing(NamedTuple):
-    """Seconds of one step, as the rank measured them. `own_*` do not contain the time in which the rank waited for other ranks."""
+    """How long a rank has needed since its first step: seconds in total, so that a reader may miss any number of steps.
 
-    step: int
-    own_data: float
-    own_compute: float
-    exposed_comm: float
-    step_seconds: float
+    Evaluations and saves are not included.
+    """
+
+    step: int  # the last step that is included
+    data: float  # waiting for the data loader
+    forward: float
+    backward: float
+    optimizer: float
+    other: float  # logging and hooks, between two steps
+    communication: float  # waiting for other ranks and for the network; what overlaps with computation is not included
 
 
 class Heartbeat:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.net import messages
+from accel_ddp.net import messages, probe
 
 COORDINATORS = 2  # node 0 and its substitute
 RETRY_SECONDS = 0.5
@@ -121,10 +121,13 @@ class Peers:
         """Serve a connection of another node. Connections without the token are closed."""
         try:
             await messages.handshake(reader, writer, self.token, is_client=False)
-            node = (await messages.receive(reader, CONNECT_SECONDS)).get("node")
+            opening = await messages.receive(reader, CONNECT_SECONDS)
+            node = opening.get("node")
             if node in self.peers:
                 await self._read(self.peers[node], reader, writer)
-        except (OSError, messages.HandshakeError, asyncio.TimeoutError):
+            elif "bytes" in opening:
+                await probe.serve_transfers(reader, writer, opening)
+        except (OSError, messages.HandshakeError, ValueError, asyncio.TimeoutError):
             pass
         finally:
             writer.close()

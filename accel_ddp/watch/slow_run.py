@@ -1,0 +1,96 @@
+"""Reports what slows a run down: passes the times of all ranks to `Slowness`, and measures links when it asks for that."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from accel_ddp.net.probe import measure_rate
+from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
+from accel_ddp.watch.page import Timing
+from accel_ddp.watch.peers import Peers
+from accel_ddp.watch.slowness import Slowness, neighbours
+
+MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
+
+
+class SlowRun:
+    """The coordinator has one, which judges. On other nodes it only measures links when the coordinator asks for it."""
+
+    def __init__(self, node: int, message: dict[str, Any], peers: Peers | None, announce: Callable[[Event], None]):
+        """`message` has all nodes and all ranks of the run."""
+        self.node, self.peers, self.announce = node, peers, announce
+        self.roster = {entry["node"]: entry for entry in message["roster"]}
+        ranks = sorted(message["ranks"], key=lambda entry: entry["rank"])
+        self.slowness = Slowness(*([entry[name] for entry in ranks] for name in ("host", "node", "pid")))
+        self.has_reference = False  # the links were measured at the start
+        self.task: asyncio.Future | None = None  # a measurement
+        self.answers: dict[tuple[int, int], asyncio.Future] = {}
+
+    def examine(self, views: list[RankView], timings: dict[int, Timing]) -> None:
+        """Report what is slow. Only the coordinator calls it, after every heartbeat."""
+        for view in views:
+            if view.rank in timings and not view.is_finished:
+                self._report(self.slowness.observe(view.rank, timings[view.rank], view.state in ("T", "t")))
+        if self.peers is None or (self.task and not self.task.done()):
+            return
+        if not self.has_reference and all(peer.heard_at for peer in self.peers.peers.values()):
+            self.has_reference = True
+            self.task = asyncio.ensure_future(self._measure_reference())
+        elif self.slowness.wants_probe:
+            self.task = asyncio.ensure_future(self._measure_now())
+
+    def _report(self, notices: list[Any]) -> None:
+        for notice in notices:
+            rank = notice.ranks[0] if notice.ranks else -1
+            self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, step=notice.since))
+
+    async def _measure_reference(self) -> None:
+        self.slowness.add_reference(await self._measure_all())
+
+    async def _measure_now(self) -> None:
+        self._report(self.slowness.add_rates(await self._measure_all()))
+
+    async def _measure_all(self) -> dict[tuple[int, int], float]:
+        """Return the bytes per second between neighbouring nodes. Pairs that have no node in common are measured together."""
+        rounds: list[list[tuple[int, int]]] = []
+        for pair in neighbours(list(self.roster)):
+            free = next((each for each in rounds if not any(set(pair) & set(other) for other in each)), None)
+            if free is None:
+                rounds.append([pair])
+            else:
+                free.append(pair)
+        rates = {}
+        for pairs in rounds:
+            results = await asyncio.gather(*(self._measure(*pair) for pair in pairs))
+            rates.update({pair: rate for pair, rate in zip(pairs, results) if rate})
+        return rates
+
+    async def _measure(self, source: int, target: int) -> float | None:
+        if source == self.node:
+            return await self._measure_from_here(target)
+        answer = self.answers[source, target] = asyncio.get_running_loop().create_future()
+        self.peers.send(source, {"measure": target})
+        try:
+            return await asyncio.wait_for(answer, MEASURE_SECONDS + 5)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            del self.answers[source, target]
+
+    async def _measure_from_here(self, target: int) -> float | None:
+        peer = self.roster[target]
+        with contextlib.suppress(asyncio.TimeoutError, OSError):
+            return await asyncio.wait_for(measure_rate(peer["address"], peer["port"], self.peers.token), MEASURE_SECONDS)
+        return None
+
+    async def receive(self, node: int, message: dict[str, Any]) -> None:
+        """Measure the link to the node that the coordinator asks for, or take its answer."""
+        if message.get("measure") in self.roster:
+            target = message["measure"]
+            self.peers.send(node, {"rate": [target, await self._measure_from_here(target)]})
+        elif "rate" in message:
+            target, rate = message["rate"]
+            answer = self.answers.get((node, target))
+            if answer and not answer.done():
+                answer.set_result(rate)

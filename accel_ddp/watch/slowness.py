@@ -1,0 +1,432 @@
+"""Finds ranks and links that slow a run down, from the times that ranks publish. Nothing here ends a run.
+
+Ranks wait for each other in every step, so that all have the same step time. The rank whose own time is the longest costs the
+others the difference. If no rank stands out but all wait longer than before, a link may be slow. This is reported only after a
+measurement of the links has confirmed it, because a busy machine delays communication as well.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from accel_ddp.watch.page import Timing
+
+STRAGGLER, SLOW_LINK, DATA_SLOW = "STRAGGLER", "SLOW_LINK", "DATA_SLOW"
+
+WARM_UP = 3  # steps that are not judged
+BLOCK_SECONDS = 0.25  # steps are judged together until they have taken this long, because single short steps are only noise
+WINDOW, BAD = 10, 8  # so many of the last blocks must agree
+LONG_WINDOW = 120  # blocks, for a rank that is interrupted again and again
+SLOWER = 1.25  # times the own time of the other ranks
+LOST = 0.2  # fraction of the step time that others lose; less is not reported
+CLEARLY_LOST = 0.4  # more than noise on a busy machine
+STEADY = 3.0  # standard deviations
+LINK_WINDOW, LINK_BAD = 5, 4  # fewer blocks, because a measurement has to confirm it
+GROWTH = 3.0  # times the earlier communication, or the earlier rate of a link
+WAITING = 0.5  # fraction of the step time in communication, or in data loading, that is checked even if it was always so
+DATA_SECONDS = 0.2  # per step; shorter waits for data are not reported
+REPEAT_STEPS = 100  # the next report of the same case; the pause doubles each time
+OBSERVATIONS = 40  # of the state of a process
+
+# The parts of the own time of a rank, in the order in which it publishes them. Communication follows.
+PARTS = {
+    "data": ("waits for its data loader", "Check the disk and the processor of {host}, or raise --num_workers."),
+    "forward": ("is slow in its forward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
+    "backward": ("is slow in its backward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
+    "optimizer": ("is slow in its optimizer", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
+    "other": ("is slow between its steps, in hooks or in logging", "Check the hooks and trackers, and the disk of {host}."),
+}
+
+
+class Notice(NamedTuple):
+    """A report for the log of every node."""
+
+    kind: str
+    is_over: bool  # the case has ended
+    text: str
+    ranks: tuple[int, ...]
+    since: int  # the first step of the case
+
+
+class _Block(NamedTuple):
+    """Consecutive steps of all ranks. Seconds are per step."""
+
+    first: int
+    last: int
+    seconds: float
+    normal: float  # own time of the slowest rank that is not slow
+    slow: dict[int, tuple[float, str]]  # rank: own time, the part in which it is slow
+    waiting: float  # communication of the rank that waits least; it does not wait for other ranks
+    data: float  # of the rank that waits least for data
+    is_uneven: bool  # a rank is clearly slow
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first + 1
+
+    def lost(self, rank: int) -> float:
+        """Return the seconds per step that others lose by this rank."""
+        return self.slow[rank][0] - self.normal if rank in self.slow else 0.0
+
+
+class _Case:
+    """Something that has been reported and is not over."""
+
+    def __init__(self, since: int) -> None:
+        self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
+
+    def is_due(self, step: int, severity: float) -> bool:
+        """Return whether to report the case now, and remember that it is reported."""
+        if self.severity and severity < 2 * self.severity:
+            if step - self.reported_at < self.pause:
+                return False
+            self.pause *= 2
+        self.reported_at, self.severity = step, severity
+        return True
+
+
+class Slowness:
+    """Receives the times of all ranks and returns what to report."""
+
+    def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
+        """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
+        self.hosts, self.nodes, self.pids = hosts, nodes, pids
+        self.samples: list[list[Timing]] = [[] for _ in hosts]  # since the end of the last block
+        self.states: list[deque[tuple[int, bool]]] = [deque(maxlen=OBSERVATIONS) for _ in hosts]  # step, is stopped
+        self.stopped: set[int] = set()  # ranks whose process was in state T
+        self.first: int | None = None  # the last step before the current block; None: not every rank has published
+        self.target = 0  # the block may end when every rank has done this step
+        self.behind = set(range(len(hosts)))  # ranks that have not
+        self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
+        self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
+        self.usual_waiting: list[float] = []  # communication of the first blocks
+        self.links = _Links()
+
+    def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
+        """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
+        self.states[rank].append((times.step, is_stopped))
+        if is_stopped:
+            self.stopped.add(rank)
+        samples = self.samples[rank]
+        if samples and times.step < samples[-1].step:  # the program has called `fit` again
+            reference = self.links.reference
+            self.__init__(self.hosts, self.nodes, self.pids)
+            self.links.reference, samples = reference, self.samples[rank]
+        if not any(times[1:]):
+            samples.clear()  # the first step may be that of a checkpoint
+        if not samples or times.step > samples[-1].step:
+            samples.append(times)
+            if self.first is None and all(each and any(each[-1][1:]) for each in self.samples):
+                self._begin(max(each[0].step for each in self.samples) + WARM_UP)
+            elif self.first is not None and times.step >= self.target:
+                self.behind.discard(rank)
+        if self.first is None or self.behind:
+            return []
+        last = min(each[-1].step for each in self.samples)
+        seconds = sum(self._spent(0, last)) * (last - self.first)
+        if seconds < BLOCK_SECONDS:
+            self._wait_for(last + 1)
+            return []
+        self.blocks.append(self._block(last))
+        for each in self.samples:
+            while len(each) > 1 and each[1].step <= last:
+                del each[0]
+        self._begin(last)
+        return self._judge()
+
+    def _begin(self, step: int) -> None:
+        self.first = step
+        self._wait_for(step + 1)
+
+    def _wait_for(self, step: int) -> None:
+        self.target = step
+        self.behind = {rank for rank, samples in enumerate(self.samples) if samples[-1].step < step}
+
+    def _spent(self, rank: int, last: int) -> list[float]:
+        """Return the seconds per step of each part, from the start of the block to `last`."""
+        before, after = _at(self.samples[rank], self.first), _at(self.samples[rank], last)
+        return [(b - a) / (last - self.first) for a, b in zip(before, after)]
+
+    def _block(self, last: int) -> _Block:
+        spent = [self._spent(rank, last) for rank in range(len(self.hosts))]
+        own = [sum(parts[:-1]) for parts in spent]
+        seconds = statistics.median(map(sum, spent))
+        usual = statistics.median_low(own)  # of two ranks it is the faster one
+        slow = {rank for rank, value in enumerate(own) if value > SLOWER * usual and value - usual > LOST / 2 * seconds}
+        normal = max(value for rank, value in enumerate(own) if rank not in slow)
+        typical = [statistics.median_low(column) for column in zip(*spent)]
+
+        def part(rank: int) -> str:
+            return max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
+
+        return _Block(
+            self.first + 1, last, seconds, normal, {rank: (own[rank], part(rank)) for rank in slow},
+            min(parts[-1] for parts in spent), min(parts[0] for parts in spent),
+            any(own[rank] - normal >= CLEARLY_LOST * seconds for rank in slow),
+        )  # fmt: skip
+
+    def _judge(self) -> list[Notice]:
+        """Return the notices after a new block."""
+        newest = self.blocks[-1]
+        found: list[Notice] = []
+        stragglers: dict[int, list[int]] = {}
+        totals = self._total_losses()
+        for rank in sorted(self._slow_ranks(WINDOW) | self.stopped):
+            if self._is_straggler(rank, totals):
+                stragglers.setdefault(self.nodes[rank], []).append(rank)
+        for node, ranks in stragglers.items():
+            case = self.cases.setdefault((STRAGGLER, node), _Case(self._since(ranks)))
+            worst = max(ranks, key=self._lost)
+            case.lost += max(newest.lost(rank) for rank in ranks) * newest.steps
+            if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst)):
+                found.append(Notice(STRAGGLER, False, self._straggler_text(ranks, worst, case), tuple(ranks), case.since))
+        found += self._judge_links(is_excluded=bool(stragglers) or self._has_suspect())
+        found += self._judge_data(is_excluded=bool(stragglers))
+        for kind, node in [key for key in self.cases if key[0] == STRAGGLER and key[1] not in stragglers]:
+            of_node = [rank for rank, its in enumerate(self.nodes) if its == node]
+            recent = self._last(WINDOW)
+            if all(sum(rank in block.slow for block in recent) <= WINDOW - BAD for rank in of_node):
+                case = self.cases.pop((kind, node))
+                text = (
+                    f"{self.hosts[of_node[0]]} is as fast as the other nodes again. A rank there was slower from step {case.since} "
+                    f"to about step {recent[0].first}, by which the others lost about {_seconds(case.lost)}."
+                )
+                found.append(Notice(STRAGGLER, True, text, tuple(of_node), case.since))
+        return found
+
+    def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
+        """Return whether the rank is clearly or steadily slower, or is interrupted again and again.
+
+        On a machine with more busy processes than cores, the faster of two ranks changes all the time. In two minutes with 5
+        busy processes on 2 cores no rank lost 40 % in more than 4 of 10 blocks, and no mean of 10 blocks was above 1.7 standard
+        deviations.
+        """
+        if self._stopped_share(rank) >= LOST:
+            return True
+        window, bad = (2 * WINDOW, 2 * WINDOW - 2) if self.is_uneven else (WINDOW, BAD)
+        recent = [block.lost(rank) / block.seconds for block in self._last(window)]
+        if sum(share >= CLEARLY_LOST for share in recent) >= bad:
+            return True
+        if len(recent) == window and statistics.mean(recent) >= max(LOST, STEADY * statistics.pstdev(recent)):
+            return True
+        if len(self.blocks) < LONG_WINDOW // 2 or not any(recent):
+            return False
+        if totals.get(rank, 0.0) < 1.5 * LOST * sum(block.seconds * block.steps for block in self.blocks):
+            return False
+        elsewhere = max((value for each, value in totals.items() if self.nodes[each] != self.nodes[rank]), default=0.0)
+        return elsewhere <= totals[rank] / 4 and sum(rank in block.slow for block in self.blocks) >= BAD
+
+    def _total_losses(self) -> dict[int, float]:
+        """Return the seconds that the others have lost by each rank in all blocks that are kept."""
+        totals: dict[int, float] = {}
+        for block in self.blocks:
+            for rank in block.slow:
+                totals[rank] = totals.get(rank, 0.0) + block.lost(rank) * block.steps
+        return totals
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether single ranks were clearly slower in a tenth of the earlier blocks, as with texts of different lengths."""
+        earlier = list(self.blocks)[:-WINDOW]
+        return sum(block.is_uneven for block in earlier) > 0.1 * len(earlier)
+
+    def _last(self, number: int) -> list[_Block]:
+        return list(self.blocks)[-number:]
+
+    def _slow_ranks(self, number: int) -> set[int]:
+        """Return the ranks that were slow in any of the last blocks."""
+        return {rank for block in self._last(number) for rank in block.slow}
+
+    def _stopped_share(self, rank: int) -> float:
+        """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
+        states = self.states[rank]
+        stops = {step for step, is_stopped in states if is_stopped}
+        if len(stops) < 4:
+            return 0.0
+        share = sum(is_stopped for _, is_stopped in states) / len(states)
+        return share if len(states) >= WINDOW else 0.0
+
+    def _has_suspect(self) -> bool:
+        counts = [sum(rank in block.slow for block in self._last(LINK_WINDOW)) for rank in self._slow_ranks(LINK_WINDOW)]
+        return max(counts, default=0) > LINK_WINDOW - LINK_BAD
+
+    def _lost(self, rank: int) -> float:
+        """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
+        bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
+        return statistics.mean(bad) if bad else 0.0
+
+    def _since(self, ranks: list[int]) -> int:
+        recent = self._last(WINDOW)
+        return next((block.first for block in recent if any(rank in block.slow for rank in ranks)), recent[0].first)
+
+    def _straggler_text(self, ranks: list[int], worst: int, case: _Case) -> str:
+        host = self.hosts[worst]
+        name = f"rank {worst} ({host}, pid {self.pids[worst]})"
+        if len(ranks) > 1:
+            name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst} (pid {self.pids[worst]}),"
+        bad = [block for block in self._last(WINDOW) if worst in block.slow]
+        share = self._stopped_share(worst)
+        stopped = f" Its process was stopped by a signal (state T) in {share:.0%} of the observations." if share >= LOST else ""
+        if not bad:
+            return f"{name} is slow since step {case.since}.{stopped} Find out what stops it."
+        own, normal = (statistics.mean(values) for values in zip(*((b.slow[worst][0], b.normal) for b in bad)))
+        seconds = statistics.mean(block.seconds for block in bad)
+        what, advice = PARTS[statistics.mode(block.slow[worst][1] for block in bad)]
+        return (
+            f"{name} {what}. It has needed {_seconds(own)} of its own per step since step {case.since}, "
+            f"{own / max(normal, 1e-9):.1f} times as long as the other ranks ({_seconds(normal)}). The others lose "
+            f"{_seconds(own - normal)} per step, which is {min(1.0, (own - normal) / seconds):.0%} of the step time.{stopped} "
+            f"{'Find out what stops it.' if stopped else advice.format(host=host)}"
+        )
+
+    # Links
+
+    def _judge_links(self, is_excluded: bool) -> list[Notice]:
+        newest = self.blocks[-1]
+        if len(set(self.nodes)) < 2:
+            return []
+        if len(self.usual_waiting) < WINDOW and not is_excluded and not self.links.slow:
+            self.usual_waiting.append(newest.waiting)
+        if is_excluded:
+            self.links.wants_probe = False
+            return []
+        usual = statistics.median(self.usual_waiting) if self.usual_waiting else newest.waiting
+        recent = self._last(LINK_WINDOW)
+
+        def is_bad(block: _Block) -> bool:
+            has_grown = block.waiting > GROWTH * usual and block.waiting - usual > LOST * block.seconds
+            return has_grown or block.waiting > WAITING * block.seconds
+
+        bad = [block for block in recent if is_bad(block)]
+        links = self.links
+        if len(bad) >= LINK_BAD:
+            waiting = statistics.median(block.waiting for block in bad)
+            if links.is_probe_due(newest.last, waiting):
+                links.since = links.since or bad[0].first
+        elif links.since and len(recent) - len(bad) >= LINK_BAD:
+            links.wants_probe, since, links.since, links.asked_waiting = False, links.since, 0, 0.0
+            if links.slow:
+                pair, links.slow = links.slow, None
+                text = f"communication {self._pair(pair)} takes as long as before again. It was slow from step {since} on."
+                return [Notice(SLOW_LINK, True, text, (), since)]
+        return []
+
+    @property
+    def wants_probe(self) -> bool:
+        """Whether the coordinator should measure all neighbouring pairs of nodes now, and pass the results to `add_rates`."""
+        return self.links.wants_probe
+
+    def add_reference(self, rates: Mapping[tuple[int, int], float]) -> None:
+        """Add the bytes per second of each (source node, target node), as measured at the start or by the doctor."""
+        self.links.reference.update(rates)
+
+    def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
+        """Return a notice if a link is slow. `rates` are bytes per second, 0 if the measurement failed."""
+        links, newest = self.links, self.blocks[-1]
+        links.wants_probe = False
+        slowest = find_slow_link(rates, links.reference)
+        if not slowest:
+            return []
+        pair, rate, reference = slowest
+        recent = self._last(LINK_BAD)
+        waiting = statistics.median(block.waiting for block in recent)
+        before = [block.waiting for block in self.blocks if block.last < (links.since or newest.first)]
+        usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
+        links.slow = pair
+        at_start = f"at the start it was {_rate(links.reference[pair])}" if pair in links.reference else ""
+        others = f"the median of the other pairs is {_rate(reference)}" if len(rates) > 2 else ""
+        compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
+        text = (
+            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
+            f"wait {_seconds(waiting)} per step for communication, instead of {_seconds(usual)}. They lose "
+            f"{(waiting - usual) / statistics.median(block.seconds for block in recent):.0%} of the step time. "
+            "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
+        )
+        return [Notice(SLOW_LINK, False, text, (), links.since or newest.first)]
+
+    def _pair(self, pair: tuple[int, int]) -> str:
+        source, target = (self.hosts[self.nodes.index(node)] for node in pair)
+        return f"{source} -> {target}"
+
+    # Data
+
+    def _judge_data(self, is_excluded: bool) -> list[Notice]:
+        recent = self._last(WINDOW)
+        bad = [block for block in recent if block.data > max(DATA_SECONDS, WAITING * block.seconds)]
+        key = (DATA_SLOW, -1)
+        if len(bad) < BAD or is_excluded:
+            if key in self.cases and len(bad) <= WINDOW - BAD:
+                since = self.cases.pop(key).since
+                return [Notice(DATA_SLOW, True, f"data loading, slow since step {since}, is fast again.", (), since)]
+            return []
+        case = self.cases.setdefault(key, _Case(bad[0].first))
+        data, seconds = (statistics.mean(values) for values in zip(*((block.data, block.seconds) for block in bad)))
+        if not case.is_due(bad[-1].last, data):
+            return []
+        who = "the rank waits" if len(self.hosts) == 1 else "all ranks wait"
+        text = (
+            f"{who} {_seconds(data)} per step for data, {data / seconds:.0%} of the step time, since step {case.since}. Raise "
+            "--num_workers, or make the dataset faster: store decoded data, or use a faster disk."
+        )
+        return [Notice(DATA_SLOW, False, text, (), case.since)]
+
+
+class _Links:
+    """What is known about links between nodes."""
+
+    def __init__(self) -> None:
+        self.reference: dict[tuple[int, int], float] = {}
+        self.wants_probe = False
+        self.slow: tuple[int, int] | None = None  # reported, and not over
+        self.since = 0  # the first step in which all ranks wait longer than usual; 0: they do not
+        self.asked_at, self.asked_waiting, self.pause = 0, 0.0, REPEAT_STEPS
+
+    def is_probe_due(self, step: int, waiting: float) -> bool:
+        """Return whether to measure now: the first time, if waiting has doubled, and after 100, 200, 400, ... steps."""
+        if self.asked_waiting and waiting < 2 * self.asked_waiting:
+            if step - self.asked_at < self.pause:
+                return False
+            self.pause *= 2
+        self.asked_at, self.asked_waiting, self.wants_probe = step, waiting, True
+        return True
+
+
+def find_slow_link(
+    rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
+) -> tuple[tuple[int, int], float, float] | None:
+    """Return (pair, its rate, the rate it is compared with) of the slowest link that is at least 3 times slower than it was, or than
+    the others; None if there is none."""
+    found = []
+    for pair, rate in rates.items():
+        others = [other for each, other in rates.items() if each != pair and each != pair[::-1]]
+        usual = statistics.median(others) if others else reference.get(pair, 0.0)
+        if rate < max(usual, reference.get(pair, 0.0)) / GROWTH:
+            found.append((pair, rate, usual or reference[pair]))
+    return min(found, key=lambda each: each[1], default=None)
+
+
+def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
+    """Return the pairs of nodes between which gradients travel in a ring, in both directions."""
+    ordered = sorted(set(nodes))
+    ring = list(zip(ordered, ordered[1:] + ordered[:1])) if len(ordered) > 2 else [tuple(ordered)] if len(ordered) == 2 else []
+    return [pair for a, b in ring for pair in ((a, b), (b, a))]
+
+
+def _at(samples: list[Timing], step: int) -> list[float]:
+    """Return the seconds up to `step`, which is between two samples if the reader has missed it."""
+    after = next(i for i, times in enumerate(samples) if times.step >= step)
+    b = samples[after]
+    if b.step == step or not after:
+        return list(b[1:])
+    a = samples[after - 1]
+    weight = (step - a.step) / (b.step - a.step)
+    return [x + weight * (y - x) for x, y in zip(a[1:], b[1:])]
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e6:.1f} MB/s" if value >= 1e5 else f"{value / 1e6:.2g} MB/s"

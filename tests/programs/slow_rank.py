@@ -1,0 +1,92 @@
+"""Train on ranks of which the last one is slow in one part of its steps, and write what each rank has measured to OUT/RANK.jsonl."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    out: str = ""
+    slow: str = ""  # loss, backward, data or hook
+    seconds: float = 0.2
+    from_step: int = 0
+    until_step: int = 1_000_000
+    steps: int = 20
+    global_batch_size: int = 16
+    micro_batch_size: int = 4
+    log_every: int = 1
+    width: int = 128
+    batch_norm: bool = False
+    pause: float = 0.0  # minimum seconds of a micro-batch, on every rank
+
+
+def main(cfg: Config) -> None:
+    import torch
+    from torch import nn
+
+    from accel_ddp import loop
+    from accel_ddp.training.hooks import Hook
+    from accel_ddp.training.own_time import OwnTime
+
+    accelerator = accel_ddp.start(cfg)
+    now = {"step": 0}
+
+    def delay(where: str) -> None:
+        if where == cfg.slow and accelerator.is_last_process and cfg.from_step <= now["step"] < cfg.until_step:
+            time.sleep(cfg.seconds)
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            delay("data")
+            return torch.full((cfg.width,), index / 64)
+
+    class Delayed(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            delay("backward")
+            return gradient
+
+    class Slow(Hook):
+        def on_update(self, numbers, pace):
+            now["step"] = numbers.step
+            delay("hook")
+
+    file = (Path(cfg.out) / f"{accelerator.process_index}.jsonl").open("w", buffering=1)
+
+    class Recorded(OwnTime):
+        def end_step(self, step):
+            super().end_step(step)
+            file.write(json.dumps([time.time(), *self.timing]) + "\n")
+
+    loop.OwnTime = Recorded
+    torch.manual_seed(0)
+    layers = [nn.Linear(cfg.width, cfg.width), *([nn.BatchNorm1d(cfg.width)] if cfg.batch_norm else [])]
+    model = nn.Sequential(*layers, nn.Linear(cfg.width, cfg.width))
+
+    def loss_sum(model, batch):
+        delay("loss")
+        time.sleep(cfg.pause)
+        return model(Delayed.apply(batch.clone().requires_grad_())).square().sum()
+
+    accel_ddp.fit(
+        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(Items(), torch.stack), loss_sum=loss_sum, count=len,
+        hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Slow()],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(Config, main)

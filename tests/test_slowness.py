@@ -1,0 +1,308 @@
+"""Ranks and links that slow a run down are reported, with the rank, the part, the loss and the step; noise is not."""
+
+import itertools
+import json
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_ddp.watch import slowness
+from accel_ddp.watch.page import Timing
+from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
+from tests.conftest import PROGRAMS, Running, clean_environment, run_all
+from tests.jobs import Jobs, kill, shape_link
+from tests.nodes import Nodes
+
+PARTS = ("data", "forward", "backward", "optimizer", "other")
+FAST = 100e6  # bytes per second
+
+
+class Simulated:
+    """A run whose ranks wait for each other. Each rank's heartbeat is observed every 0.5 s, as by the monitors."""
+
+    def __init__(self, ranks: int, own: Callable[[int, int], dict[str, float]], ranks_per_node: int = 1):
+        """`own(rank, step)` are the seconds that a rank needs itself, by part."""
+        self.own, self.nodes = own, [rank // ranks_per_node for rank in range(ranks)]
+        self.judge = Slowness([f"node{node}" for node in self.nodes], self.nodes, list(range(100, 100 + ranks)))
+        self.times = [Timing(0, *[0.0] * 6) for _ in range(ranks)]
+        self.clock, self.observed_at, self.step = 0.0, 0.0, 0
+        self.found: list[tuple[int, Notice]] = []  # step of the report
+
+    def run(self, steps: int, communication: float = 0.01, pauses: dict[int, float] | None = None) -> "Simulated":
+        for _ in range(steps):
+            self.step += 1
+            parts = [self.own(rank, self.step) for rank in range(len(self.times))]
+            longest = max(sum(each.values()) for each in parts) + communication
+            self._observe(self.clock + longest)
+            self.times = [
+                Timing(
+                    self.step, *(getattr(before, name) + each.get(name, 0.0) for name in PARTS),
+                    before.communication + longest - sum(each.values()),
+                )
+                for before, each in zip(self.times, parts)
+            ]  # fmt: skip
+            self.clock += longest
+            self._observe(self.clock + (pauses or {}).get(self.step, 0.0))
+        return self
+
+    def _observe(self, until: float) -> None:
+        while self.observed_at <= until:
+            for rank, times in enumerate(self.times):
+                self.found += [(self.step, notice) for notice in self.judge.observe(rank, times)]
+            self.observed_at += 0.5
+
+    @property
+    def kinds(self) -> list[tuple[str, bool]]:
+        return [(notice.kind, notice.is_over) for _, notice in self.found]
+
+
+def steady(seconds: float) -> dict[str, float]:
+    return {"data": 0.1 * seconds, "forward": 0.3 * seconds, "backward": 0.5 * seconds, "optimizer": 0.1 * seconds}
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, 1), (3, 1), (8, 1), (16, 8)])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_slow_rank_is_reported_within_20_steps(ranks, ranks_per_node, part):
+    draw = random.Random(ranks)
+
+    def own(rank, step):
+        seconds = {name: value * draw.uniform(0.9, 1.1) for name, value in steady(0.3).items()}
+        if rank == ranks - 1 and step >= 30:
+            seconds[part] = seconds.get(part, 0.0) + 0.2
+        return seconds
+
+    run = Simulated(ranks, own, ranks_per_node).run(60)
+    (at, notice), *more = run.found
+    assert not more
+    assert notice.kind == STRAGGLER
+    assert notice.ranks == (ranks - 1,)
+    assert 30 <= at <= 50
+    assert 29 <= notice.since <= 31
+    assert f"rank {ranks - 1} (node{run.nodes[-1]}, pid {99 + ranks}) {slowness.PARTS[part][0]}" in notice.text
+    assert re.search(
+        r"needed (49|50|51)\d ms .* 1\.[56] times .* The others lose 1[6-9]\d ms per step, which is 3\d%", notice.text
+    )
+
+
+def test_a_rank_that_is_slow_from_the_first_step_is_reported_and_its_recovery_as_well():
+    run = Simulated(2, lambda rank, step: steady(0.9 if rank == 1 and step < 60 else 0.3)).run(120)
+    assert run.kinds == [(STRAGGLER, False), (STRAGGLER, True)]
+    assert run.found[0][0] <= 20
+    assert 60 <= run.found[1][0] <= 80
+    lost = float(re.search(r"the others lost about ([\d.]+) s", run.found[1][1].text)[1])
+    assert 25 < lost < 40  # 60 steps, of which those before the report are not counted
+
+
+def test_all_slow_ranks_of_a_node_are_in_one_report():
+    run = Simulated(16, lambda rank, step: steady(0.5 if rank >= 8 else 0.3), 8).run(40)
+    assert run.kinds == [(STRAGGLER, False)]
+    assert run.found[0][1].ranks == tuple(range(8, 16))
+    assert "ranks 8, 9, 10" in run.found[0][1].text
+
+
+def test_a_lasting_case_is_reported_again_after_100_200_and_400_steps_and_when_it_becomes_worse():
+    run = Simulated(2, lambda rank, step: steady(0.6 if rank == 1 else 0.3)).run(900)
+    steps = [at for at, _ in run.found]
+    assert [b - a for a, b in itertools.pairwise(steps)] == [100, 200, 400]
+    run = Simulated(2, lambda rank, step: steady((0.6 if step < 40 else 1.2) if rank == 1 else 0.3)).run(80)
+    assert len(run.found) == 2
+    assert 40 < run.found[1][0] < 60
+
+
+def test_a_rank_that_is_interrupted_again_and_again_is_reported():
+    """Its steps are short, and most of them are as fast as those of the others."""
+    run = Simulated(2, lambda rank, step: steady(3.0 if rank == 1 and step % 50 == 0 else 0.02)).run(2000, 0.002)
+    assert {(notice.kind, notice.is_over) for _, notice in run.found} == {(STRAGGLER, False)}
+    assert run.found[0][1].ranks == (1,)
+
+
+def test_a_rank_that_a_signal_stops_repeatedly_is_reported_even_if_it_is_always_stopped_while_it_waits():
+    judge = Slowness(["a", "b"], [0, 1], [100, 101])
+    found = []
+    for i in range(40):
+        for rank in range(2):
+            found += judge.observe(rank, Timing(i, 0, 0.1 * i, 0, 0, 0, 0.4 * i), is_stopped=rank == 1 and i % 5 != 0)
+    assert [(notice.kind, notice.ranks) for notice in found] == [(STRAGGLER, (1,))]
+    assert "stopped by a signal (state T) in" in found[0].text
+    assert not judge.wants_probe
+    judge = Slowness(["a", "b"], [0, 1], [100, 101])
+    for i in range(60):  # stopped once, for 20 s
+        step = min(i, 10) + max(0, i - 50)
+        for rank in range(2):
+            times = Timing(step, 0, 0.1 * step, 0, 0, 0, 0.4 * step + (20 if step > 10 else 0))
+            assert not judge.observe(rank, times, is_stopped=rank == 1 and 10 < i < 50)
+
+
+@pytest.mark.parametrize(
+    "name", ["noise", "uneven", "one_slow_step", "all_slow", "pauses", "short_steps", "slow_now_and_then", "main_saves"]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_nothing_is_reported_without_a_straggler(name, ranks):
+    draw = random.Random(1)
+    own, pauses = {
+        "noise": (lambda rank, step: steady(0.3 * draw.lognormvariate(0, 0.3)), {}),
+        "uneven": (lambda rank, step: steady(draw.choice([0.1, 0.2, 0.5])), {}),
+        "one_slow_step": (lambda rank, step: steady(20 if (rank, step) == (ranks - 1, 50) else 0.3), {}),
+        "all_slow": (lambda rank, step: steady((0.3 if step < 100 else 3.0) * draw.uniform(0.95, 1.05)), {}),
+        "pauses": (lambda rank, step: steady(0.1 * draw.uniform(0.9, 1.1)), {step: 30.0 for step in range(20, 1000, 20)}),
+        "short_steps": (lambda rank, step: steady(0.005 * draw.lognormvariate(0, 0.5)), {}),
+        "slow_now_and_then": (lambda rank, step: steady(0.8 if step // 5 % 8 == rank else 0.4), {}),
+        "main_saves": (lambda rank, step: steady(0.6 if rank == 0 and step % 20 < 3 else 0.3), {}),
+    }[name]
+    run = Simulated(ranks, own).run(1500, communication=0.001, pauses=pauses)
+    assert not run.found, run.found[0]
+    assert not run.judge.wants_probe
+
+
+def test_a_slow_link_is_reported_after_a_measurement_and_its_recovery_as_well():
+    draw = random.Random(2)
+    run = Simulated(2, lambda rank, step: steady(0.1 * draw.uniform(0.9, 1.1)))
+    run.judge.add_reference({(0, 1): FAST, (1, 0): FAST})
+    run.run(20, communication=0.02)
+    assert not run.judge.wants_probe
+    while not run.judge.wants_probe:
+        run.run(1, communication=1.0)
+    assert run.step <= 30
+    assert not run.found
+    (notice,) = run.judge.add_rates({(0, 1): 0.9 * FAST, (1, 0): 0.12e6})
+    assert notice.kind == SLOW_LINK
+    assert 20 <= notice.since <= 22
+    assert "node1 -> node0 transfers 0.1 MB/s; at the start it was 100.0 MB/s" in notice.text
+    assert re.search(r"all ranks wait 1\.\d s per step for communication, instead of 2\d ms\. They lose 8\d%", notice.text)
+    run.run(50, communication=1.0)
+    assert not run.found
+    assert not run.judge.wants_probe
+    run.run(40, communication=0.02)
+    assert run.kinds == [(SLOW_LINK, True)]
+
+
+def test_links_that_are_as_fast_as_before_are_not_reported_although_communication_takes_longer():
+    run = Simulated(3, lambda rank, step: steady(0.1))
+    run.judge.add_reference({pair: FAST for pair in neighbours([0, 1, 2])})
+    run.run(20, 0.02).run(10, 0.5)
+    assert run.judge.wants_probe
+    assert not run.judge.add_rates({pair: 0.5 * FAST for pair in neighbours([0, 1, 2])})
+    run.run(60, 0.5)
+    assert not run.judge.wants_probe  # not again in every step
+
+
+def test_of_several_links_the_one_that_is_slower_than_the_others_is_reported_even_without_a_reference():
+    assert neighbours([0, 0, 1, 1]) == [(0, 1), (1, 0)]
+    assert len(neighbours([0, 1, 2, 3])) == 8
+    assert not neighbours([0, 0])
+    run = Simulated(4, lambda rank, step: steady(0.1)).run(30, 0.5)
+    assert run.judge.wants_probe  # communication takes more than half of the step, although it always did
+    (notice,) = run.judge.add_rates({pair: FAST / 50 if pair == (2, 3) else FAST for pair in neighbours([0, 1, 2, 3])})
+    assert "node2 -> node3 transfers 2.0 MB/s; the median of the other pairs is 100.0 MB/s" in notice.text
+
+
+def test_a_straggler_is_not_taken_for_a_slow_link_and_one_node_has_no_link():
+    run = Simulated(2, lambda rank, step: steady(1.0 if rank and step > 20 else 0.1)).run(60)
+    assert run.kinds == [(STRAGGLER, False)]
+    assert not run.judge.wants_probe
+    run = Simulated(2, lambda rank, step: steady(0.1), ranks_per_node=2).run(20, 0.01).run(40, 1.0)
+    assert not run.found
+    assert not run.judge.wants_probe
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_slow_data_loading_on_all_ranks_is_reported(ranks):
+    own = lambda rank, step: {**steady(0.1), "data": random.uniform(0.45, 0.55) if 30 <= step < 90 else 0.01}
+    run = Simulated(ranks, own).run(150)
+    assert run.kinds == [(DATA_SLOW, False), (DATA_SLOW, True)]
+    assert run.found[0][0] <= 50
+    assert "--num_workers" in run.found[0][1].text
+    assert 29 <= run.found[0][1].since <= 31
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    """Jobs on this machine, as forks of one process that has imported torch."""
+    with Nodes(1, "loopback") as cluster:
+        jobs = Jobs(cluster)
+        yield jobs
+        jobs.close()
+
+
+def seconds_of(folder: Path, rank: int) -> Timing:
+    """Return the seconds per step of each part in the second half of the run."""
+    rows = [json.loads(line)[1:] for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+    first, last = rows[len(rows) // 2 - 1], rows[-1]
+    return Timing(last[0], *[(b - a) / (last[0] - first[0]) for a, b in zip(first[1:], last[1:])])
+
+
+@pytest.mark.parametrize(
+    ("slow", "part", "options"),
+    [
+        ("loss", "forward", []),
+        ("backward", "backward", ["--micro_batch_size", 8, "--batch_norm", "--broadcast_buffers", "on"]),
+        ("data", "data", ["--seconds", 0.02]),
+        ("hook", "other", ["--save_every", 1000]),
+    ],
+)
+def test_the_time_of_a_slow_rank_is_its_own_and_that_of_the_others_is_communication(jobs, tmp_path, slow, part, options):
+    arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--slow", slow, "--seconds", 0.1, "--steps", 8, *options]
+    with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
+        assert job.codes(90) == [0, 0], job.all_output()
+    fast, slowed = seconds_of(tmp_path, 0), seconds_of(tmp_path, 1)
+    added = {"loss": 0.2, "backward": 0.1, "data": 0.16, "hook": 0.1}[slow]
+    own = lambda timing: sum(timing[1:-1])
+    assert getattr(slowed, part) > added > 2 * (own(slowed) - getattr(slowed, part))
+    assert fast.communication > 0.6 * added > 2 * own(fast)
+    assert abs(sum(fast[1:]) - sum(slowed[1:])) < 0.3 * sum(fast[1:])  # a step takes equally long on both
+
+
+def test_a_rank_that_is_stopped_for_most_of_the_time_is_reported_and_never_ended(jobs, tmp_path):
+    arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--pause", 0.02, "--steps", 45, "--save_every", 1000]
+    with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
+        job.until_step(8)
+        pid, first = job.processes[1].pid, job.last_step()
+        while not job.diagnoses() and job.last_step() < 40:
+            for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
+                kill(pid, number)
+                time.sleep(seconds)
+        at = job.last_step()
+        assert job.codes(90) == [0, 0], job.all_output()
+        found = job.diagnoses()[0]
+    assert (found.level, found.kind, found.number("rank"), found.number("pid")) == ("warning", STRAGGLER, 1, pid)
+    assert at - first <= 25
+
+
+def test_the_rate_of_a_path_is_measured_with_few_bytes_if_it_is_slow(nodes):
+    nodes.require("a link")
+    code = """
+import asyncio, sys
+from accel_ddp.net.probe import ProbeServer, measure_rate
+async def main(ip, port):
+    if port:
+        print(await asyncio.wait_for(measure_rate(ip, int(port), b"token"), 20), flush=True)
+        return
+    server = ProbeServer(b"token")
+    await server.open(ip, 1)
+    print(server.ports[0], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main(*sys.argv[1:]))
+"""
+    source, target = nodes.nodes[:2]
+    words = [sys.executable, "-c", code, target.address]
+    server = Running([target.command([*words, ""])], [clean_environment()], fresh=True)
+    server.until("\n")
+    port = server.read[0].strip()
+    rates = []
+    try:
+        for rate in ("", "1mbit"):
+            shape_link(source, rate) if rate else None
+            rates.append(float(run_all([source.command([*words, port])], [clean_environment()], fresh=True).well().text))
+    finally:
+        shape_link(source, "")
+        server.kill()
+    assert rates[0] > 5e6
+    assert 5e4 < rates[1] < 5e5
+    closed = run_all([source.command([*words, "1"])], [clean_environment()], fresh=True).well()
+    assert closed.text.strip() == "None"
