@@ -133,7 +133,7 @@ class Job:
         return sorted(found, key=lambda diagnosis: diagnosis.seconds)
 
     def until_diagnosis(self, kind: str, level: str, timeout: float, after: float = 0.0, of: int | None = None) -> Diagnosis:
-        seconds, number, _ = self.until(rf"^{level}: ({kind}): ", of, timeout, after)
+        seconds, number, _ = self.until(rf"^(?:{level}): (?:{kind}): ", of, timeout, after)
         return next(
             diagnosis for diagnosis in self.diagnoses(after)
             if (diagnosis.process, diagnosis.seconds) == (number, seconds) and re.fullmatch(kind, diagnosis.kind)

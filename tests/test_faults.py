@@ -312,7 +312,8 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
             (diagnosis,) = [d for d in job.diagnoses() if d.process == side and d.level == "error"]
             assert diagnosis.kind in ("NODE_LOST", "LINK_LOST", "MAIN_NODE_LOST")
             assert f"node{1 - side}" in diagnosis.text, "the other node is not named"
-            assert diagnosis.number("step") in range(step, step + 4)
+            # The last heartbeat of the other node was sent up to half a second before the link was lost.
+            assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED {cut.__name__}: end {ended - began:.1f} s")
 
@@ -335,7 +336,7 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
         (diagnosis,) = [d for d in job.diagnoses() if d.process == 1 - lost and d.level == "error"]
         assert diagnosis.kind == ("MAIN_NODE_LOST" if lost == 0 else "NODE_LOST")
         assert f"node{lost}" in diagnosis.text
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED node {lost} killed: end {ended - began:.1f} s")
 

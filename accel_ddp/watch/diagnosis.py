@@ -133,11 +133,14 @@ class Judge:
                     left = cause.aborts_after - cause.seconds
                     end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if self.abort_after else ""
                     events.append(self._event(WARNING, cause, ranks, stacks, end))
-        for key in [key for key in self.open if key not in causes]:
-            over = self.open.pop(key)
-            if over.is_reported:
-                events.append(self._recovered(over.cause, ranks))
+        over = [self.open.pop(key) for key in list(self.open) if key not in causes]
+        events += [self._recovered(found.cause, ranks) for found in over if found.is_reported]
         return events + self._short_silences(nodes)
+
+    def close(self, ranks: list[RankView]) -> list[Event]:
+        """Return that all causes are over, when another node decides again."""
+        over, self.open = self.open, {}
+        return [self._recovered(found.cause, ranks) for found in over.values() if found.is_reported]
 
     def _is_over_limit(self, cause: Cause, ranks: list[RankView]) -> bool:
         if not self.abort_after or cause.seconds < cause.aborts_after:
