@@ -139,7 +139,7 @@ def test_a_fault_inside_a_rank_is_diagnosed_on_every_node(request, tmp_path, pla
             assert diagnosis.number("pid") == int(injected[1])
             assert diagnosis.host == host_of(job, 1, places)
         # Data workers load batches of later steps, and a divergence is found at the next check.
-        steps = range(7, 20) if name in ("lr", "skip", "worker data", "data") else range(7, 9)
+        steps = range(7, 20) if name in ("lr", "skip", "worker data", "data") else range(7, 10)
         assert diagnosis.number("step") in steps
         for node in job.nodes:
             assert re.search(case.more, job.text_of_node(node)), f"{case.more!r} is missing\n{job.all_output()}"
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_diagnosed_on_every_node(request, tmp_path, place, rank
         print(job.all_output())
         diagnosis = agree(job, "error", "RANK_DIED")
         assert (diagnosis.number("rank"), diagnosis.number("pid"), diagnosis.host) == (rank, pid, host_of(job, rank, places))
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step, step + 5)
         assert "SIGKILL" in diagnosis.text
         assert codes == [-9 if rank == 0 else FAILED, -9 if rank == 1 else FAILED]
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
@@ -488,7 +488,7 @@ def test_faults_under_launchers_on_two_nodes(two, tmp_path, launcher, fault):
         assert codes == expected
         diagnosis = agree(job, "error", kind)
         assert f"node{at_fault}" in diagnosis.text
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step, step + 5)
         if kind != "LAUNCHER_DIED":
             assert (diagnosis.number("rank"), diagnosis.number("pid")) == (at_fault, pid)
         assert "stopped: " not in job.text(), "the fault is reported as a stop that a user requested"
