@@ -37,7 +37,7 @@ class Diagnosis:
 
     def number(self, word: str) -> int | None:
         """Return the first number after this word, for example the rank or the step."""
-        found = re.search(rf"\b{word} (\d+)", self.text)
+        found = re.search(rf"\b{word} (\d+)", self.text, re.IGNORECASE)
         return int(found[1]) if found else None
 
     @property
