@@ -37,7 +37,7 @@ class Diagnosis:
 
     def number(self, word: str) -> int | None:
         """Return the first number after this word, for example the rank or the step."""
-        found = re.search(rf"\b{word} (\d+)", self.text)
+        found = re.search(rf"\b{word} (\d+)", self.text, re.IGNORECASE)
         return int(found[1]) if found else None
 
     @property
@@ -133,7 +133,7 @@ class Job:
         return sorted(found, key=lambda diagnosis: diagnosis.seconds)
 
     def until_diagnosis(self, kind: str, level: str, timeout: float, after: float = 0.0, of: int | None = None) -> Diagnosis:
-        seconds, number, _ = self.until(rf"^{level}: ({kind}): ", of, timeout, after)
+        seconds, number, _ = self.until(rf"^(?:{level}): (?:{kind}): ", of, timeout, after)
         return next(
             diagnosis for diagnosis in self.diagnoses(after)
             if (diagnosis.process, diagnosis.seconds) == (number, seconds) and re.fullmatch(kind, diagnosis.kind)

@@ -139,7 +139,7 @@ def test_a_fault_inside_a_rank_is_diagnosed_on_every_node(request, tmp_path, pla
             assert diagnosis.number("pid") == int(injected[1])
             assert diagnosis.host == host_of(job, 1, places)
         # Data workers load batches of later steps, and a divergence is found at the next check.
-        steps = range(7, 20) if name in ("lr", "skip", "worker data", "data") else range(7, 9)
+        steps = range(7, 20) if name in ("lr", "skip", "worker data", "data") else range(7, 10)
         assert diagnosis.number("step") in steps
         for node in job.nodes:
             assert re.search(case.more, job.text_of_node(node)), f"{case.more!r} is missing\n{job.all_output()}"
@@ -173,7 +173,7 @@ def test_a_killed_rank_is_diagnosed_on_every_node(request, tmp_path, place, rank
         print(job.all_output())
         diagnosis = agree(job, "error", "RANK_DIED")
         assert (diagnosis.number("rank"), diagnosis.number("pid"), diagnosis.host) == (rank, pid, host_of(job, rank, places))
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step, step + 5)
         assert "SIGKILL" in diagnosis.text
         assert codes == [-9 if rank == 0 else FAILED, -9 if rank == 1 else FAILED]
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
@@ -312,7 +312,8 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
             (diagnosis,) = [d for d in job.diagnoses() if d.process == side and d.level == "error"]
             assert diagnosis.kind in ("NODE_LOST", "LINK_LOST", "MAIN_NODE_LOST")
             assert f"node{1 - side}" in diagnosis.text, "the other node is not named"
-            assert diagnosis.number("step") in range(step, step + 4)
+            # The last heartbeat of the other node was sent up to half a second before the link was lost.
+            assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED {cut.__name__}: end {ended - began:.1f} s")
 
@@ -335,7 +336,7 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
         (diagnosis,) = [d for d in job.diagnoses() if d.process == 1 - lost and d.level == "error"]
         assert diagnosis.kind == ("MAIN_NODE_LOST" if lost == 0 else "NODE_LOST")
         assert f"node{lost}" in diagnosis.text
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED node {lost} killed: end {ended - began:.1f} s")
 
@@ -487,7 +488,7 @@ def test_faults_under_launchers_on_two_nodes(two, tmp_path, launcher, fault):
         assert codes == expected
         diagnosis = agree(job, "error", kind)
         assert f"node{at_fault}" in diagnosis.text
-        assert diagnosis.number("step") in range(step, step + 4)
+        assert diagnosis.number("step") in range(step, step + 5)
         if kind != "LAUNCHER_DIED":
             assert (diagnosis.number("rank"), diagnosis.number("pid")) == (at_fault, pid)
         assert "stopped: " not in job.text(), "the fault is reported as a stop that a user requested"

@@ -70,6 +70,32 @@ def test_a_rank_that_is_stopped_for_20_s_is_reported_afterwards_and_the_run_cont
     assert "it is over after 20 s, at step 19" in course.events[1].text
 
 
+def test_the_duration_of_a_fault_is_not_learned_as_usual():
+    """The ranks have measured 20.3 s for the phases in which rank 1 was stopped. The next fault is reported as early as the first."""
+    course = Course().pass_time(20, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)])
+    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    course.events.clear()
+    later = lambda s: [rank(0, page.BACKWARD, s, normal=20.3), rank(1, page.FORWARD, s, normal=20.3)]
+    course.pass_time(29.5, later)
+    assert course.kinds == [(WARNING, "RANK_HUNG")]
+    assert "for 8 s (usually 0.5 s at most)" in course.events[0].text
+    course.pass_time(1, lambda s: later(29.5 + s))
+    assert course.kinds[1] == (ERROR, "RANK_HUNG")
+    slower = lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, normal=40.0)]  # learned since, without a fault
+    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    course.events.clear()
+    assert course.pass_time(44, slower).events == []
+
+
+def test_a_node_that_was_cut_off_closes_its_reports_when_the_coordinator_decides_again():
+    lost = lambda s: ([rank(1, page.BACKWARD, s)], [NodeView(0, "node0", "10.77.0.1", silent=s)], {})
+    course = Course().pass_time(8, lost)
+    assert course.kinds == [(WARNING, "MAIN_NODE_LOST")]
+    assert [(event.severity, event.kind) for event in course.judge.close([rank(1, page.DATA)])] == [(INFO, "MAIN_NODE_LOST")]
+    assert course.judge.close([]) == []
+    assert course.pass_time(8, lost).kinds == [(WARNING, "MAIN_NODE_LOST")] * 2, "a second interruption is not reported"
+
+
 @pytest.mark.parametrize("phase", [page.START, page.LOAD, page.COMPILE, page.WAIT, page.END])
 def test_phases_without_a_usual_duration_are_never_reported(phase):
     course = Course().pass_time(900, lambda s: [rank(0, page.WAIT, s), rank(1, phase, s)])

@@ -14,6 +14,7 @@ ERROR, WARNING, INFO = "error", "warning", "info"
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
 STACK_SECONDS = 1.5  # how long a report waits for the stacks of the ranks
 SHORT_SILENCE = 3.0  # an interruption of a link that is shorter is not worth a line
+OUTLIER_SECONDS = 3.0  # between the last observation of a fault and its end
 CLOSED_SECONDS = 2.0  # a node whose connection was closed may connect again within this time
 CLOSED_ABORT_SECONDS = 5.0  # later the node is gone: its kernel has closed the connection
 
@@ -102,6 +103,7 @@ class _Open:
     cause: Cause
     waited: float = 0.0  # for stacks
     is_reported: bool = False
+    ages: dict[tuple[int, int], tuple[float, float | None]] = field(default_factory=dict)  # see Judge.outliers
 
 
 class Judge:
@@ -114,6 +116,9 @@ class Judge:
         self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
         self.wants_stacks: set[int] = set()
         self.is_disk_hung = False  # set by the monitor of the main node
+        # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
+        # too, and the next fault would otherwise be reported later by this duration.
+        self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
@@ -133,11 +138,21 @@ class Judge:
                     left = cause.aborts_after - cause.seconds
                     end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if self.abort_after else ""
                     events.append(self._event(WARNING, cause, ranks, stacks, end))
-        for key in [key for key in self.open if key not in causes]:
-            over = self.open.pop(key)
-            if over.is_reported:
-                events.append(self._recovered(over.cause, ranks))
-        return events + self._short_silences(nodes)
+        for found in self.open.values():
+            found.ages |= {(r.rank, r.phase): (r.age, self._normal(r)) for r in ranks if r.age > self.report_after}
+        over = [self.open.pop(key) for key in list(self.open) if key not in causes]
+        return events + self._end(over, ranks) + self._short_silences(nodes)
+
+    def close(self, ranks: list[RankView]) -> list[Event]:
+        """Return that all causes are over, when another node decides again."""
+        over, self.open = self.open, {}
+        return self._end(list(over.values()), ranks)
+
+    def _end(self, over: list[_Open], ranks: list[RankView]) -> list[Event]:
+        reported = [found for found in over if found.is_reported]
+        for found in reported:
+            self.outliers |= found.ages
+        return [self._recovered(found.cause, ranks) for found in reported]
 
     def _is_over_limit(self, cause: Cause, ranks: list[RankView]) -> bool:
         if not self.abort_after or cause.seconds < cause.aborts_after:
@@ -210,8 +225,14 @@ class Judge:
         return {}
 
     def _usual(self, r: RankView, ranks: Iterable[RankView]) -> float:
-        same = [other.normal for other in ranks if other.phase == r.phase] + [r.normal]
+        same = [self._normal(other) for other in ranks if other.phase == r.phase] + [self._normal(r)]
         return page.usual_seconds(r.phase, same)
+
+    def _normal(self, r: RankView) -> float | None:
+        """Return the usual duration that the rank has learned for its phase, or the one before a fault that has prolonged it."""
+        age, before = self.outliers.get((r.rank, r.phase), (float("inf"), None))
+        is_outlier = r.normal is not None and age <= r.normal < age + OUTLIER_SECONDS
+        return before if is_outlier else r.normal
 
     def _limit(self, usual: float) -> float:
         return max(self.abort_after, ABORT_FACTOR * usual) if usual < float("inf") else float("inf")

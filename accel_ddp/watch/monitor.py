@@ -363,11 +363,19 @@ class Monitor:
             count += 1
             if count % BEAT_EVERY == 0:
                 self._send_beat()
-                if not self.failure and now > self.quiet_until and self._decides():
-                    self._judge(now, now - last)
+                if not self.failure and now > self.quiet_until:
+                    if self._decides():
+                        self._judge(now, now - last)
+                    else:
+                        self._hand_over()
             last = now
         if self.peers:
             await self.peers.close()
+
+    def _hand_over(self) -> None:
+        """Close what this node has reported while it was cut off. From now on the coordinator decides again."""
+        for event in self.judge.close([view for view in self.remote.values() if view.rank in self.heard_ranks_at]):
+            print_line(str(event))
 
     def _waits_for_decision(self) -> bool:
         return self.pending is not None and self.failure is None

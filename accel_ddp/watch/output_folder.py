@@ -22,28 +22,43 @@ class OutputFolder:
     def __init__(self, path: str):
         self.path = Path(path)
         self.is_missing = False
+        self.removals = 0  # also counts a folder that was created again before this process could see that it was missing
         self.is_reported = False
+        self.reported_removals = 0
         self.probe = 0  # pid of the child that writes
         self.probed_at = 0.0
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
-        existed = False
+        held = -1  # an open folder, whose inode number is not used for another one
         while True:
-            exists = self.path.is_dir()
-            self.is_missing = existed and not exists
-            existed = existed or exists
+            if held >= 0 and not self._is_same(held):
+                os.close(held)
+                held = -1
+                self.removals += 1
+            if held < 0:
+                with contextlib.suppress(OSError):
+                    held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            self.is_missing = held < 0 and self.removals > 0
             time.sleep(LOOK_SECONDS)
+
+    def _is_same(self, held: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(held), os.stat(self.path))
+        except OSError:
+            return False
 
     def events(self) -> list[Event]:
         """Return what changed since the last call."""
-        if self.is_missing == self.is_reported:
+        is_missing, removals = self.is_missing, self.removals
+        if (is_missing, removals) == (self.is_reported, self.reported_removals):
             return []
-        self.is_reported = self.is_missing
-        if self.is_missing:
+        is_new, self.is_reported, self.reported_removals = removals != self.reported_removals, is_missing, removals
+        if is_new:
+            created = "creates" if is_missing else "has created"
             text = (
                 f"the output folder {self.path} was removed or is no longer mounted. Its checkpoints are gone. Training continues, "
-                "and the next save creates it again."
+                f"and the {'next' if is_missing else 'last'} save {created} it again."
             )
             return [Event(WARNING, "OUTPUT_REMOVED", text)]
         return [Event(INFO, "OUTPUT_REMOVED", f"the output folder {self.path} exists again.")]
