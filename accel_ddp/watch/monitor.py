@@ -22,6 +22,7 @@ from typing import Any
 
 from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.outcome import write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
 from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
@@ -199,6 +200,11 @@ class Monitor:
         if self.peers:
             self.peers.broadcast({"failure": failure})
         print_line(failure["line"])
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
+            step = failure.get("step", -1)
+            write_outcome(
+                self.launcher, {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
+            )
         for local in self.ranks.values():
             self._send_to_rank(local, {"failure": failure})
         self.changed.set()
