@@ -48,6 +48,7 @@ class RestartingRendezvous:
         self.is_elastic = params.min_nodes != params.max_nodes  # a user who asks for a changing number of nodes gets torch's own
         self.num_rounds = 0
         self.waiting_since: float | None = None
+        self.is_store_lost = False
         self.is_forced = False  # the agent restarts healthy ranks, because another node waits
         self.pid = os.getpid()
         if backend == "c10d":
@@ -65,6 +66,7 @@ class RestartingRendezvous:
         if self.joins_running_job:
             _print(f"the job is already running at {self.params.endpoint}: this node joins it")
         self.handler = self.create(self.params)
+        self.is_store_lost = False
 
     # ---- torch's interface
 
@@ -94,9 +96,16 @@ class RestartingRendezvous:
         """Return how many nodes wait for the next round. torch then restarts the ranks of this node."""
         from torch.distributed.elastic.rendezvous import RendezvousError
 
+        if self.is_store_lost:
+            return 0
         try:
             waiting = self.handler.num_nodes_waiting()
-        except (RendezvousError, RuntimeError):  # the store is lost with its host; the ranks end with a diagnosis
+        except (RendezvousError, RuntimeError):
+            # The store is lost with its host, and the ranks end with a diagnosis. Another use of the store would print a page of
+            # C++ frames each time.
+            self.is_store_lost = True
+            if timer := getattr(self.handler, "_keep_alive_timer", None):
+                timer.cancel()
             return 0
         if self.is_elastic or not waiting:
             self.waiting_since = None
@@ -178,7 +187,7 @@ class RestartingRendezvous:
         store = getattr(self.handler, "_store", None)
         if store is None:  # the handler has just been created
             return True
-        return self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
+        return not self.is_store_lost and self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
 
     def _open_again(self, deadline: float) -> None:
         """Wait until the main launcher runs again or is reachable again, and create another handler."""

@@ -37,10 +37,12 @@ def begin_attempt(cfg: TrainConfig) -> None:
             _write(path, {"event": "start", "time": _started_at()}, mode="w")
         else:
             failure = process.remembered.get("failure") or {}
-            logged = [line["step"] for line in _read(Path(cfg.output_dir, "log.jsonl")) if "step" in line]
+            log = _read(Path(cfg.output_dir, "log.jsonl"))
+            starts = [number for number, line in enumerate(log) if line.get("event") == "start"]
+            logged = [line.get("step", 0) for line in log[starts[-1] if starts else 0 :]]
             _write(path, {
                 "event": "failure", "time": failure.get("time") or time.time(), "step": failure.get("step"),
-                "logged_step": (logged or [0])[-1], "text": failure.get("text") or NO_REASON,
+                "logged_step": max(logged, default=0), "text": failure.get("text") or NO_REASON,
             })  # fmt: skip
         lines = _read(path)
     lines, absolute = broadcast_object((lines, os.path.abspath(cfg.output_dir)))
@@ -85,9 +87,9 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
             "restart": len(failures), "lost_steps": max(0, reached - step), "lost_seconds": round(now - committed, 1),
             "committed": committed, "failed_step": reached, "text": last["text"],
         }  # fmt: skip
-        reason = last["text"].splitlines()[0]
+        reason = last["text"].removeprefix("error: ").splitlines()[0].partition(". ")[0].rstrip(".")  # without what to do
         print_on_main(
-            f"restart {len(failures)} of {most}: {reason} {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
+            f"restart {len(failures)} of {most}: {reason}. {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
             f"which {max(0.0, now - last['time']):.0f} s passed since the failure. Training continues at step {step}."
         )
     _write(path, saved)
