@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.watch import outcome
 from tests.conftest import BIN, PROGRAMS, Running, clean_environment, free_port, rank_environments, run_all
-from tests.test_stop import last_checkpoint, steps_saved, wait_for
+from tests.test_stop import last_checkpoint, wait_for
 
 TRAINS = PROGRAMS / "trains.py"
 
@@ -131,5 +130,11 @@ def check_faults(nodes, backend: str, folder: Path, uninterrupted: dict[str, byt
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_all(nodes, backend, tmp_path, uninterrupted):
-    job = check_faults(nodes, backend, tmp_path / "run", uninterrupted, os.environ.get("FAULTS", "rank 1,rank 0,node 1,launcher 1,node 0").split(","))
+    job = check_faults(
+        nodes,
+        backend,
+        tmp_path / "run",
+        uninterrupted,
+        os.environ.get("FAULTS", "rank 1,rank 0,node 1,launcher 1,node 0").split(","),
+    )
     print(job.text)

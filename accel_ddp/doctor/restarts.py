@@ -28,6 +28,7 @@ from accel_ddp.doctor.host import HOST
 from accel_ddp.watch import outcome
 
 IMPATIENCE_SECONDS = 60.0  # a node that waits longer for the next round has lost its ranks without a diagnosis on the others
+DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
 PROBE_SECONDS = 3.0  # for the store of a running job to answer
 _JOB, _FLAG, _AGREED = "accel_ddp/job", "accel_ddp/is_restart", "accel_ddp/agreed"
 
@@ -120,6 +121,7 @@ class RestartingRendezvous:
         """Return where and with whom the ranks are started. Exit if the attempt before must be the last one."""
         if self.num_rounds:
             self._end_after_last_attempt()
+        os.environ[outcome.ROUND] = str(self.num_rounds)
         self.num_rounds += 1
         self.waiting_since, self.is_forced = None, False
         deadline = time.monotonic() + self.wait_seconds
@@ -131,14 +133,18 @@ class RestartingRendezvous:
     # ---- whether to restart
 
     def _end_after_last_attempt(self) -> None:
-        ended = outcome.take_outcome(self.pid)
+        last, failed_steps = self.num_rounds - 1, outcome.recall(self.pid).get("failed_steps", [])
         if self.is_forced:  # the ranks were healthy and ended because of the agent's SIGTERM
+            outcome.forget_outcome(self.pid, last)
             return
-        reason = outcome.why_not_restarted(ended, outcome.recall(self.pid).get("failed_steps", []))
-        if ended and reason:
+        # A rank that stops or reports an error has written the outcome. If a rank was killed, the monitor may still be writing it,
+        # which matters only if this step has already failed twice.
+        deadline = time.monotonic() + (DECIDE_SECONDS if len(failed_steps) >= outcome.MOST_FAILURES_OF_A_STEP - 1 else 0)
+        while (ended := outcome.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if ended and (reason := outcome.why_not_restarted(ended, failed_steps)):
             _print(f"the ranks are not started again, because {reason}")
             sys.exit(ended["exit_code"] or 1)
-        outcome.remember(self.pid, failure=ended)
 
     # ---- how nodes meet again
 

@@ -24,7 +24,7 @@ from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.link import MonitorAddress
-from accel_ddp.watch.outcome import IS_RESTART, launcher_pid, read_outcome, recall, why_not_restarted
+from accel_ddp.watch.outcome import IS_RESTART, current_round, launcher_pid, read_outcome, recall, why_not_restarted
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _end_if_stopped() -> None:
 
     `doctor.at_launch` lets the launcher end in this case. It is not loaded if the launched script does not mention this package.
     """
-    outcome = read_outcome(launcher_pid()) if process.restarts else None
+    outcome = read_outcome(launcher_pid(), current_round() - 1)
     if outcome and why_not_restarted(outcome, []):
         kind = {USER_ERROR: "error", UNSAVED: "unsaved", INTERRUPTED: "interrupted"}.get(outcome["exit_code"], "stopped")
         raise Stopped(Failure(kind, outcome["text"]))
@@ -126,7 +126,9 @@ def _end_if_stopped() -> None:
 
 def _recall_run() -> dict[str, Any]:
     """Return what this node remembers of the run, if this process continues an earlier attempt."""
-    return recall(launcher_pid()) if process.restarts or os.environ.get(IS_RESTART) == "1" else {}
+    if not current_round() and os.environ.get(IS_RESTART) != "1":
+        return {}
+    return {**recall(launcher_pid()), "failure": read_outcome(launcher_pid(), current_round() - 1)}
 
 
 def _newest_run(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def begin_attempt(cfg: TrainConfig) -> None:
     failures = [line for line in lines if line["event"] == "failure"]
     if process.is_local_main:
         steps = [failure["step"] for failure in failures]
-        remember(launcher_pid(), output_dir=cfg.output_dir, absolute=absolute, failed_steps=steps, failure=None)
+        remember(launcher_pid(), output_dir=cfg.output_dir, absolute=absolute, failed_steps=steps)
     if reason := _why_no_progress(lines):
         raise UserError(f"{reason}, so that the run is not restarted again. The last failure: {failures[-1]['text']}")
 

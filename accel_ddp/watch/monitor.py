@@ -471,10 +471,10 @@ async def watch(options: dict[str, Any]) -> None:
     monitor = Monitor(**{name: options[name] for name in names})
 
     async def accept_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if monitor.peers:
-            await monitor.peers.accept(reader, writer)
-        else:
-            writer.close()
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print it when this process ends
+            if monitor.peers:
+                await monitor.peers.accept(reader, writer)
+        writer.close()
 
     rank_socket = socket.socket(fileno=options["rank_socket"])
     servers = [await asyncio.start_unix_server(monitor.serve_rank, sock=rank_socket, limit=LONGEST_LINE)]

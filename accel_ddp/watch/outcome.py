@@ -1,9 +1,9 @@
 """What a node remembers between two attempts of a launcher with `--max_restarts`.
 
 The ranks of an attempt are gone when the launcher decides whether to start them again, and a main node that was lost has lost its
-store. Therefore each node keeps two small files in a private folder of the user in the temporary directory: the outcome of the
-last attempt, and the run (its output folder, its last failure, and the steps at which earlier attempts failed). The key of both is
-the launcher, that is, its pid and its start time, because pids are used again.
+store. Therefore each node keeps small files in a private folder of the user in the temporary directory: the outcome of each
+attempt, and the run (its output folder, and the steps at which earlier attempts failed). Their key is the launcher, that is, its
+pid and its start time, because pids are used again.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 
 IS_RESTART = "ACCEL_DDP_IS_RESTART"  # the launcher sets this variable for ranks that continue an earlier attempt of any node
+ROUND = "ACCEL_DDP_ROUND"  # the launcher sets the number of the attempt, which torch's agents do not always count
 MOST_FAILURES_OF_A_STEP = 3
 
 
@@ -26,25 +27,32 @@ def launcher_pid() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
+def current_round() -> int:
+    """Return the number of the attempt of this node's launcher, from 0."""
+    return int(os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def write_outcome(launcher_pid: int, outcome: dict[str, Any]) -> None:
     """Store how the current attempt ended on this node: kind, text, exit_code, step (or None), rank, host and time.
 
     The first outcome of an attempt stays: the launcher ends the other ranks after a failure, and their outcomes follow from it.
+    The launcher may start the next attempt before the monitor of the last one has found out why a rank has died. Therefore each
+    attempt has its own file.
     """
-    if read_outcome(launcher_pid) is None:
-        _write(launcher_pid, "outcome", outcome)
+    if read_outcome(launcher_pid, current_round()) is None:
+        _write(launcher_pid, f"outcome{current_round()}", outcome)
 
 
-def read_outcome(launcher_pid: int) -> dict[str, Any] | None:
-    """Return what `write_outcome` has stored for this launcher, or None."""
-    return _read(launcher_pid, "outcome")
+def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
+    """Return what `write_outcome` has stored for an attempt of this launcher, or None."""
+    return _read(launcher_pid, f"outcome{number}")
 
 
-def take_outcome(launcher_pid: int) -> dict[str, Any] | None:
-    """Return the outcome and remove it, so that the next attempt, which may end without one, does not have it."""
-    outcome = read_outcome(launcher_pid)
-    _remove(launcher_pid, "outcome")
-    return outcome
+def forget_outcome(launcher_pid: int, number: int) -> None:
+    """Remove the outcome of an attempt."""
+    with contextlib.suppress(OSError):
+        if path := _path(launcher_pid, f"outcome{number}"):
+            path.unlink()
 
 
 def remember(launcher_pid: int, **values: Any) -> None:
@@ -59,14 +67,11 @@ def recall(launcher_pid: int) -> dict[str, Any]:
 
 def forget(launcher_pid: int) -> None:
     """Remove what is stored for this launcher, and the files of launchers that are gone."""
-    for what in ("outcome", "run"):
-        _remove(launcher_pid, what)
-    if folder := _folder():
-        for path in folder.glob("*.json"):
-            pid, _, rest = path.name.partition("-")
-            if pid.isdigit() and rest.split(".")[0] != _start_time(int(pid)):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+    for path in folder.glob("*.json") if (folder := _folder()) else []:
+        pid, _, rest = path.name.partition("-")
+        if pid.isdigit() and (int(pid) == launcher_pid or rest.split(".")[0] != _start_time(int(pid))):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | None]) -> str:
@@ -127,9 +132,3 @@ def _read(launcher_pid: int, what: str) -> dict[str, Any] | None:
         if (path := _path(launcher_pid, what)) and isinstance(value := json.loads(path.read_text()), dict):
             return value
     return None
-
-
-def _remove(launcher_pid: int, what: str) -> None:
-    with contextlib.suppress(OSError):
-        if path := _path(launcher_pid, what):
-            path.unlink()
