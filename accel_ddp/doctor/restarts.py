@@ -16,6 +16,7 @@ of this module does about it:
 """
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -50,6 +51,7 @@ class RestartingRendezvous:
         self.num_rounds = 0
         self.waiting_since: float | None = None
         self.is_store_lost = False
+        self.connection: socket.socket | None = None
         self.is_forced = False  # the agent restarts healthy ranks, because another node waits
         self.pid = os.getpid()
         if backend == "c10d":
@@ -67,7 +69,9 @@ class RestartingRendezvous:
         if self.joins_running_job:
             _print(f"the job is already running at {self.params.endpoint}: this node joins it")
         self.handler = self.create(self.params)
-        self.is_store_lost = False
+        if self.connection:
+            self.connection.close()
+        self.is_store_lost, self.connection = False, None
 
     # ---- torch's interface
 
@@ -97,16 +101,12 @@ class RestartingRendezvous:
         """Return how many nodes wait for the next round. torch then restarts the ranks of this node."""
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        if self.is_store_lost:
+        if self._is_store_closed():
             return 0
         try:
             waiting = self.handler.num_nodes_waiting()
         except (RendezvousError, RuntimeError):
-            # The store is lost with its host, and the ranks end with a diagnosis. Another use of the store would print a page of
-            # C++ frames each time.
-            self.is_store_lost = True
-            if timer := getattr(self.handler, "_keep_alive_timer", None):
-                timer.cancel()
+            self.is_store_lost = True  # with its host; the ranks end with a diagnosis
             return 0
         if self.is_elastic or not waiting:
             self.waiting_since = None
@@ -157,6 +157,7 @@ class RestartingRendezvous:
         try:
             info = self.handler.next_rendezvous()
             self._agree_on_restart(info)
+            self._watch_store()
             return info
         except RendezvousClosedError:
             _print("the job has ended on another node")
@@ -193,7 +194,29 @@ class RestartingRendezvous:
         store = getattr(self.handler, "_store", None)
         if store is None:  # the handler has just been created
             return True
-        return not self.is_store_lost and self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
+        return not self._is_store_closed() and self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
+
+    def _watch_store(self) -> None:
+        """Open one more connection to the store, which shows whether the store is closed.
+
+        A use of a lost store would show it too, but torch prints a page of C++ frames each time.
+        """
+        if self.connection is None and self.params.max_nodes > 1:
+            with contextlib.suppress(OSError):
+                self.connection = socket.create_connection(self._endpoint(), timeout=2)
+                self.connection.setblocking(False)
+
+    def _is_store_closed(self) -> bool:
+        """Return whether the store was lost with the process that had it open."""
+        if not self.is_store_lost and self.connection:
+            with contextlib.suppress(BlockingIOError):  # it is open, and has sent nothing
+                try:
+                    self.is_store_lost = self.connection.recv(1) == b""
+                except ConnectionError:
+                    self.is_store_lost = True
+        if self.is_store_lost and (timer := getattr(self.handler, "_keep_alive_timer", None)):
+            timer.cancel()
+        return self.is_store_lost
 
     def _open_again(self, deadline: float) -> None:
         """Wait until the main launcher runs again or is reachable again, and create another handler."""
