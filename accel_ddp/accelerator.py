@@ -20,7 +20,7 @@ from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.liveness import report_output_dir
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.supervise import supervise_program
-from accel_ddp.saving import resume, run_folder
+from accel_ddp.saving import restarts, resume, run_folder
 from accel_ddp.seeds import mixed
 from accel_ddp.watch.page import LOAD
 
@@ -44,7 +44,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     if process.num_ranks > 1:
         use_gpu = group.connect(cfg, precision)
     else:
-        group.connect_to_launcher(cfg)
+        group.connect_to_launcher()
         group.watch_single_rank(cfg)
     process.heartbeat.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
@@ -116,25 +116,34 @@ def _num_cores() -> int:
 
 
 def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
-    """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank."""
+    """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank.
+
+    A launcher that has restarted the ranks after a failure continues the run of the attempt before. The user has typed nothing
+    new, and a main node that is started again has only the command, so that the folder is what any node remembers.
+    """
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
-    if process.restarts and not cfg.resume:
-        cfg.resume = "auto"  # the launcher has restarted the ranks after a failure; the user has typed nothing new
-        store = process.job_store
-        default = store.get("output_dir").decode() if store and store.check(["output_dir"]) else ""
     given = cfg.output_dir or resume.folder_of_resume(cfg)
-    cfg.output_dir = broadcast_object(given or default)
-    if process.is_main and process.job_store:
-        process.job_store.set("output_dir", cfg.output_dir)
+    before = process.remembered.get("output_dir", "")
+    if before and os.path.abspath(given or before) != process.remembered["absolute"]:
+        # A command with another folder starts another run. Without a folder, the main node was started again elsewhere.
+        before = "" if given else process.remembered["absolute"]
+    before = broadcast_object(before)
+    if before:
+        cfg.resume = cfg.resume or "auto"
+    else:
+        process.remembered = {}
+    cfg.output_dir = broadcast_object(given or before or default)
     report_output_dir(cfg.output_dir)
     with together("open the output folder"):
-        if cfg.resume and not (given or (process.restarts and default)):
+        if cfg.resume and not (given or before):
             raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
         if process.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
             process.run_folder_lock = run_folder.claim(cfg)
             _check_hub_token(cfg)
-        signals.remove_stop_file(cfg.output_dir)
+        if not before:  # a stop that was requested during the restart is still wanted
+            signals.remove_stop_file(cfg.output_dir)
+    restarts.begin_attempt(cfg)
 
 
 def _tracker_names(report_to: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -13,6 +15,7 @@ from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.ranks import logs
 from accel_ddp.ranks.failures import write_error_file
+from accel_ddp.watch.outcome import launcher_pid, write_outcome
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -31,12 +34,12 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if cfg is None:  # a preflight has already reported it to the other nodes
             preflight.report_to_other_nodes(str(error))
-        write_error_file(f"error: {error}")
+        _report_user_error(f"error: {error}")
         sys.exit(USER_ERROR)
     except SystemExit as exit:  # raised by tyro, which has printed the reason, or by --help
         if exit.code == USER_ERROR:
             preflight.report_to_other_nodes("its command line is invalid")
-            write_error_file("error: invalid command line (see the error above)")
+            _report_user_error("error: invalid command line (see the error above)")
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -54,6 +57,13 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+def _report_user_error(text: str) -> None:
+    """Store the error for the launcher, which prints it as the root cause and does not start the ranks again."""
+    write_error_file(text)
+    outcome = {"kind": "error", "text": text, "exit_code": USER_ERROR, "step": None, "rank": int(os.environ.get("RANK", 0))}
+    write_outcome(launcher_pid(), {**outcome, "host": socket.gethostname(), "time": time.time()})
 
 
 class _NeverFails:

@@ -17,8 +17,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
-from accel_ddp.ranks.liveness import end_job
 from accel_ddp.ranks.process import process
+from accel_ddp.saving import restarts
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
@@ -105,6 +105,9 @@ def fit(
             if seconds is not None:
                 for hook in hooks:
                     hook.on_warm_up(step, seconds)
+            if restart := restarts.begin_training(cfg, step, saved.resumed_from):
+                for hook in hooks:
+                    hook.on_restart(step, restart)
             pace.restart()
             own_time.restart()
         while run.continues():
@@ -255,15 +258,17 @@ class _Run:
         self.nonfinite.print_summary(self.step - self.first)
         reason = signals.gather_reason() if self.is_stopping else ""
         now = self.metrics if self.step in saved.evaluations else {}  # not those of an earlier step
+        goodput = restarts.goodput(cfg)
+        if goodput is not None:
+            print(f"goodput: {goodput:.1%} of the time since the first attempt began was spent on steps that count.", flush=True)
+        more = {"stopped": reason} if reason else {}
+        more |= {"goodput": goodput} if goodput is not None else {}
         for hook in self.hooks:
-            hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **({"stopped": reason} if reason else {})})
+            hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **more})
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)
-            failure = self._stop_message(reason, unsaved)
-            if failure.kind != "died":  # a launcher that was killed may be started again, and the run then continues
-                end_job(failure)
-            raise Stopped(failure)
+            raise Stopped(self._stop_message(reason, unsaved))
         if unsaved:
             unsaved = f"the run is complete, but {unsaved}."
         elif saved.metric and (best := saved.best()) is not None:
@@ -290,6 +295,7 @@ class _Run:
                 "died",
                 f"{reason}. Step {self.step} of {self.total_steps} is saved. Start the launcher again with the same command and "
                 f"--resume --output_dir {self.cfg.output_dir}",
+                step=self.step,
             )
         return Failure(
             "stopped",

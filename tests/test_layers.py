@@ -22,9 +22,9 @@ ALLOWED = {
     "best_metric": ["errors"],
     "config": ["errors", "options", "best_metric"],
     "parsing": ["errors", "environment", "options", "config"],
-    "doctor": LOWEST,
-    "tune": [*LOWEST, "doctor"],
     "watch": ["errors", "net"],
+    "doctor": [*LOWEST, "watch"],
+    "tune": [*LOWEST, "doctor"],
     "ranks": [*LOWEST, "watch"],
     "saving": [*LOWEST, "watch", "ranks"],
     "training": [*LOWEST, "watch", "ranks", "saving"],
@@ -36,7 +36,7 @@ ALLOWED = {
     "export": [*LOWEST, "ranks", "saving", "sources", "tasks", "model_card"],
     "loop": [*LOWEST, "watch", "ranks", "saving", "training", "speed"],
     "recipe": [*LOWEST, "training", "accelerator", "export", "loop"],
-    "entry": [*LOWEST, "doctor", "ranks"],
+    "entry": [*LOWEST, "watch", "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "cli": ["errors", "recipe_files", "doctor", "tune", "export", "verify"],
@@ -130,7 +130,9 @@ def test_no_module_has_mutable_globals():
 def test_the_doctor_and_tune_start_without_torch():
     """The doctor examines clusters of other trainers too; neither waits for torch outside of the processes that need it."""
     names = [
-        name for name in GRAPH if name.split(".")[0] in ("doctor", "tune", "environment", "net") and not name.endswith("__main__")
+        name
+        for name in GRAPH
+        if name.split(".")[0] in ("doctor", "tune", "environment", "net", "watch") and not name.endswith("__main__")
     ]
     code = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(f'accel_ddp.{{name}}')\n"

@@ -1,14 +1,15 @@
 """The preflight inside `accelerate launch` and torchrun, before they start a rank.
 
 Launchers wait for the other nodes before they start any process, up to 30 minutes and without output. What goes wrong in this
-time can only be reported from inside the launcher.
+time can only be reported from inside the launcher. Restarts are decided here too (`restarts`).
 
 torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), by which packages add rendezvous
-backends. The preflight then runs before the usual backends if the launched script uses this package on several nodes. Any
-other script is not affected.
+backends. The preflight then runs before the usual backends if the launched script uses this package on several nodes, and the
+usual backends are wrapped. Any other script is not affected.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from accel_ddp.doctor import launcher_exit
@@ -99,21 +100,29 @@ def _leave_port_check_to_preflight() -> None:
 
 
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
-    """Run the preflight, then return the rendezvous handler that `create` makes. Exits with code 2 if there are errors."""
-    from accel_ddp.errors import USER_ERROR, UserError
+    """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
+    from accel_ddp.doctor.restarts import RestartingRendezvous
 
-    if params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv):
+    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
+
+    def check(is_running: Callable[[], bool]) -> bool:
+        from accel_ddp.errors import USER_ERROR, UserError
+
         try:
-            _run_preflight(params, backend, argv)
+            return is_on and _run_preflight(params, backend, argv, is_running)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(USER_ERROR)
         except KeyboardInterrupt:
             sys.exit(130)
-    return create(params)
+
+    wait = read_recipe_option(argv, "preflight_wait", "")
+    seconds = float(wait) if wait.replace(".", "", 1).isdigit() else 300.0
+    return RestartingRendezvous(params, backend, create, check, argv[0], seconds)
 
 
-def _run_preflight(params: Any, backend: str, argv: list[str]) -> None:
+def _run_preflight(params: Any, backend: str, argv: list[str], is_running: Callable[[], bool]) -> bool:
+    """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
     import asyncio
 
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -134,18 +143,21 @@ def _run_preflight(params: Any, backend: str, argv: list[str]) -> None:
     options = CheckOptions(
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
     )
-    if backend == "c10d":
-        options.may_join_rendezvous = True
+    options.may_join_rendezvous = topology.node_rank != 0  # the launcher of node 0 opens the store itself
     wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     if wait.replace(".", "", 1).isdigit():
         options.wait_seconds = float(wait)
     outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
-    for finding in outcome.findings:
-        if finding.code == "I_RENDEZVOUS":
-            preflight.print_progress(f"{finding.saw}: this node joins it without checks")
+    if any(finding.code == "I_RENDEZVOUS" for finding in outcome.findings):  # a store is open at the main port
+        preflight.raise_on_errors(outcome)  # of this node alone
+        if is_running():
+            return True
+        options.may_join_rendezvous = False
+        outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
     preflight.raise_on_errors(outcome)
     # The preflight of the ranks prints the other findings.
     preflight.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
+    return False
 
 
 def _count_ranks(request: dict[str, Any], num_nodes: int) -> int:

@@ -30,7 +30,7 @@ class CheckOptions:
     output_dir: str = ""  # where checkpoints will be written; empty: not checked
     checkpoint_bytes: int = 0  # disk space that the checkpoints will need
     sets_interface: bool = False  # set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment of this process
-    may_join_rendezvous: bool = False  # a node of a c10d job joins a rendezvous that is already running, without checks
+    may_join_rendezvous: bool = False  # a node joins a rendezvous that is already running, without checks
     findings: list[Finding] = field(default_factory=list)  # what the caller has already found on this node
 
 

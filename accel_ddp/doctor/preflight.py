@@ -1,6 +1,9 @@
 """The checks that every recipe on more than one node runs before torch is imported."""
 
 import asyncio
+import contextlib
+import os
+import socket
 import sys
 import time
 
@@ -11,8 +14,9 @@ from accel_ddp.doctor.host import HOST, local_finding
 from accel_ddp.doctor.options import CheckOptions, options_of_config
 from accel_ddp.doctor.report import Finding, Outcome
 from accel_ddp.environment.launcher import check_requested_world, warn_about_independent_tasks
-from accel_ddp.environment.topology import topology_of_this_rank
+from accel_ddp.environment.topology import Topology, topology_of_this_rank
 from accel_ddp.errors import UserError
+from accel_ddp.watch.outcome import IS_RESTART
 
 
 def run_preflight(cfg: TrainConfig) -> None:
@@ -21,6 +25,11 @@ def run_preflight(cfg: TrainConfig) -> None:
     if cfg.preflight == "off" or topology.num_nodes <= 1:
         check_requested_world()
         warn_about_independent_tasks()
+        return
+    if os.environ.get(IS_RESTART) == "1" and not _is_preflight_running(topology):
+        # The nodes were checked before the first attempt, and all launchers have agreed on this restart. `ranks.group` compares
+        # the options of a node that has joined. A preflight would take seconds and would add a point at which ranks can wait.
+        check_requested_world()
         return
     options = options_of_config(cfg, script=sys.argv[0])
     options.wait_seconds, options.no_answer_seconds = cfg.preflight_wait, timeouts.PREFLIGHT_NO_ANSWER
@@ -37,6 +46,20 @@ def run_preflight(cfg: TrainConfig) -> None:
     if topology.local_rank == 0 and outcome.node_rank == 0:
         over = f" over {outcome.interface}" if outcome.interface else ""
         print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
+
+
+def _is_preflight_running(topology: Topology) -> bool:
+    """Return whether ranks that are not restarted are still in their preflight, which needs this node too.
+
+    With c10d the ranks of all nodes are started together, and the main port is that of their store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    for port in topology.coordinator_ports:
+        with contextlib.suppress(OSError):
+            socket.create_connection((topology.main_address, port), timeout=2).close()
+            return True
+    return False
 
 
 def report_to_other_nodes(reason: str) -> None:

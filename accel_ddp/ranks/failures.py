@@ -33,16 +33,14 @@ class Failure(NamedTuple):
     def exit_code(self) -> int:
         return {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}.get(self.kind, 1)
 
-    def encode(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def decode(cls, stored: bytes) -> "Failure":
-        return cls(*json.loads(stored))
-
     def as_message(self) -> dict[str, Any]:
         """Return what the monitors need to know."""
         return {**self._asdict(), "line": str(self), "exit_code": self.exit_code}
+
+    def as_outcome(self) -> dict[str, Any]:
+        """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.outcome`."""
+        step = None if self.step < 0 else self.step
+        return {**self._asdict(), "text": str(self), "step": step, "exit_code": self.exit_code, "time": time.time()}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "Failure":

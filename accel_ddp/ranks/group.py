@@ -11,20 +11,24 @@ import secrets
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accel_ddp.config import TrainConfig, options_that_must_match
 from accel_ddp.environment.launcher import cpu_is_wanted
-from accel_ddp.errors import UserError
+from accel_ddp.errors import INTERRUPTED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.link import MonitorAddress
+from accel_ddp.watch.outcome import IS_RESTART, current_round, launcher_pid, read_outcome, recall, why_not_restarted
 
 log = logging.getLogger(__name__)
+
+ACKNOWLEDGE_SECONDS = 10  # for a rank that has just announced itself; it looks at the store every 0.2 s
 
 
 def connect(cfg: TrainConfig, precision: str) -> bool:
@@ -35,19 +39,22 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
                 f"WORLD_SIZE is {process.num_ranks}, but {name} is not set. Start with `accelerate launch` or torchrun, which set both."
             )
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
+    _end_if_stopped()
     root = _open_store(cfg, timeout)
-    attempt = dist.PrefixStore(f"attempt/{process.restarts}", root)
-    process.store = dist.PrefixStore("accel_ddp", attempt)
-    _join_job(root)
-    gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     mine = {
-        "host": process.host, "pid": os.getpid(), "gpus": gpus, "local": process.local_ranks, "rank": process.rank,
+        "host": process.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
+        "local": process.local_ranks, "rank": process.rank, "nonce": secrets.token_hex(8), "run": _recall_run(),
         "node": process.node, "monitor": _start_monitor(cfg) if process.is_local_main else None, "token": secrets.token_hex(16),
-        "options": {**options_that_must_match(cfg), "mixed_precision": precision},
+        "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
     }  # fmt: skip
-    process.store.set(f"rank/{process.rank}", json.dumps(mine))
-    ranks = [json.loads(_wait_for_rank(rank, cfg)) for rank in range(process.num_ranks)]
+    try:
+        attempt, ranks = _join_attempt(root, mine, cfg)
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
+    process.store = dist.PrefixStore("accel_ddp", attempt)
     _join_monitors(ranks)
+    process.remembered = _newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
     use_gpu = _check_gpus(ranks)
     if use_gpu:
@@ -100,20 +107,121 @@ def watch_single_rank(cfg: TrainConfig) -> None:
     process.link.send({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
 
 
-def connect_to_launcher(cfg: TrainConfig) -> None:
-    """Open the job store of a single rank, if torchrun has started it. The store lasts longer than the rank."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _join_job(_open_store(cfg, timedelta(seconds=cfg.ddp_timeout_seconds)))
+def connect_to_launcher() -> None:
+    """Set what the launcher of a single rank remembers of earlier attempts."""
+    _end_if_stopped()
+    process.remembered = _recall_run()
 
 
-def _join_job(root: dist.Store) -> None:
-    """Raise `Stopped` if an earlier attempt of this job has stopped on request.
+def _end_if_stopped() -> None:
+    """Raise `Stopped` if an earlier attempt on this node was asked to stop.
 
-    torchrun takes the exit code of a stop for a failure, and starts the ranks again with `--max_restarts`.
+    `doctor.at_launch` lets the launcher end in this case. It is not loaded if the launched script does not mention this package.
     """
-    process.job_store = dist.PrefixStore("accel_ddp_job", root)
-    if process.job_store.check(["stopped"]):
-        raise Stopped(Failure.decode(process.job_store.get("stopped")))
+    outcome = read_outcome(launcher_pid(), current_round() - 1)
+    if outcome and why_not_restarted(outcome, []):
+        kind = {USER_ERROR: "error", UNSAVED: "unsaved", INTERRUPTED: "interrupted"}.get(outcome["exit_code"], "stopped")
+        raise Stopped(Failure(kind, outcome["text"]))
+
+
+def _recall_run() -> dict[str, Any]:
+    """Return what this node remembers of the run, if this process continues an earlier attempt."""
+    if not current_round() and os.environ.get(IS_RESTART) != "1":
+        return {}
+    return {**recall(launcher_pid()), "failure": read_outcome(launcher_pid(), current_round() - 1)}
+
+
+def _newest_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what any node remembers of the run, with the failure that was reported last. Every rank returns the same."""
+    known = [run for run in runs if run.get("output_dir")]
+    failures = [run["failure"] for run in runs if run.get("failure")]
+    found = dict(known[0]) if known else {}
+    if failures:  # a failure with a step comes from a node that has received the diagnosis
+        found["failure"] = max(failures, key=lambda failure: (failure.get("step") is not None, failure.get("time") or 0))
+    return found
+
+
+def _join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tuple[dist.Store, list[dict[str, Any]]]:
+    """Return a store for exactly the processes that are alive now, and what each of them has announced.
+
+    The store of a launcher keeps the keys of earlier attempts, which must not be read. TORCHELASTIC_RESTART_COUNT cannot tell
+    attempts apart: it differs between nodes when a launcher is started again. Therefore the process of rank 0 chooses a random
+    id, the others announce themselves under this id, and rank 0 confirms them. A process that has read the id of a dead attempt
+    is never confirmed, and reads the next id. A rank that dies before it has acknowledged the confirmation is replaced: rank 0
+    then begins again with another id.
+    """
+    waiting = _Waiting(cfg)
+    attempt = ""
+    while True:
+        if process.is_main:
+            attempt = secrets.token_hex(8)
+            root.set("attempt", attempt)
+        else:
+            before = attempt
+            while not root.check(["attempt"]) or (attempt := root.get("attempt").decode()) == before:
+                waiting.sleep([0])
+        store = dist.PrefixStore(f"attempt/{attempt}", root)
+        store.set(f"rank/{process.rank}", json.dumps(mine))
+        if ranks := _gather(store, waiting) if process.is_main else _follow(root, attempt, store, mine, waiting):
+            return store, ranks
+
+
+def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
+    """Wait for all ranks and confirm them. Return what they announced, or [] if one of them is gone. Runs on rank 0."""
+    missing = list(range(process.num_ranks))
+    while missing := [rank for rank in missing if not store.check([f"rank/{rank}"])]:
+        waiting.sleep(missing)
+    ranks = [json.loads(store.get(f"rank/{rank}")) for rank in range(process.num_ranks)]
+    store.set("members", json.dumps(ranks))
+    deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
+    missing = list(range(1, process.num_ranks))
+    while missing := [rank for rank in missing if not store.check([f"member/{rank}/{ranks[rank]['nonce']}"])]:
+        if time.monotonic() > deadline:
+            return []
+        waiting.sleep(missing)
+    store.set("complete", "")
+    return ranks
+
+
+def _follow(root: dist.Store, attempt: str, store: dist.Store, mine: dict[str, Any], waiting: "_Waiting") -> list[dict[str, Any]]:
+    """Wait until rank 0 has confirmed this process. Return what all ranks announced, or [] if rank 0 has chosen another id."""
+    ranks: list[dict[str, Any]] = []
+    while True:
+        if not ranks and store.check(["members"]):
+            ranks = json.loads(store.get("members"))
+            if ranks[process.rank]["nonce"] != mine["nonce"]:
+                return []  # this id belongs to an attempt of an earlier process of this rank
+            store.set(f"member/{process.rank}/{mine['nonce']}", "")
+        if ranks and store.check(["complete"]):
+            return ranks
+        if root.get("attempt").decode() != attempt:
+            return []
+        waiting.sleep([rank for rank in range(process.num_ranks) if not store.check([f"rank/{rank}"])] if waiting.is_due else [0])
+
+
+class _Waiting:
+    """Sleeps between looks at the store, reports which ranks are missing, and ends the wait after `--ddp_timeout_seconds`."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.limit, self.began = cfg.ddp_timeout_seconds, time.monotonic()
+        self.reported = self.began
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self.reported > REPORT_EVERY
+
+    def sleep(self, missing: list[int]) -> None:
+        seconds = time.monotonic() - self.began
+        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}{' ...' * (len(missing) > 16)}"
+        if seconds > self.limit:
+            raise UserError(
+                f"{process.host}: {names} of {process.num_ranks} did not start within --ddp_timeout_seconds {self.limit}. Look at the "
+                "output of that node."
+            )
+        if self.is_due and process.is_local_main and missing:
+            self.reported = time.monotonic()
+            log.warning("waiting for %s of %d to start (%.0f s)", names, process.num_ranks, seconds)
+        time.sleep(0.02 if seconds < 5 else 0.2)
 
 
 def _check_options(ranks: list[dict]) -> None:
@@ -125,6 +233,11 @@ def _check_options(ranks: list[dict]) -> None:
                     f"--{name} differs: {value!r} on rank 0 ({first['host']}), {rank['options'].get(name)!r} on rank "
                     f"{rank['rank']} ({rank['host']}). Start every node with the same options."
                 )
+        if rank["torch"] != first["torch"]:  # a node that joins at a restart has had no preflight
+            raise UserError(
+                f"torch {first['torch']} is installed on {first['host']}, but {rank['torch']} on {rank['host']}. Install the same "
+                "version on every node."
+            )
 
 
 def _check_gpus(ranks: list[dict]) -> bool:
@@ -170,20 +283,3 @@ def _open_store(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(
         address, port, process.num_ranks, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
-
-
-def _wait_for_rank(rank: int, cfg: TrainConfig) -> bytes:
-    key = f"rank/{rank}"
-    began = reported = time.monotonic()
-    while not process.store.check([key]):
-        now = time.monotonic()
-        if now - began > cfg.ddp_timeout_seconds:
-            raise UserError(
-                f"{process.host}: rank {rank} of {process.num_ranks} did not start within --ddp_timeout_seconds "
-                f"{cfg.ddp_timeout_seconds}. Look at the output of its node."
-            )
-        if now - reported > REPORT_EVERY and process.is_local_main:
-            reported = now
-            log.warning("waiting for rank %d of %d to start (%.0f s)", rank, process.num_ranks, now - began)
-        time.sleep(0.05)
-    return process.store.get(key)

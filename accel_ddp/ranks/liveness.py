@@ -135,12 +135,3 @@ def report_output_dir(output_dir: str) -> None:
     """Let the monitor of the main node watch the output folder."""
     if process.link and process.is_main:
         process.link.send({"output_dir": os.path.abspath(output_dir)})
-
-
-def end_job(failure: Failure) -> None:
-    """Store that the run was stopped on request, so that ranks which torchrun starts again end with the same message."""
-    try:
-        if process.job_store:
-            process.job_store.set("stopped", failure.encode())
-    except Exception:
-        pass

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.environment.launcher import is_started_by_accelerate
 from accel_ddp.ranks.failures import Failure
@@ -55,7 +55,7 @@ class Process:
 
         # Set by `group.connect`. With one rank they keep these values.
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
-        self.job_store: dist.Store | None = None  # the same, shared by all attempts of a launcher that restarts its ranks
+        self.remembered: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 

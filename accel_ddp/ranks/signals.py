@@ -19,8 +19,9 @@ from pathlib import Path
 from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
-from accel_ddp.ranks.liveness import ask_all_to_stop, end_job, report_failure, wait_for_failure
+from accel_ddp.ranks.liveness import ask_all_to_stop, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
+from accel_ddp.watch.outcome import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
 
@@ -184,9 +185,7 @@ def _request(reason: str) -> None:
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
     if ends_job:
-        ending = threading.Thread(target=end_job, args=(failure,), daemon=True)  # the store may be lost with its host
-        ending.start()
-        ending.join(1)
+        write_outcome(launcher_pid(), failure.as_outcome())
     first = report_failure(failure, seconds=0.5 if is_urgent else 3)
     if process.failure is None and process.is_local_main:  # otherwise the monitor has printed it
         print(f"\n{failure}", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
 from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
+from accel_ddp.watch.outcome import launcher_pid, write_outcome
 from accel_ddp.watch.page import UNLIMITED, format_place
 
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
@@ -193,6 +194,8 @@ def _leave(failure: Failure) -> int:
     if not is_printed and process.is_local_main:
         print(failure, file=sys.stderr, flush=True)
     write_error_file(str(failure))
+    if process.is_local_main:  # after a failure of any rank, the monitor has written it already
+        write_outcome(launcher_pid(), failure.as_outcome())
     process.complete_save()
     return failure.exit_code
 

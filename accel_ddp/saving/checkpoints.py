@@ -62,6 +62,7 @@ class Checkpoints:
         self.ranking: list[int] = []  # steps by this metric, the best first
         self.newest: int | None = None  # the last step that was passed to the writer, or restored
         self.resumed: dict[str, Any] = {}  # run.json of the checkpoint that was restored
+        self.resumed_from: Path | None = None
         self.before_save = before_save
         self.failed = ""  # why the newest state is not on the disk
         self.skipped_in_a_row = 0  # the last steps that were not finite; counted by `NonfiniteSteps`
@@ -247,7 +248,7 @@ class Checkpoints:
                 self.cfg.micro_batch_size = found
                 print_on_main(f"--micro_batch_size auto: {found}, as before")
         resume.load(self.accelerator, self.model, self.optimizer, path, run, source)
-        self.run_id, self.resumed = run["run"], run
+        self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():
             self.newest = run["step"]  # if it is elsewhere, a stop before the next step saves into this run's folder

@@ -32,6 +32,9 @@ class Hook:
     def on_warm_up(self, step: int, seconds: float) -> None:
         """Called after the layers were compiled, before the first step."""
 
+    def on_restart(self, step: int, restart: dict[str, Any]) -> None:
+        """Called before the first step after an automatic restart, on the main rank only."""
+
     def on_update(self, numbers: Numbers, pace: Pace) -> None: ...
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Return True to end the run after this step."""
@@ -141,6 +144,9 @@ class JsonlLog(Hook):
     def on_warm_up(self, step, seconds):
         self._write("warm_up", step, seconds=round(seconds, 3))
 
+    def on_restart(self, step, restart):
+        self._write("restart", step, **restart)
+
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
@@ -191,6 +197,10 @@ class Trackers(Hook):
     def on_start(self, step, total_steps, evaluations):
         self.total_steps = total_steps
 
+    def on_restart(self, step, restart):
+        values = {f"restart/{name}": restart[name] for name in ("restart", "lost_steps", "lost_seconds")}
+        self._try(self.accelerator.log, values, step=step)
+
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
@@ -202,6 +212,8 @@ class Trackers(Hook):
         self._try(self.accelerator.log, {f"eval/{name}": value for name, value in metrics.items()}, step=step)
 
     def on_end(self, step, summary):
+        if "goodput" in summary:
+            self._try(self.accelerator.log, {"restart/goodput": summary["goodput"]}, step=step)
         for tracker in self.accelerator.trackers:  # `end_training` would also close the process group, on this rank only
             self._try(tracker.finish)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.outcome import write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
 from accel_ddp.watch.slow_run import SlowRun
@@ -206,6 +207,11 @@ class Monitor:
         if self.peers:
             self.peers.broadcast({"failure": failure})
         print_line(failure["line"])
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
+            step = failure.get("step", -1)
+            write_outcome(
+                self.launcher, {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
+            )
         for local in self.ranks.values():
             self._send_to_rank(local, {"failure": failure})
         self.changed.set()
@@ -499,10 +505,10 @@ async def watch(options: dict[str, Any]) -> None:
     monitor = Monitor(**{name: options[name] for name in names})
 
     async def accept_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if monitor.peers:
-            await monitor.peers.accept(reader, writer)
-        else:
-            writer.close()
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio would print it when this process ends
+            if monitor.peers:
+                await monitor.peers.accept(reader, writer)
+        writer.close()
 
     rank_socket = socket.socket(fileno=options["rank_socket"])
     servers = [await asyncio.start_unix_server(monitor.serve_rank, sock=rank_socket, limit=LONGEST_LINE)]

@@ -28,6 +28,7 @@ class Config(TrainConfig):
     busy_seconds: float = option(0.0, "how many seconds the last rank is busy before its first step")
     width: int = 16
     wrong: str = option("", "deliberate mistake in the loss: mean")
+    fails_at: int = option(0, "step after which the last rank raises an error, in every attempt", affects_result=False)
     blocked_by: str = option("", "FIFO at which the first save waits for a writer, as on a disk that hangs", affects_result=False)
 
 
@@ -83,6 +84,11 @@ def main(cfg: Config) -> None:
         batches = accel_ddp.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
         return accel_ddp.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
 
+    class Fails(accel_ddp.hooks.Hook):
+        def on_update(self, numbers, pace):
+            if numbers.step == cfg.fails_at and accelerator.is_last_process:
+                raise ValueError("a bug in this step")
+
     accel_ddp.fit(
         accelerator,
         cfg,
@@ -92,7 +98,7 @@ def main(cfg: Config) -> None:
         loss_sum=loss_sum,
         count=len,
         evaluate=evaluate,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+        hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Fails()],
     )
 
 

@@ -1,0 +1,217 @@
+"""Ranks that a launcher with --max_restarts starts again continue by themselves, with the result of an uninterrupted run."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all
+from tests.test_stop import last_checkpoint, wait_for
+
+TRAINS = PROGRAMS / "trains.py"
+
+
+class Job:
+    """Launchers of one job, one for each node. A launcher may be killed and started again."""
+
+    def __init__(self, nodes, backend: str, folder: Path, *arguments: object, max_restarts: int = 9):
+        self.nodes, self.folder = nodes.nodes[:2], folder
+        endpoint = f"{self.nodes[0].address}:{free_port()}"
+        common = ["--nnodes", 2, "--nproc_per_node", 1, "--max_restarts", max_restarts]
+        if backend == "c10d":
+            common += ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "job"]
+        else:
+            common += ["--master_addr", self.nodes[0].address, "--master_port", endpoint.rpartition(":")[2]]
+        self.commands = [
+            [BIN / "torchrun", *common, *(["--node_rank", node] if backend == "static" else []), TRAINS, *arguments,
+             "--output_dir", folder]
+            for node in (0, 1)
+        ]  # fmt: skip
+        self.launchers: list[psutil.Popen] = [None, None]
+        self.texts, self.changed = ["", ""], threading.Condition()
+        self.start(0), self.start(1)
+
+    def start(self, node: int) -> None:
+        env = clean_environment(OMP_NUM_THREADS="1")
+        command = self.nodes[node].command(self.commands[node])
+        process = Running([command], [env]).processes[0]
+        self.launchers[node] = process
+        threading.Thread(target=self._read, args=(node, process), daemon=True).start()
+
+    def _read(self, node: int, process) -> None:
+        for line in process.stdout:
+            with self.changed:
+                self.texts[node] += line
+                self.changed.notify_all()
+
+    def until(self, expected: str, node: int = 0, after: int = 0, timeout: float = 120) -> int:
+        """Wait until the node prints `expected` at or after the position `after` of its output. Return the position behind it."""
+        with self.changed:
+            found = self.changed.wait_for(lambda: self.texts[node].find(expected, after) >= 0, timeout)
+            assert found, f"{expected!r} was not printed:\n{self.texts[0][-5000:]}\n--- node 1\n{self.texts[1][-5000:]}"
+            return self.texts[node].find(expected, after) + len(expected)
+
+    def rank(self, node: int) -> psutil.Process:
+        children = psutil.Process(self.launchers[node].pid).children()
+        return next(child for child in children if "trains.py" in " ".join(child.cmdline()))
+
+    def kill_node(self, node: int) -> None:
+        for pid in self.nodes[node].pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launchers[node].wait()
+
+    def end(self, timeout: float = 120) -> list[int]:
+        codes = [launcher.wait(timeout) for launcher in self.launchers]
+        time.sleep(0.5)
+        return codes
+
+    @property
+    def text(self) -> str:
+        return f"{self.texts[0]}\n--- node 1\n{self.texts[1]}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[str, bytes]:
+    """Return the last checkpoint of an uninterrupted run on two ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    run_all([[sys.executable, TRAINS, "--output_dir", folder]] * 2, rank_environments(2)).well()
+    return last_checkpoint(folder)
+
+
+def restarts_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "restarts.jsonl").read_text().splitlines()]
+    return [line for line in lines if "restart" in line]
+
+
+def inject(job: Job, fault: str) -> None:
+    """Inject a fault. A launcher or a node that was killed is started again."""
+    what, _, where = fault.partition(" ")
+    node = int(where)
+    if what == "rank":
+        job.rank(node).kill()
+    elif what == "stop":
+        job.rank(node).send_signal(signal.SIGSTOP)
+    elif what == "link":
+        job.nodes[node].link(False)
+        job.until("error: ", 0, len(job.texts[0]))
+        job.until("error: ", 1, len(job.texts[1]))
+        job.nodes[node].link(True)
+    elif what == "launcher":
+        job.launchers[node].kill()
+        job.launchers[node].wait()
+        job.start(node)
+    elif what == "node":
+        at = len(job.texts[1])
+        job.kill_node(node)
+        if node == 0:
+            job.until("waiting for the main node", 1, at)
+        job.start(node)
+
+
+def check_faults(nodes, backend: str, folder: Path, uninterrupted: dict[str, bytes], faults: list[str]) -> Job:
+    """Inject the faults one after another, each in the second step after the last restart. Check the result and the restarts."""
+    nodes.require("links")
+    job = Job(nodes, backend, folder, "--step_seconds", 0.3, "--save_every", 2)
+    job.until("step  2/12")
+    wait_for(folder, 2)
+    for number, fault in enumerate(faults, 1):
+        at, began = len(job.texts[0]), time.monotonic()
+        inject(job, fault)
+        at = job.until(f"restart {number} of 9: ", after=at)
+        print(f"{backend}, {fault}: training continues after {time.monotonic() - began:.1f} s")
+        if number < len(faults):
+            at = job.until("Training continues at step ", after=at)
+            job.until(f"step {min(12, int(job.texts[0][at:].split('.')[0]) + 2):2}/12", after=at)
+    assert job.end() == [0, 0], job.text
+    assert last_checkpoint(folder) == uninterrupted
+    assert len(restarts_of(folder)) == len(faults), "each failure uses one restart"
+    assert "goodput: " in job.texts[0]
+    assert "Traceback" not in job.text, job.text
+    assert "frame #" not in job.text, "torch's store has printed pages of C++ frames"
+    return job
+
+
+def test_static_nodes_continue_after_a_killed_rank_and_after_the_loss_of_the_main_node(nodes, tmp_path, uninterrupted):
+    """The main launcher, which has the store, is started again. The other launcher waits for it and takes part in its preflight."""
+    folder = tmp_path / "run"
+    check_faults(nodes, "static", folder, uninterrupted, ["rank 1", "node 0"])
+    first, second = restarts_of(folder)
+    assert "RANK_DIED: rank 1 (node1, pid " in first["text"]
+    assert second["lost_steps"] <= 3
+    assert second["lost_seconds"] > 0
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [event["restart"] for event in events if event["event"] == "restart"] == [1, 2]
+    assert 0 < events[-1]["goodput"] < 1
+
+
+def test_c10d_nodes_continue_after_a_killed_launcher_and_a_killed_main_rank(nodes, tmp_path, uninterrupted):
+    """The launcher that is started again joins the running job, of which it finds the rendezvous."""
+    job = check_faults(nodes, "c10d", tmp_path / "run", uninterrupted, ["launcher 1", "rank 0"])
+    assert "the job is already running" in job.texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize(
+    "faults", [["rank 0", "launcher 1", "node 1"], ["node 0", "rank 1", "launcher 0"], ["stop 1", "link 1"]], ids=" then ".join
+)
+def test_nodes_continue_after_every_fault(nodes, tmp_path, uninterrupted, backend, faults):
+    check_faults(nodes, backend, tmp_path / "run", uninterrupted, faults)
+
+
+def start_two_ranks(launcher: list, cwd: Path, *arguments: object) -> Running:
+    """Start two ranks of one node, which are restarted 5 times at most."""
+    return Running([[*launcher, "--max_restarts", 5, TRAINS, *arguments]], [clean_environment(OMP_NUM_THREADS="1")], cwd=cwd)
+
+
+def torchrun() -> list:
+    return [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port()]
+
+
+def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(tmp_path):
+    """`accelerate launch` of two ranks without --output_dir. The stop is requested while the ranks are restarted."""
+    config = [
+        "--config_file",
+        ROOT / "accelerate_configs" / "1node.yaml",
+        "--num_processes",
+        2,
+        "--main_process_port",
+        free_port(),
+    ]
+    running = start_two_ranks([BIN / "accelerate-launch", *config], tmp_path, "--step_seconds", 0.1, "--save_every", 2)
+    running.until("step  3/12")
+    (folder,) = (tmp_path / "runs" / "trains").iterdir()
+    ranks = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
+    ranks[1].kill()
+    running.until("error: RANK_DIED: rank 1")
+    (folder / "STOP").touch()
+    ended = running.ended()
+    assert ended.codes == [75], ended.text
+    assert "restart 1 of 5: RANK_DIED: rank 1 " in ended.text
+    assert "stopped: requested by the file" in ended.text
+    assert len(restarts_of(folder)) == 1, "the stop was taken for a failure"
+    assert list((tmp_path / "runs" / "trains").iterdir()) == [folder]
+
+
+def test_a_step_that_fails_three_times_ends_the_job(tmp_path):
+    folder = tmp_path / "run"
+    ended = start_two_ranks(torchrun(), tmp_path, "--output_dir", folder, "--fails_at", 3, "--save_every", 2).ended()
+    assert ended.codes == [1], ended.text
+    assert ended.text.count("ValueError: a bug in this step\n") >= 3
+    assert [line["restart"] for line in restarts_of(folder)] == [1, 2], "the third failure is not restarted"
+    assert "the ranks are not started again, because step 3 has failed 3 times" in ended.text
+
+
+def test_a_user_error_is_not_restarted(tmp_path):
+    ended = start_two_ranks(torchrun(), tmp_path, "--output_dir", tmp_path / "run", "--steps", -3).ended()
+    assert ended.codes == [2], ended.text
+    assert ended.text.count("--steps") <= 3, ended.text
+    assert "the ranks are not started again" in ended.text
