@@ -398,3 +398,28 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
         assert settings
         assert all(line.startswith("NCCL_") for line in settings)
         assert "comm_hook" in (tmp_path / str(node) / "tuned.yaml").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.06])
+def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(seconds):
+    from accel_ddp.training.own_time import OwnTime, Part
+
+    matrix = torch.randn(2048, 2048, device="cuda")
+    torch.cuda.synchronize()
+    own_time = OwnTime(matrix.device, step=100)
+    began = time.perf_counter()
+    for step in range(101, 141):
+        own_time.mark(Part.OTHER)
+        time.sleep(seconds)
+        own_time.mark(Part.DATA)
+        for _ in range(20):
+            matrix @ matrix
+        own_time.mark(Part.FORWARD)
+        torch.cuda.synchronize()
+        own_time.end_step(step)
+    wall = time.perf_counter() - began
+    timing = own_time.timing
+    assert timing.step == 140 if seconds else 137 <= timing.step <= 140  # one of four short steps is measured
+    assert 0.5 * wall < sum(timing[1:]) < 1.2 * wall
+    assert timing.data > 40 * seconds
+    assert (timing.forward > timing.data) == (not seconds)

@@ -192,6 +192,13 @@ def test_links_that_are_as_fast_as_before_are_not_reported_although_communicatio
     assert not run.judge.wants_probe  # not again in every step
 
 
+def test_a_busy_processor_is_not_taken_for_a_slow_link():
+    reference = dict.fromkeys([(0, 1), (1, 0), (0, 0), (1, 1)], FAST)
+    assert not slowness.find_slow_link(dict.fromkeys(reference, FAST / 6), reference)
+    assert slowness.find_slow_link({**reference, (1, 0): FAST / 6}, reference) == ((1, 0), FAST / 6, FAST)
+    assert slowness.find_slow_link({**dict.fromkeys(reference, FAST / 2), (1, 0): FAST / 50}, reference)[0] == (1, 0)
+
+
 def test_of_several_links_the_one_that_is_slower_than_the_others_is_reported_even_without_a_reference():
     assert neighbours([0, 0, 1, 1]) == [(0, 1), (1, 0)]
     assert len(neighbours([0, 1, 2, 3])) == 8

@@ -144,6 +144,8 @@ async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
             except asyncio.TimeoutError:
                 return best or size / (time.monotonic() - began)  # at most this
             best = max(best, size / seconds)
+            if seconds > 10 * _LONG_ENOUGH:
+                break  # the path is so slow that more transfers would only delay the training
             if seconds < _LONG_ENOUGH and size < _LARGEST:
                 size *= 4
     except (messages.HandshakeError, OSError):

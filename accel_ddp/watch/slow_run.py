@@ -9,8 +9,9 @@ from accel_ddp.net.probe import measure_rate
 from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
 from accel_ddp.watch.page import Timing
 from accel_ddp.watch.peers import Peers
-from accel_ddp.watch.slowness import Slowness, neighbours
+from accel_ddp.watch.slowness import Slowness, pairs_to_measure
 
+SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
 
 
@@ -46,15 +47,18 @@ class SlowRun:
             self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, step=notice.since))
 
     async def _measure_reference(self) -> None:
-        self.slowness.add_reference(await self._measure_all())
+        self.slowness.add_reference(await self._measure_all(min))
 
     async def _measure_now(self) -> None:
-        self._report(self.slowness.add_rates(await self._measure_all()))
+        self._report(self.slowness.add_rates(await self._measure_all(max)))
 
-    async def _measure_all(self) -> dict[tuple[int, int], float]:
-        """Return the bytes per second between neighbouring nodes. Pairs that have no node in common are measured together."""
+    async def _measure_all(self, choose: Callable[[list[float]], float]) -> dict[tuple[int, int], float]:
+        """Return the bytes per second between neighbouring nodes. Pairs that have no node in common are measured together.
+
+        `choose` is `min` for the reference and `max` for a link that may be slow, so that neither is an outlier of a busy processor.
+        """
         rounds: list[list[tuple[int, int]]] = []
-        for pair in neighbours(list(self.roster)):
+        for pair in pairs_to_measure(list(self.roster)):
             free = next((each for each in rounds if not any(set(pair) & set(other) for other in each)), None)
             if free is None:
                 rounds.append([pair])
@@ -63,10 +67,10 @@ class SlowRun:
         rates = {}
         for pairs in rounds:
             results = await asyncio.gather(*(self._measure(*pair) for pair in pairs))
-            rates.update({pair: rate for pair, rate in zip(pairs, results) if rate})
+            rates.update({pair: choose(measured) for pair, measured in zip(pairs, results) if measured})
         return rates
 
-    async def _measure(self, source: int, target: int) -> float | None:
+    async def _measure(self, source: int, target: int) -> list[float]:
         if source == self.node:
             return await self._measure_from_here(target)
         answer = self.answers[source, target] = asyncio.get_running_loop().create_future()
@@ -74,15 +78,23 @@ class SlowRun:
         try:
             return await asyncio.wait_for(answer, MEASURE_SECONDS + 5)
         except asyncio.TimeoutError:
-            return None
+            return []
         finally:
             del self.answers[source, target]
 
-    async def _measure_from_here(self, target: int) -> float | None:
-        peer = self.roster[target]
+    async def _measure_from_here(self, target: int) -> list[float]:
+        """Return the rates of up to three measurements. One is enough if it is so slow that a processor cannot be the reason."""
+        peer, rates = self.roster[target], []
         with contextlib.suppress(asyncio.TimeoutError, OSError):
-            return await asyncio.wait_for(measure_rate(peer["address"], peer["port"], self.peers.token), MEASURE_SECONDS)
-        return None
+            for _ in range(3):
+                rate = await asyncio.wait_for(measure_rate(peer["address"], peer["port"], self.peers.token), MEASURE_SECONDS)
+                if rate is None:
+                    break
+                rates.append(rate)
+                if rate < SLOW_RATE:
+                    break
+                await asyncio.sleep(0.2)
+        return rates
 
     async def receive(self, node: int, message: dict[str, Any]) -> None:
         """Measure the link to the node that the coordinator asks for, or take its answer."""
@@ -90,7 +102,7 @@ class SlowRun:
             target = message["measure"]
             self.peers.send(node, {"rate": [target, await self._measure_from_here(target)]})
         elif "rate" in message:
-            target, rate = message["rate"]
+            target, rates = message["rate"]
             answer = self.answers.get((node, target))
             if answer and not answer.done():
-                answer.set_result(rate)
+                answer.set_result(rates)

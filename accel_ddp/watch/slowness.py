@@ -23,7 +23,8 @@ LOST = 0.2  # fraction of the step time that others lose; less is not reported
 CLEARLY_LOST = 0.4  # more than noise on a busy machine
 STEADY = 3.0  # standard deviations
 LINK_WINDOW, LINK_BAD = 5, 4  # fewer blocks, because a measurement has to confirm it
-GROWTH = 3.0  # times the earlier communication, or the earlier rate of a link
+GROWTH = 3.0  # times the earlier communication
+SLOWER_LINK = 4.0  # times slower than before, or than the other links
 WAITING = 0.5  # fraction of the step time in communication, or in data loading, that is checked even if it was always so
 DATA_SECONDS = 0.2  # per step; shorter waits for data are not reported
 REPEAT_STEPS = 100  # the next report of the same case; the pause doubles each time
@@ -335,7 +336,7 @@ class Slowness:
         usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
         links.slow = pair
         at_start = f"at the start it was {_rate(links.reference[pair])}" if pair in links.reference else ""
-        others = f"the median of the other pairs is {_rate(reference)}" if len(rates) > 2 else ""
+        others = f"the median of the other pairs is {_rate(reference)}" if len(set(self.nodes)) > 2 else ""
         compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
             f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
@@ -395,15 +396,25 @@ class _Links:
 def find_slow_link(
     rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
 ) -> tuple[tuple[int, int], float, float] | None:
-    """Return (pair, its rate, the rate it is compared with) of the slowest link that is at least 3 times slower than it was, or than
-    the others; None if there is none."""
+    """Return (pair, its rate, the rate it is compared with) of the slowest link that is much slower than it was, or than the others.
+
+    Return None if there is none. A busy processor slows every measurement down. Pairs of a node with itself show by how much.
+    """
+    links = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
+    busy = {a: min(1.0, rate / reference[a, a]) for (a, b), rate in rates.items() if a == b and reference.get((a, a))}
     found = []
-    for pair, rate in rates.items():
-        others = [other for each, other in rates.items() if each != pair and each != pair[::-1]]
+    for pair, rate in links.items():
+        others = [other for each, other in links.items() if each != pair and each != pair[::-1]]
         usual = statistics.median(others) if others else reference.get(pair, 0.0)
-        if rate < max(usual, reference.get(pair, 0.0)) / GROWTH:
+        before = reference.get(pair, 0.0) * min(busy.get(node, 1.0) for node in pair)
+        if rate < max(usual if others else 0.0, before) / SLOWER_LINK:
             found.append((pair, rate, usual or reference[pair]))
     return min(found, key=lambda each: each[1], default=None)
+
+
+def pairs_to_measure(nodes: list[int]) -> list[tuple[int, int]]:
+    """Return the pairs of nodes between which gradients travel in a ring, in both directions, and each node with itself."""
+    return [*neighbours(nodes), *((node, node) for node in sorted(set(nodes)))]
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
