@@ -186,7 +186,7 @@ class Chaos:
             again = next((seconds, step) for seconds, step in job.steps() if seconds > abort.seconds + 1)
             row.again, row.lost = again[0] - began, max(0, job_step(job, abort.seconds) - again[1] + 1)
         else:
-            self.wait_for_step(job.last_step() + 12)
+            self.wait_for_step(job.last_step() + (22 if fault == "straggler" else 10))
             if fault == "straggler":
                 self.request(target, "fast 0")
             row.again = next(seconds for seconds, step in job.steps() if seconds > began and step > row.step + 1) - began

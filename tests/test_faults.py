@@ -20,7 +20,9 @@ from accel_ddp.saving.format import find_problem, list_checkpoints
 from tests.jobs import Diagnosis, HangingDisk, Job, Jobs, children, kill, remove_memory_limits, shape_link
 from tests.nodes import Nodes, NotPossible
 
-SHORT = ["--hang_report_seconds", 1.5, "--hang_abort_seconds", 4]
+# FAULTS_DEFAULT_LIMITS=1 measures the times with the limits that a run has by default.
+IS_DEFAULT = bool(os.environ.get("FAULTS_DEFAULT_LIMITS"))
+SHORT = [] if IS_DEFAULT else ["--hang_report_seconds", 1.5, "--hang_abort_seconds", 4]
 REPORT_SECONDS, ABORT_SECONDS = 10, 45  # the promise for the default limits
 FAILED = 1  # exit code of a rank that ends because of a fault of another one
 
