@@ -100,7 +100,7 @@ class Chaos:
         first = self.job.steps()[0][0]
         print(f"first step after {first - began:.0f} s. {self.options.faults} faults in {self.steps} steps:\n", flush=True)
         print(
-            f"{'fault':16}{'of':>4}{'step':>7}  {'diagnosed':34}{'report s':>9}{'abort s':>9}{'again s':>9}{'lost steps':>11}",
+            f"{'fault':16}{'of':>4}{'step':>7}  {'diagnosed':58}{'report s':>9}{'abort s':>9}{'again s':>9}{'lost steps':>11}",
             flush=True,
         )
         rows = []
@@ -110,7 +110,7 @@ class Chaos:
             row = rows[-1]
             shown = [f"{value:.1f}" if value is not None else "" for value in (row.report, row.abort, row.again)]
             print(
-                f"{row.fault:16}{row.target:>4}{row.step:>7}  {row.diagnosed:34}{shown[0]:>9}{shown[1]:>9}{shown[2]:>9}{row.lost:>11}",
+                f"{row.fault:16}{row.target:>4}{row.step:>7}  {row.diagnosed:58}{shown[0]:>9}{shown[1]:>9}{shown[2]:>9}{row.lost:>11}",
                 flush=True,
             )
         self.wait_for_step(self.steps)
@@ -186,7 +186,7 @@ class Chaos:
             again = next((seconds, step) for seconds, step in job.steps() if seconds > abort.seconds + 1)
             row.again, row.lost = again[0] - began, max(0, job_step(job, abort.seconds) - again[1] + 1)
         else:
-            self.wait_for_step(job.last_step() + 12)
+            self.wait_for_step(job.last_step() + (22 if fault == "straggler" else 10))
             if fault == "straggler":
                 self.request(target, "fast 0")
             row.again = next(seconds for seconds, step in job.steps() if seconds > began and step > row.step + 1) - began

@@ -200,7 +200,9 @@ def test_a_node_whose_kernel_closed_the_connection_is_lost_at_once():
 def test_packets_that_are_dropped_in_one_direction_are_recognised():
     one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, is_one_way=True)]
     course = Course().pass_time(6, lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)], one_way(s)))
-    assert "node0 receives packets from node1, but node1 receives none from node0." in course.events[0].text
+    assert "node0 receives packets from node1, but node1 receives none from node0: a firewall" in course.events[0].text
+    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    assert "receives packets" not in course.events[1].text
 
 
 def test_a_run_that_is_never_aborted_is_still_reported():

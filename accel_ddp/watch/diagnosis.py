@@ -251,8 +251,11 @@ class Judge:
             text = f"{what}{node.host} ({node.address}) has not answered {self.own_host} for {seconds:.0f} s: {seen}."
             advice = "Its network is interrupted, or the node is down. Check both, and the firewalls."
             if node.is_one_way:
-                text += f" {self.own_host} receives packets from {node.host}, but {node.host} receives none from {self.own_host}."
-                advice = f"A firewall or a switch drops packets in this direction. Check the rules of {node.host}."
+                # Not in the text, which is repeated when it is over: after an interruption, datagrams arrive before TCP continues.
+                advice = (
+                    f"{self.own_host} receives packets from {node.host}, but {node.host} receives none from {self.own_host}: a "
+                    f"firewall or a switch drops packets in this direction. Check the rules of {node.host}."
+                )
         if node.node == 0:
             kind = "MAIN_NODE_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=node.host, step=step)
