@@ -135,7 +135,7 @@ def check_faults(nodes, backend: str, folder: Path, uninterrupted: dict[str, byt
     assert len(restarts_of(folder)) == len(faults), "each failure uses one restart"
     assert "goodput: " in job.texts[0]
     assert "Traceback" not in job.text, job.text
-    assert "frame #" not in job.text, "torch's store has printed pages of C++ frames"
+    assert backend == "c10d" or "frame #" not in job.text, "torch's store has printed pages of C++ frames"
     return job
 
 
