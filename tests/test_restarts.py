@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.watch import outcome
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all
 from tests.test_stop import last_checkpoint, wait_for
 
@@ -135,7 +136,7 @@ def check_faults(nodes, backend: str, folder: Path, uninterrupted: dict[str, byt
     assert len(restarts_of(folder)) == len(faults), "each failure uses one restart"
     assert "goodput: " in job.texts[0]
     assert "Traceback" not in job.text, job.text
-    assert "frame #" not in job.text, "torch's store has printed pages of C++ frames"
+    assert backend == "c10d" or "frame #" not in job.text, "torch's store has printed pages of C++ frames"
     return job
 
 
@@ -215,3 +216,104 @@ def test_a_user_error_is_not_restarted(tmp_path):
     assert ended.codes == [2], ended.text
     assert ended.text.count("--steps") <= 3, ended.text
     assert "the ranks are not started again" in ended.text
+
+
+def test_an_attempt_consists_of_exactly_the_processes_that_are_alive(tmp_path):
+    """The store of a launcher has the keys of a dead attempt, and a process of rank 1 that announced itself has died."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    dead = {"nonce": "dead", "run": {}, "options": {}}
+    store.set("attempt", "dead")
+    for key, value in {"members": json.dumps([dead, dead]), "complete": "", "rank/0": json.dumps(dead)}.items():
+        store.set(f"attempt/dead/{key}", value)
+    environments = [
+        {**env, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"} for env in rank_environments(2)
+    ]
+    command = [sys.executable, TRAINS, "--output_dir", tmp_path / "run", "--steps", 2]
+    lost = Running([command], environments[1:])
+    while not store.check(["attempt/dead/rank/1"]):
+        time.sleep(0.05)
+    lost.processes[0].kill()
+    lost.ended()
+    first = Running([command], environments[:1])
+    while store.get("attempt") == b"dead":
+        time.sleep(0.05)
+    assert not store.check([f"attempt/{store.get('attempt').decode()}/members"])
+    second = Running([command], environments[1:])
+    assert first.ended().well()
+    assert second.ended().well()
+
+
+def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv(outcome.ROUND, "1")
+    outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
+    outcome.write_outcome(os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None})  # follows from the first one
+    outcome.remember(os.getpid(), output_dir="runs/a")
+    outcome.remember(os.getpid(), failed_steps=[3])
+    assert outcome.read_outcome(os.getpid(), 1) == {"kind": "died", "exit_code": 1, "step": 3}
+    assert outcome.read_outcome(os.getpid(), 0) is None
+    assert outcome.recall(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
+    assert outcome.recall(os.getppid()) == {}
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o77 == 0, "other users can read it"
+    (folder / "999999999-1.run.json").write_text("{}")
+    outcome.forget(os.getppid())
+    assert sorted(path.name.split(".")[1] for path in folder.iterdir()) == ["outcome1", "run"], (
+        "files of a dead launcher are left"
+    )
+    outcome.forget(os.getpid())
+    assert list(folder.iterdir()) == []
+    outcome.write_outcome(0, {})  # a rank without a launcher
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "step", "failed_steps", "reason"),
+    [
+        (1, 5, [], ""), (1, 5, [5], ""), (1, 5, [5, 5], "step 5 has failed 3 times"), (1, 5, [5, 4, 5], ""), (1, 7, [5, 5], ""),
+        (1, None, [None, None], ""), (75, 5, [], "a stop was requested"), (130, 5, [], "a stop was requested"),
+        (74, 5, [], "a stop was requested"), (2, None, [], "the same command would fail again"), (None, None, [5, 5], ""),
+    ],
+)  # fmt: skip
+def test_an_attempt_is_restarted_only_if_that_can_help(code, step, failed_steps, reason):
+    ended = None if code is None else {"exit_code": code, "step": step}
+    assert outcome.why_not_restarted(ended, failed_steps).startswith(reason)
+    assert bool(outcome.why_not_restarted(ended, failed_steps)) == bool(reason)
+
+
+def test_attempts_that_all_fail_before_their_first_step_end_the_job():
+    from accel_ddp.saving.restarts import _why_no_progress
+
+    start, failure, training = {"event": "start"}, {"event": "failure", "step": None}, {"event": "training"}
+    assert _why_no_progress([start, training, failure, failure]) == ""
+    assert _why_no_progress([start, failure, failure, training, failure]) == ""
+    assert (
+        _why_no_progress([start, training, failure, failure, failure]) == "the run has failed 3 times without a step in between"
+    )
+    at = lambda step: {"event": "failure", "step": step}
+    assert _why_no_progress([start, training, at(4), training, at(5), training, at(5)]) == ""
+    assert _why_no_progress([start, training, at(5), training, at(5), training, at(5)]) == "step 5 has failed 3 times"
+
+
+def test_goodput_is_the_part_of_the_time_that_was_spent_on_steps_that_count(tmp_path, monkeypatch):
+    from accel_ddp.config import TrainConfig
+    from accel_ddp.saving import restarts
+
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setattr(restarts.time, "time", lambda: 1100.0)
+    lines = [
+        {"event": "start", "time": 1000.0},
+        {"event": "training", "time": 1010.0, "step": 0},  # counts until 1030, when the checkpoint of step 4 was complete
+        {"event": "failure", "time": 1040.0, "step": 6, "text": ""},
+        {"event": "training", "time": 1050.0, "step": 4, "restart": 1, "committed": 1030.0},  # no checkpoint: nothing counts
+        {"event": "failure", "time": 1055.0, "step": 5, "text": ""},
+        {"event": "training", "time": 1070.0, "step": 4, "restart": 2, "committed": 1030.0},  # counts until now
+    ]
+    (tmp_path / restarts.FILE).write_text("\n".join(map(json.dumps, lines)))
+    assert restarts.goodput(TrainConfig(output_dir=str(tmp_path))) == 0.5
+    (tmp_path / restarts.FILE).write_text("\n".join(map(json.dumps, lines[:2])))
+    assert restarts.goodput(TrainConfig(output_dir=str(tmp_path))) is None, "there was no restart"

@@ -289,26 +289,6 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     assert len(re.findall(rf"^stopped: requested by Ctrl-C.* Step {stopped} of 12", ended.text, re.MULTILINE)) == 1
 
 
-def start_with_restarts(folder: Path, step_seconds: float) -> Running:
-    """Start torchrun with two ranks, which it restarts once after a failure."""
-    command = [BIN / "torchrun", "--nproc_per_node", 2, "--max_restarts", 1, "--master_port", free_port(), TRAINS, *OPTIONS]
-    arguments = ["--output_dir", folder, "--step_seconds", step_seconds]
-    return Running([[*command, *arguments]], [clean_environment(OMP_NUM_THREADS="1")])
-
-
-@pytest.mark.slow
-def test_a_launcher_that_restarts_its_ranks_continues_after_a_kill(tmp_path, uninterrupted):
-    """The restarted ranks resume without --resume, because the user types no new command."""
-    folder = tmp_path / "run"
-    running = start_with_restarts(folder, step_seconds=0.1)
-    running.until("step  6/12")
-    wait_for(folder, 4)
-    victims = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
-    victims[1].kill()
-    assert "resumed at step " in running.ended().well().text
-    assert last_checkpoint(folder) == uninterrupted
-
-
 def test_a_data_worker_ends_if_its_rank_is_killed_before_the_worker_starts():
     """Otherwise the worker would never end and would keep the connections of its rank open, which hides the death of the rank."""
     code = """
@@ -327,13 +307,3 @@ os.kill(os.getpid(), 9)
     ended = run_all([[sys.executable, "-c", code]], [clean_environment()], fresh=True)
     assert ended.codes == [-9]
     assert ended.text == ""
-
-
-@pytest.mark.slow
-def test_a_launcher_that_restarts_its_ranks_does_not_undo_a_stop(tmp_path):
-    """torchrun treats the stop as a failure and restarts the ranks."""
-    running = start_with_restarts(tmp_path / "run", step_seconds=0.2)
-    running.until("step  2/12")
-    (tmp_path / "run" / "STOP").touch()
-    assert running.ended().codes == [75]
-    assert max(steps_saved(tmp_path / "run")) < 12

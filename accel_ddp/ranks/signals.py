@@ -133,7 +133,7 @@ def _handle_signals(reader: int) -> None:
         is_from_launcher = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not is_repeated
         if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
             continue  # `liveness` ends this rank
-        is_orphan = bool(process.launcher) and os.getppid() != process.launcher
+        is_orphan = bool(process.launcher) and _has_lost_launcher(signal.Signals(number))
         if is_orphan and not is_repeated:
             name = f"{LAUNCHER_DIED}: the launcher of {process.host} (pid {process.launcher}) died"
         if is_repeated or not stop.can_save:
@@ -155,6 +155,18 @@ def _handle_signals(reader: int) -> None:
                 more = " Press Ctrl-C again to end at once without saving." if interrupted_at else ""
                 text = f"\n{process.host}: received {name}; saving after this step, then stopping.{more}"
                 print(text, file=sys.stderr, flush=True)
+
+
+def _has_lost_launcher(number: signal.Signals) -> bool:
+    """Return whether the launcher is gone, at whose death Linux sends the stop signal to this rank.
+
+    Linux sends the signal when the thread ends that has started this rank. The other threads of a launcher that is killed may end
+    some milliseconds later, and it is the parent of this rank until then.
+    """
+    deadline = time.monotonic() + (0 if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 0.5)
+    while os.getppid() == process.launcher and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return os.getppid() != process.launcher
 
 
 def _exit_before_the_launcher_kills(name: str) -> None:
