@@ -88,21 +88,30 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
     store = process.store
     if store is None:
         return
-    store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
+    # A store is lost with its launcher, and the ranks then stop. The barrier does not need it, but messages and facts do.
+    with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
+        store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
     phase = process.heartbeat.enter(WAIT)
     barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
     began = reported = time.monotonic()
     while not barrier.is_completed():
-        if store.check([f"{key}/failed"]):
+        if _is_stored(f"{key}/failed"):
             error = json.loads(store.get(f"{key}/failed"))
             is_here = error["host"] == process.host
             raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
         if time.monotonic() - reported > REPORT_EVERY and process.is_local_main:
             reported = time.monotonic()
-            missing = [rank for rank in range(process.num_ranks) if not store.check([f"{key}/{rank}"])]
-            if missing:
+            missing = [rank for rank in range(process.num_ranks) if not _is_stored(f"{key}/{rank}")]
+            if 0 < len(missing) < process.num_ranks:
                 ranks = ", ".join(map(str, missing))
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
     barrier.wait()  # raises the error of the barrier, if there was one
     process.heartbeat.enter(phase)
+
+
+def _is_stored(key: str) -> bool:
+    try:
+        return process.store.check([key])
+    except dist.DistError:
+        return False

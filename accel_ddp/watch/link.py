@@ -1,6 +1,7 @@
 """The connection of a rank to the monitor of its node."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from accel_ddp.watch import stacks
 from accel_ddp.watch.page import Heartbeat
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
+_PREFIX, _LOCK = "accel_ddp_watch_", "lock"
 
 
 class MonitorAddress(NamedTuple):
@@ -32,8 +34,12 @@ class MonitorAddress(NamedTuple):
 def start_monitor(*, node: int, num_nodes: int, host: str, num_local: int, ip: str, launcher: int, report_after: float,
                   abort_after: float) -> MonitorAddress:  # fmt: skip
     """Start the monitor of this node. The sockets are open when this returns, although the monitor needs longer to start."""
-    folder = tempfile.mkdtemp(prefix="accel_ddp_watch_", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+    parent = Path(_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir())
+    _remove_stale_folders(parent)
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
     with contextlib.ExitStack() as opened:
+        lock = opened.enter_context(open(Path(folder, _LOCK), "w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the monitor inherits the open file, and with it the lock
         ranks = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         ranks.bind(f"{folder}/socket")
         ranks.listen(1024)
@@ -53,9 +59,17 @@ def start_monitor(*, node: int, num_nodes: int, host: str, num_local: int, ip: s
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "accel_ddp.watch.monitor", json.dumps(options)], env=environment, stdin=subprocess.DEVNULL,
-            start_new_session=True, pass_fds=[s.fileno() for s in sockets],
+            start_new_session=True, pass_fds=[file.fileno() for file in (lock, *sockets)],
         )  # fmt: skip
     return MonitorAddress(folder, process.pid, ip, port)
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    """Remove the folders of monitors that were killed. A monitor that runs has a lock on its folder, also in another container."""
+    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), open(path, "w") as lock:  # that of another user, or of a monitor that runs
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 class Link:
