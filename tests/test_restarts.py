@@ -101,9 +101,10 @@ def inject(job: Job, fault: str) -> None:
     elif what == "stop":
         job.rank(node).send_signal(signal.SIGSTOP)
     elif what == "link":
+        before = [len(text) for text in job.texts]
         job.nodes[node].link(False)
-        job.until("error: ", 0, len(job.texts[0]))
-        job.until("error: ", 1, len(job.texts[1]))
+        for other, at in enumerate(before):
+            job.until("error: ", other, at)
         job.nodes[node].link(True)
     elif what == "launcher":
         job.launchers[node].kill()

@@ -234,7 +234,7 @@ class RestartingRendezvous:
                 printed_at = now
                 _print(
                     f"waiting for the main node {address}:{port} ({now - began:.0f} of {self.wait_seconds:.0f} s). Start its launcher "
-                    "again with the same command."
+                    "again with the same command, or restore the network between the nodes."
                 )
             time.sleep(0.3)
         self.handler = None
