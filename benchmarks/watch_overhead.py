@@ -44,10 +44,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=512)
     parser.add_argument("--ranks_per_node", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=15, help="for how long the main node is measured")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)  # this process is the rank of the run
-    options, rest = parser.parse_known_args()
-    if options.inside:
-        return time_heartbeats(options.inside, rest)
+    if sys.argv[1:2] == ["--inside"]:  # this process is a rank of the run
+        return time_heartbeats(sys.argv[2], sys.argv[3:])
+    options = parser.parse_args()
     measure_run(options)
     measure_main_node(options)
 
@@ -257,7 +256,7 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
                     measured = (time.monotonic(), cpu_seconds(monitor.pid), counted.value)
                 time.sleep(0.1)
             passed = time.monotonic() - measured[0]
-            row = [10, 123, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False]
+            row = heartbeat_of(10, 123)
             return {
                 "memory": memory_bytes(monitor.pid), "cpu": (cpu_seconds(monitor.pid) - measured[1]) / passed,
                 "received": (counted.value - measured[2]) / passed, "size": 4 + len(json.dumps({"ranks": [row] * ranks_per_node})),
@@ -268,6 +267,14 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
             nodes.join(), monitor.wait()
 
 
+def heartbeat_of(rank: int, step: int) -> list:
+    """Return what a monitor sends about one rank, as `Monitor._send_beat` does."""
+    from accel_ddp.watch import page
+
+    timing = page.Timing(step, *[0.1234] * (len(page.Timing._fields) - 1))
+    return [rank, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing]
+
+
 def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
     """Be all nodes but node 0. Runs in its own process."""
     raise_file_limit(num_nodes + 200)
@@ -276,7 +283,6 @@ def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
 
 async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
     from accel_ddp.net import messages
-    from accel_ddp.watch import page
 
     connected = 0
     gate = asyncio.Semaphore(16)
@@ -306,7 +312,7 @@ async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
         while not reading.done():
             step += 1
             first = node * ranks_per_node
-            rows = [[first + r, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False] for r in range(ranks_per_node)]
+            rows = [heartbeat_of(first + r, step) for r in range(ranks_per_node)]
             writer.write(messages.encode({"ranks": rows}))
             with counted.get_lock():
                 counted.value += 1

@@ -116,12 +116,14 @@ class Judge:
         self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
         self.wants_stacks: set[int] = set()
         self.is_disk_hung = False  # set by the monitor of the main node
+        self.usual: dict[int, float] = {}  # the usual duration of each phase, in this examination
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
+        self.usual = {}
         causes = self._find_causes(ranks, nodes, stacks)
         self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
         events = []
@@ -225,8 +227,9 @@ class Judge:
         return {}
 
     def _usual(self, r: RankView, ranks: Iterable[RankView]) -> float:
-        same = [self._normal(other) for other in ranks if other.phase == r.phase] + [self._normal(r)]
-        return page.usual_seconds(r.phase, same)
+        if r.phase not in self.usual:  # once per phase and examination, because a run may have thousands of ranks
+            self.usual[r.phase] = page.usual_seconds(r.phase, [self._normal(other) for other in ranks if other.phase == r.phase])
+        return self.usual[r.phase]
 
     def _normal(self, r: RankView) -> float | None:
         """Return the usual duration that the rank has learned for its phase, or the one before a fault that has prolonged it."""
