@@ -8,7 +8,6 @@ node.
 import asyncio
 import contextlib
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -17,43 +16,23 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, wait_for_end
 from accel_ddp.watch.outcome import write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
 from accel_ddp.watch.slow_run import SlowRun
-from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
+from accel_ddp.watch.stacks import Stack
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
 DECIDE_SECONDS = 2.0  # a node decides for itself if the coordinator has not answered its report within this time
 SECONDARY_SECONDS = 3.0  # an error that may follow from another one is reported if no other one arrives within this time
-EXIT_SECONDS = 8.0  # a rank that can end by itself has ended this long after the failure was sent to it
-SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
 LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a run has about 60 for each
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
-
-
-@dataclass
-class LocalRank:
-    """A rank of this node."""
-
-    rank: int
-    pid: int
-    memory: mmap.mmap
-    stack_file: Path
-    writer: asyncio.StreamWriter
-    kills: processes.OutOfMemoryKills
-    stopped_at: float = 0.0
-    is_finished: bool = False  # its program is complete
-    is_dead: bool = False
-    status: int | None = None  # exit code, or minus the signal
-    reading: page.Reading | None = None
-    collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
 
 
 @dataclass
@@ -67,7 +46,6 @@ class Monitor:
     parent: int  # the rank that started this process
     report_after: float
     abort_after: float
-    ranks: dict[int, LocalRank] = field(default_factory=dict)
     remote: dict[int, RankView] = field(default_factory=dict)
     heard_ranks_at: dict[int, float] = field(default_factory=dict)
     timings: dict[int, page.Timing] = field(default_factory=dict)  # of ranks on other nodes
@@ -81,10 +59,10 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.node, self.host, self.report_after, self.abort_after)
+        self.ranks = LocalRanks(self.node, self.host)
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
-        self.kill_stage = 0
         self.tasks: set[asyncio.Task] = set()
         self.stop_reason = ""
         self.is_launcher_dead = False
@@ -117,16 +95,12 @@ class Monitor:
         self.changed.set()
 
     def _register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
-        with open(hello["page"], "rb") as file:
-            memory = mmap.mmap(file.fileno(), page.SIZE, access=mmap.ACCESS_READ)
-        pid = hello["pid"]
-        local = LocalRank(hello["rank"], pid, memory, Path(hello["stack"]), writer, processes.OutOfMemoryKills(pid))
-        self.ranks[local.rank] = local
+        local = self.ranks.register(hello, writer)
         self._keep(self._watch_death(local))
         if self.failure:
-            self._send_to_rank(local, {"failure": self.failure})
+            local.send({"failure": self.failure})
         if self.stop_reason:
-            self._send_to_rank(local, {"stop": self.stop_reason})
+            local.send({"stop": self.stop_reason})
         return local
 
     async def _watch_death(self, local: LocalRank) -> None:
@@ -138,33 +112,8 @@ class Monitor:
             self.changed.set()
             return
         if not self.failure and not self.pending and (not local.is_finished or local.status):
-            self._submit(self._describe_death(local))
+            self._submit(self.ranks.describe_death(local))
         self.changed.set()
-
-    def _describe_death(self, local: LocalRank) -> dict[str, Any]:
-        seen = page.read(local.memory)
-        place = page.format_place(seen.step, seen.phase)
-        what = processes.describe_exit(local.status)
-        how = "Continue from the last checkpoint with --resume."
-        if local.kills.happened():
-            what = "was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit,"
-            how = "Use a smaller --micro_batch_size or fewer --num_workers, or raise the limit. " + how
-        elif local.status in (-signal.SIGKILL, None):
-            how = f"If nobody killed it, the machine ran out of memory: see `dmesg -T | grep -i kill` on {self.host}. " + how
-        elif local.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL):
-            how = "A library crashed; its output may be above. PYTHONFAULTHANDLER=1 prints the Python stack of a crash. " + how
-        elif local.status is not None and local.status >= 0:
-            what += " without an error message"
-            how = "Look for os._exit or a library that ends the process. " + how
-        text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {place}. {how}"
-        return {
-            "kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, "rank": local.rank, "host": self.host,
-            "step": page.step_of(seen.step, seen.phase),
-        }  # fmt: skip
-
-    def _send_to_rank(self, local: LocalRank, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError, RuntimeError):
-            local.writer.write(json.dumps(message).encode() + b"\n")
 
     async def watch_launcher(self) -> None:
         """Report the death of the launcher. Linux sends the ranks a signal, at which they save and stop."""
@@ -172,10 +121,10 @@ class Monitor:
         status = processes.exit_status(self.launcher)
         self.is_launcher_dead = True
         await asyncio.sleep(0.3)
-        if self.failure or all(local.is_finished or local.is_dead for local in self.ranks.values()):
+        if self.failure or self.ranks.all_ended:
             return
         what = processes.describe_exit(status) if status != 0 else "died"
-        step = max((local.reading.step for local in self.ranks.values() if local.reading), default=0)
+        step = self.ranks.step
         text = f"the launcher of {self.host} (pid {self.launcher}) {what} at step {step}. Its ranks save a checkpoint and end."
         self._announce(Event(WARNING, "LAUNCHER_DIED", text, host=self.host, step=step))
 
@@ -212,8 +161,7 @@ class Monitor:
             write_outcome(
                 self.launcher, {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
             )
-        for local in self.ranks.values():
-            self._send_to_rank(local, {"failure": failure})
+        self.ranks.send({"failure": failure})
         self.changed.set()
 
     def _announce(self, event: Event) -> None:
@@ -227,26 +175,6 @@ class Monitor:
         print_line(str(event))
         if self.peers:
             self.peers.broadcast({"event": str(event)})
-
-    def _end_ranks(self, now: float) -> None:
-        """End the ranks that have not ended by themselves after a failure."""
-        alive = [local for local in self.ranks.values() if not local.is_dead]
-        for local in alive:
-            reading = page.read(local.memory)
-            seconds = SAVE_SECONDS if reading.writing else EXIT_SECONDS
-            is_stopped = processes.state_of(local.pid) in ("T", "t")
-            if now - self.failed_at > (0 if is_stopped else seconds):
-                with contextlib.suppress(OSError):
-                    os.kill(local.pid, signal.SIGKILL)
-        if alive and not self.kill_stage and now - self.failed_at > SAVE_SECONDS + 3:
-            self.kill_stage = 1
-            for local in alive:
-                blocked = processes.blocked_thread(local.pid)
-                where = f" in {name}" if (name := processes.kernel_stack(blocked or local.pid)) else ""
-                print_line(
-                    f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
-                    f"blocks it{where} (state D). It ends when its disk or file system answers. Nothing waits for it."
-                )
 
     # ---- other nodes
 
@@ -298,8 +226,7 @@ class Monitor:
         if self.stop_reason:
             return
         self.stop_reason = reason
-        for local in self.ranks.values():
-            self._send_to_rank(local, {"stop": reason})
+        self.ranks.send({"stop": reason})
         if self.peers:
             for node in self.peers.peers:
                 if node != source:
@@ -316,30 +243,12 @@ class Monitor:
         return peer.is_done or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
 
     async def _send_stack(self, node: int, rank: int) -> None:
-        stack = await self._read_stack(rank)
+        stack = await self.ranks.read_stack(rank)
         if self.peers:
             self.peers.send(node, {"stack": [rank, list(stack), stack.collective]})
 
-    async def _read_stack(self, rank: int) -> Stack:
-        local = self.ranks.get(rank)
-        if local is None:
-            return Stack()
-        local.collective = asyncio.get_running_loop().create_future()
-        self._send_to_rank(local, {"want_collective": True})
-        stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
-        with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
-            stack.collective = await asyncio.wait_for(local.collective, 0.5)
-        if (
-            local.reading
-            and local.reading.phase == page.DATA
-            and (worker := await read_stack_of_worker(local.pid, local.stack_file))
-        ):
-            worker[8:] = ["(a data worker, for which the rank waits)", *stack]
-            return worker
-        return stack
-
     async def _collect_stack(self, rank: int) -> None:
-        self.stacks[rank] = await self._read_stack(rank)
+        self.stacks[rank] = await self.ranks.read_stack(rank)
 
     # ---- the loop
 
@@ -361,11 +270,11 @@ class Monitor:
             now = time.monotonic()
             if now - last > GAP_SECONDS:
                 self.quiet_until = now + self.report_after + 5
-            self._read_pages(now)
-            if self.failure:
-                self._end_ranks(now)
-                if self.kill_stage:
-                    break
+            self.ranks.read_pages(now)
+            if self.failure and self.ranks.end(now - self.failed_at):
+                for line in self.ranks.describe_blocked():
+                    print_line(line)
+                break
             count += 1
             if count % BEAT_EVERY == 0:
                 self._send_beat()
@@ -386,63 +295,33 @@ class Monitor:
     def _waits_for_decision(self) -> bool:
         return self.pending is not None and self.failure is None
 
-    def _read_pages(self, now: float) -> None:
-        for local in self.ranks.values():
-            if not local.is_dead:
-                local.reading = page.read(local.memory)
-                is_stopped = processes.state_of(local.pid) in ("T", "t")
-                local.stopped_at = (local.stopped_at or now) if is_stopped else 0.0
-
-    def _view(self, local: LocalRank, now: float) -> RankView:
-        reading = local.reading or page.read(local.memory)
-        return RankView(
-            local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
-            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, reading.writing,
-            local.is_finished or local.is_dead,
-        )  # fmt: skip
-
     def _send_beat(self) -> None:
         if self.peers:
-            now = time.monotonic()
-            views = [self._view(local, now) for local in self.ranks.values()]
+            timings = self.ranks.timings()
             rows = [
-                [
-                    v.rank,
-                    v.step,
-                    v.phase,
-                    round(v.age, 2),
-                    v.normal,
-                    v.state,
-                    round(v.stopped, 2),
-                    round(v.writing, 1),
-                    v.is_finished,
-                    *self._timing(v.rank),
-                ]
-                for v in views
-            ]
+                [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), round(v.writing, 1), v.is_finished,
+                 *timings[v.rank]]
+                for v in self.ranks.views()
+            ]  # fmt: skip
             self.peers.broadcast({"ranks": rows})
             self.peers.ping_silent()
 
-    def _timing(self, rank: int) -> page.Timing:
-        """Return the times that a rank of this node has published, rounded to keep messages short."""
-        local = self.ranks[rank]
-        timing = (local.reading or page.read(local.memory)).timing
-        return page.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
+    def _nodes(self, views: list[RankView], now: float) -> list[NodeView]:
+        """Return the other nodes whose ranks are known and run."""
+        known = {v.node for v in views}
+        peers = [peer for peer in self.peers.peers.values() if peer.node in known] if self.peers else []
+        return [
+            NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
+            for peer in peers
+            if not peer.is_done
+        ]
 
     def _judge(self, now: float, seconds: float) -> None:
-        views = [self._view(local, now) for local in self.ranks.values()]
+        views = self.ranks.views()
         for rank, view in self.remote.items():
             if rank in self.heard_ranks_at:
                 late = now - self.heard_ranks_at[rank]
                 views.append(RankView(**{**view.__dict__, "age": view.age + late}))
-        nodes = []
-        if self.peers:
-            known = {v.node for v in views}
-            for peer in self.peers.peers.values():
-                if not peer.is_done and peer.node in known:
-                    nodes.append(
-                        NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
-                    )
         views.sort(key=lambda v: v.rank)
         for v in views:  # a stack is valid as long as its rank does not progress
             if v.age < 1 and v.rank in self.stacks:
@@ -454,44 +333,16 @@ class Monitor:
             self.judge.is_disk_hung = self.output.is_hung(bool(slow))
             for event in self.output.events():
                 self._announce(event)
-        for event in self.judge.examine(seconds * BEAT_EVERY, views, nodes, self.stacks):
+        for event in self.judge.examine(seconds * BEAT_EVERY, views, self._nodes(views, now), self.stacks):
             self._announce(event)
         if self.slow_run and self.node == 0:
-            self.slow_run.examine(views, {**self.timings, **{rank: self._timing(rank) for rank in self.ranks}})
+            self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
         for rank in self.judge.wants_stacks - self.asked_stacks.keys():
             self.asked_stacks[rank] = 1
             if rank in self.ranks:
                 self._keep(self._collect_stack(rank))
             elif self.peers and rank in self.remote:
                 self.peers.send(self.remote[rank].node, {"want_stack": rank})
-
-
-async def wait_for_end(pid: int) -> None:
-    """Return when a process has ended, also if its parent has not read its exit code yet."""
-    if not hasattr(os, "pidfd_open"):
-        while processes_exists(pid):
-            await asyncio.sleep(0.2)
-        return
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-def processes_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return True
-    except OSError:
-        return False
 
 
 def print_line(text: str) -> None:

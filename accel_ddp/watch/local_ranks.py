@@ -1,0 +1,198 @@
+"""The ranks of one node, as its monitor sees them: their pages, their ends, their stacks, and the connection to each."""
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.watch import page, processes
+from accel_ddp.watch.diagnosis import RankView
+from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
+
+EXIT_SECONDS = 8.0  # a rank that can end by itself has ended this long after the failure was sent to it
+SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
+BLOCKED_SECONDS = SAVE_SECONDS + 3  # a rank that was killed and still exists is blocked in the kernel
+
+
+@dataclass
+class LocalRank:
+    """A rank of this node."""
+
+    rank: int
+    pid: int
+    memory: mmap.mmap
+    stack_file: Path
+    writer: asyncio.StreamWriter
+    kills: processes.OutOfMemoryKills
+    stopped_at: float = 0.0
+    is_finished: bool = False  # its program is complete
+    is_dead: bool = False
+    status: int | None = None  # exit code, or minus the signal
+    reading: page.Reading | None = None
+    collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
+
+    def read(self) -> page.Reading:
+        return page.read(self.memory)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self.writer.write(json.dumps(message).encode() + b"\n")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_finished or self.is_dead
+
+
+class LocalRanks(dict[int, LocalRank]):
+    """The ranks of this node by their number."""
+
+    def __init__(self, node: int, host: str):
+        super().__init__()
+        self.node, self.host = node, host
+
+    def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
+        """Add a rank that has connected."""
+        with open(hello["page"], "rb") as file:
+            memory = mmap.mmap(file.fileno(), page.SIZE, access=mmap.ACCESS_READ)
+        pid = hello["pid"]
+        local = LocalRank(hello["rank"], pid, memory, Path(hello["stack"]), writer, processes.OutOfMemoryKills(pid))
+        self[local.rank] = local
+        return local
+
+    def send(self, message: dict[str, Any]) -> None:
+        for local in self.values():
+            local.send(message)
+
+    def read_pages(self, now: float) -> None:
+        for local in self.values():
+            if not local.is_dead:
+                local.reading = local.read()
+                is_stopped = processes.state_of(local.pid) in ("T", "t")
+                local.stopped_at = (local.stopped_at or now) if is_stopped else 0.0
+
+    def views(self) -> list[RankView]:
+        now = time.monotonic()
+        return [self._view(local, now) for local in self.values()]
+
+    def _view(self, local: LocalRank, now: float) -> RankView:
+        reading = local.reading or local.read()
+        return RankView(
+            local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
+            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, reading.writing, local.has_ended,
+        )  # fmt: skip
+
+    def timings(self) -> dict[int, page.Timing]:
+        """Return the times that each rank has published, rounded to keep messages short."""
+        found = {}
+        for rank, local in self.items():
+            timing = (local.reading or local.read()).timing
+            found[rank] = page.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
+        return found
+
+    @property
+    def all_ended(self) -> bool:
+        return all(local.has_ended for local in self.values())
+
+    @property
+    def step(self) -> int:
+        return max((local.reading.step for local in self.values() if local.reading), default=0)
+
+    # ---- the end of a rank
+
+    def describe_death(self, local: LocalRank) -> dict[str, Any]:
+        """Return the failure of a rank that has ended without a message."""
+        seen = local.read()
+        place = page.format_place(seen.step, seen.phase)
+        what = processes.describe_exit(local.status)
+        how = "Continue from the last checkpoint with --resume."
+        if local.kills.happened():
+            what = "was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit,"
+            how = "Use a smaller --micro_batch_size or fewer --num_workers, or raise the limit. " + how
+        elif local.status in (-signal.SIGKILL, None):
+            how = f"If nobody killed it, the machine ran out of memory: see `dmesg -T | grep -i kill` on {self.host}. " + how
+        elif local.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL):
+            how = "A library crashed; its output may be above. PYTHONFAULTHANDLER=1 prints the Python stack of a crash. " + how
+        elif local.status is not None and local.status >= 0:
+            what += " without an error message"
+            how = "Look for os._exit or a library that ends the process. " + how
+        text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {place}. {how}"
+        return {
+            "kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, "rank": local.rank, "host": self.host,
+            "step": page.step_of(seen.step, seen.phase),
+        }  # fmt: skip
+
+    def end(self, seconds: float) -> bool:
+        """Kill the ranks that have not ended `seconds` after the failure was sent. Return whether one cannot be killed."""
+        alive = [local for local in self.values() if not local.is_dead]
+        for local in alive:
+            limit = SAVE_SECONDS if local.read().writing else EXIT_SECONDS
+            is_stopped = processes.state_of(local.pid) in ("T", "t")  # it cannot end by itself
+            if seconds > (0 if is_stopped else limit):
+                with contextlib.suppress(OSError):
+                    os.kill(local.pid, signal.SIGKILL)
+        return bool(alive) and seconds > BLOCKED_SECONDS
+
+    def describe_blocked(self) -> list[str]:
+        """Return a line for each rank that could not be killed."""
+        lines = []
+        for local in self.values():
+            if not local.is_dead:
+                blocked = processes.blocked_thread(local.pid)
+                where = f" in {name}" if (name := processes.kernel_stack(blocked or local.pid)) else ""
+                lines.append(
+                    f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
+                    f"blocks it{where} (state D). It ends when its disk or file system answers. Nothing waits for it."
+                )
+        return lines
+
+    # ---- stacks
+
+    async def read_stack(self, rank: int) -> Stack:
+        """Return where a rank is, or an empty stack if that cannot be read."""
+        local = self.get(rank)
+        if local is None:
+            return Stack()
+        local.collective = asyncio.get_running_loop().create_future()
+        local.send({"want_collective": True})
+        stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
+        with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
+            stack.collective = await asyncio.wait_for(local.collective, 0.5)
+        is_in_data = local.reading is not None and local.reading.phase == page.DATA
+        worker = await read_stack_of_worker(local.pid, local.stack_file) if is_in_data else None
+        if worker:
+            stack[:0] = [*worker[:8], "(a data worker, for which the rank waits)"]
+        return stack
+
+
+async def wait_for_end(pid: int) -> None:
+    """Return when a process has ended, also if its parent has not read its exit code yet."""
+    if not hasattr(os, "pidfd_open"):
+        while _exists(pid):
+            await asyncio.sleep(0.2)
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return True
+    except OSError:
+        return False
