@@ -197,6 +197,19 @@ def test_a_node_whose_kernel_closed_the_connection_is_lost_at_once():
     assert course.kinds == [(WARNING, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST")]
 
 
+def test_many_lost_nodes_are_one_report():
+    """A switch fails, behind which are 500 of 512 nodes. Some of them are noticed a moment earlier."""
+    silent = lambda node, s: max(0.0, s - (0 if node < 20 else 0.5)) if node >= 12 else 0.0
+    nodes = lambda s: [NodeView(node, f"node{node}", f"10.0.0.{node}", silent=silent(node, s)) for node in range(1, 512)]
+    ranks = lambda s: [rank(0, page.BACKWARD, s), *(rank(node, page.FORWARD, s) for node in range(1, 512))]
+    course = Course().pass_time(29, lambda s: (ranks(s), nodes(s)))
+    assert course.kinds == [(WARNING, "LINK_LOST")]
+    assert "8 of 512 nodes have not answered node0 for 6 s: node12 (10.0.0.12), node13 " in course.events[0].text
+    assert course.pass_time(2, lambda s: (ranks(29 + s), nodes(29 + s))).kinds[1] == (ERROR, "LINK_LOST")
+    assert "500 of 512 nodes have not answered node0 for" in course.events[1].text
+    assert "node15 (10.0.0.15) and 496 more." in course.events[1].text
+
+
 def test_packets_that_are_dropped_in_one_direction_are_recognised():
     one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, is_one_way=True)]
     course = Course().pass_time(6, lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)], one_way(s)))
