@@ -149,6 +149,17 @@ def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
     assert course.kinds == [(WARNING, "DISK_HUNG")]
 
 
+def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():
+    """The main rank writes its log in every step. It is blocked in the kernel, and the disk has not answered the monitor."""
+    course = Course()
+    at = lambda s: [rank(0, page.HOOKS, s, state="D"), rank(1, page.BACKWARD, s)]
+    course.pass_time(8, at)
+    assert course.kinds == [(WARNING, "RANK_BLOCKED")]
+    course.judge.is_disk_hung = True
+    course.pass_time(23, lambda s: at(8 + s))
+    assert course.kinds[1] == (ERROR, "DISK_HUNG")
+
+
 def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
     ranks = lambda s: [rank(0, page.FORWARD, s, step=20), rank(1, page.BACKWARD, s, step=20)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BARRIER, 1: IN_BACKWARD}))

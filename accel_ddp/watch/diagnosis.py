@@ -310,7 +310,7 @@ class Judge:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
-        if r.phase == page.SAVE:
+        if r.phase == page.SAVE or (r.state == "D" and self.is_disk_hung):
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
         return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.current_step)
