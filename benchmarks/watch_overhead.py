@@ -3,8 +3,9 @@
     python benchmarks/watch_overhead.py                     # all three, about a minute
     python benchmarks/watch_overhead.py --nodes 512 --ranks_per_node 8 --seconds 20
 
-1. Heartbeats. Every call of a heartbeat is timed inside a real run, which also shows how many calls a step makes. The calls hold the
-   GIL and do not wait, so that their time is both CPU time and GIL-holding time. The time of the timer itself is subtracted.
+1. Heartbeats. Every call of a heartbeat, and of the clock of each rank's own time, is timed inside a real run, which also shows
+   how many calls a step makes. The calls hold the GIL and do not wait, so that their time is both CPU time and GIL-holding time.
+   The time of the timer itself is subtracted.
 2. Monitor. Its CPU time per second of the same run, from /proc.
 3. Main node. A real monitor process is the coordinator of a cluster whose other nodes are simulated by one process: each has its own
    connection, speaks the protocol of the monitors, and sends heartbeats of its ranks every 0.5 s. The messages per second, their
@@ -16,6 +17,7 @@ The goal is below 0.5 % of a step for the sum of 1 and 2.
 import argparse
 import asyncio
 import contextlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -33,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 ROOT = Path(__file__).parents[1]
 TICKS = os.sysconf("SC_CLK_TCK")
-METHODS = ("enter", "beat", "advance", "report_writer", "report_timing")
 BEAT_SECONDS = 0.5
 
 
@@ -58,12 +59,13 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     """Run tests/programs/faulty.py with a timer around every method of the heartbeat, and write the sums to a file."""
     import runpy
 
+    from accel_ddp.training.own_time import OwnTime
     from accel_ddp.watch.page import Heartbeat
 
-    calls, spent, depth = dict.fromkeys(METHODS, 0), 0, 0
+    calls, spent, depth = {}, 0, 0
 
-    def timed(name: str):
-        method = getattr(Heartbeat, name)
+    def timed(name: str, method):
+        calls[name] = 0
 
         def wrapper(*args):
             nonlocal spent, depth
@@ -79,8 +81,10 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
 
         return wrapper
 
-    for name in METHODS:
-        setattr(Heartbeat, name, timed(name))
+    for owner in (Heartbeat, OwnTime):
+        for name, method in list(vars(owner).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(owner, name, timed(f"{owner.__name__}.{name}", method))
     began = time.perf_counter_ns()
     for _ in range(10_000):
         time.perf_counter_ns()
@@ -120,12 +124,29 @@ def measure_run(options: argparse.Namespace) -> None:
     print(
         f"1. heartbeats: {calls:.1f} calls per step, {per_step * 1e6:.1f} us of CPU and GIL time per step of {step * 1e3:.1f} ms"
     )
-    print(f"   = {per_step / step:.4%} of a step   ({', '.join(f'{name} {count}' for name, count in found['calls'].items())})")
+    print(f"   one call in a loop: {cost_of_a_call() * 1e6:.2f} us")
+    print(
+        f"   = {per_step / step:.4%} of a step   ({', '.join(f'{name} {count}' for name, count in found['calls'].items() if count)})"
+    )
     print(f"2. monitor (pid {monitor}): {monitor_share * 1e3:.2f} ms of CPU time per second = {monitor_share:.4%} of one core")
     cores = os.cpu_count() or 1
     print(f"   = {monitor_share / cores:.4%} of the {cores} cores of this node")
     total = per_step / step + monitor_share / cores
     print(f"   sum of 1 and 2: {total:.4%} of a step (goal: below 0.5 %)\n", flush=True)
+
+
+def cost_of_a_call() -> float:
+    """Return the CPU time of one change of the phase, in a loop. Changes of the phase are the most frequent calls."""
+    from accel_ddp.watch import page
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        heartbeat = page.Heartbeat()
+        heartbeat.publish(Path(folder, "page"))
+        began = time.thread_time()
+        for _ in range(50_000):
+            heartbeat.enter(page.FORWARD)
+            heartbeat.enter(page.BACKWARD)
+        return (time.thread_time() - began) / 100_000
 
 
 def start_two_ranks(command: list[str], env: dict[str, str], folder: str) -> tuple[subprocess.Popen, subprocess.Popen]:
@@ -252,9 +273,10 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
                     heartbeat.enter(page.FORWARD)
                     heartbeat.enter(page.BACKWARD)
                     heartbeat.advance(step)
-                if measured is None and time.monotonic() > end - seconds:
+                    heartbeat.report_timing(timing_of(step))
+                if measured is None and time.monotonic() > end - seconds:  # after the first connections
                     measured = (time.monotonic(), cpu_seconds(monitor.pid), counted.value)
-                time.sleep(0.1)
+                time.sleep(BEAT_SECONDS)
             passed = time.monotonic() - measured[0]
             row = heartbeat_of(10, 123)
             return {
@@ -271,8 +293,13 @@ def heartbeat_of(rank: int, step: int) -> list:
     """Return what a monitor sends about one rank, as `Monitor._send_beat` does."""
     from accel_ddp.watch import page
 
-    timing = page.Timing(step, *[0.1234] * (len(page.Timing._fields) - 1))
-    return [rank, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing]
+    return [rank, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing_of(step)]
+
+
+def timing_of(step: int):
+    from accel_ddp.watch import page
+
+    return page.Timing(step, *[0.1234] * (len(page.Timing._fields) - 1))
 
 
 def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:

@@ -188,8 +188,9 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_such(one, tm
             began = job.until(r"rank 1 \(pid (\d+)\) injects|not possible: (.*)")
             if began[2][2]:
                 pytest.skip(f"memory cgroups cannot be used: {began[2][2]}")
-            job.until_diagnosis("RANK_DIED", "error", REPORT_SECONDS)
+            found = job.until_diagnosis("RANK_DIED", "error", REPORT_SECONDS)
             assert job.codes(30) == [FAILED, -9]
+            print(f"MEASURED memory: report {found.seconds - began[0]:.1f} s, end {time.monotonic() - began[0]:.1f} s")
             job.nothing_is_left()
             print(job.all_output())
             diagnosis = agree(job, "error", "RANK_DIED")
@@ -304,8 +305,8 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
         job.until_step(7)
         step, began = job.last_step(), time.monotonic()
         cut(two)
-        for side in (0, 1):
-            job.until_diagnosis("NODE_LOST|LINK_LOST|MAIN_NODE_LOST", "warning", REPORT_SECONDS, of=side)
+        kinds = "NODE_LOST|LINK_LOST|MAIN_NODE_LOST"
+        first = [job.until_diagnosis(kinds, "warning", REPORT_SECONDS, of=side).seconds - began for side in (0, 1)]
         codes = job.codes(ABORT_SECONDS)
         ended = time.monotonic()
         job.nothing_is_left()
@@ -318,7 +319,7 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
             # The last heartbeat of the other node was sent up to half a second before the link was lost.
             assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
-        print(f"MEASURED {cut.__name__}: end {ended - began:.1f} s")
+        print(f"MEASURED {cut.__name__}: report {first[0]:.1f} and {first[1]:.1f} s, end {ended - began:.1f} s")
 
 
 @pytest.mark.parametrize("lost", [1, 0])
@@ -331,7 +332,8 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
         for pid in two.cluster.nodes[lost].pids():
             if pid not in job.servers:
                 kill(pid)
-        job.until_diagnosis("MAIN_NODE_LOST" if lost == 0 else "NODE_LOST", "warning|error", REPORT_SECONDS, of=1 - lost)
+        kinds = "MAIN_NODE_LOST" if lost == 0 else "NODE_LOST|LINK_LOST"
+        first = job.until_diagnosis(kinds, "warning|error", REPORT_SECONDS, of=1 - lost)
         assert job.processes[1 - lost].wait(ABORT_SECONDS) == FAILED
         ended = time.monotonic()
         job.nothing_is_left()
@@ -341,7 +343,7 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
         assert f"node{lost}" in diagnosis.text
         assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
-        print(f"MEASURED node {lost} killed: end {ended - began:.1f} s")
+        print(f"MEASURED node {lost} killed: report {first.seconds - began:.1f} s, end {ended - began:.1f} s")
 
 
 # ---- faults that end by themselves, and slow ranks and links

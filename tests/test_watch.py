@@ -149,6 +149,17 @@ def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
     assert course.kinds == [(WARNING, "DISK_HUNG")]
 
 
+def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():
+    """The main rank writes its log in every step. It is blocked in the kernel, and the disk has not answered the monitor."""
+    course = Course()
+    at = lambda s: [rank(0, page.HOOKS, s, state="D"), rank(1, page.BACKWARD, s)]
+    course.pass_time(8, at)
+    assert course.kinds == [(WARNING, "RANK_BLOCKED")]
+    course.judge.is_disk_hung = True
+    course.pass_time(23, lambda s: at(8 + s))
+    assert course.kinds[1] == (ERROR, "DISK_HUNG")
+
+
 def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
     ranks = lambda s: [rank(0, page.FORWARD, s, step=20), rank(1, page.BACKWARD, s, step=20)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BARRIER, 1: IN_BACKWARD}))
@@ -195,6 +206,19 @@ def test_a_node_whose_kernel_closed_the_connection_is_lost_at_once():
     )
     course = Course().pass_time(6, closed)
     assert course.kinds == [(WARNING, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST"), (ERROR, "NODE_LOST")]
+
+
+def test_many_lost_nodes_are_one_report():
+    """A switch fails, behind which are 500 of 512 nodes. Some of them are noticed a moment earlier."""
+    silent = lambda node, s: max(0.0, s - (0 if node < 20 else 0.5)) if node >= 12 else 0.0
+    nodes = lambda s: [NodeView(node, f"node{node}", f"10.0.0.{node}", silent=silent(node, s)) for node in range(1, 512)]
+    ranks = lambda s: [rank(0, page.BACKWARD, s), *(rank(node, page.FORWARD, s) for node in range(1, 512))]
+    course = Course().pass_time(29, lambda s: (ranks(s), nodes(s)))
+    assert course.kinds == [(WARNING, "LINK_LOST")]
+    assert "8 of 512 nodes have not answered node0 for 6 s: node12 (10.0.0.12), node13 " in course.events[0].text
+    assert course.pass_time(2, lambda s: (ranks(29 + s), nodes(29 + s))).kinds[1] == (ERROR, "LINK_LOST")
+    assert "500 of 512 nodes have not answered node0 for" in course.events[1].text
+    assert "node15 (10.0.0.15) and 496 more." in course.events[1].text
 
 
 def test_packets_that_are_dropped_in_one_direction_are_recognised():

@@ -14,6 +14,7 @@ ERROR, WARNING, INFO = "error", "warning", "info"
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
 STACK_SECONDS = 1.5  # how long a report waits for the stacks of the ranks
 SHORT_SILENCE = 3.0  # an interruption of a link that is shorter is not worth a line
+MANY_NODES = 4  # lost nodes; more are reported together
 OUTLIER_SECONDS = 3.0  # between the last observation of a fault and its end
 CLOSED_SECONDS = 2.0  # a node whose connection was closed may connect again within this time
 CLOSED_ABORT_SECONDS = 5.0  # later the node is gone: its kernel has closed the connection
@@ -160,12 +161,14 @@ class Judge:
         if not self.abort_after or cause.seconds < cause.aborts_after:
             return False
         # A rank that still progresses proves that the others do not wait for anything yet.
-        active = [r for r in ranks if not r.is_finished and r.rank not in cause.culprits]
+        culprits = set(cause.culprits)
+        active = [r for r in ranks if not r.is_finished and r.rank not in culprits]
         progressing = [r for r in active if r.age < min(cause.aborts_after, CLOSED_ABORT_SECONDS) / 2]
         return not progressing
 
     def _event(self, severity: str, cause: Cause, ranks: list[RankView], stacks: dict[int, Stack], end: str) -> Event:
-        waiting = [r.rank for r in ranks if not r.is_finished and r.rank not in cause.culprits]
+        culprits = set(cause.culprits)
+        waiting = [r.rank for r in ranks if not r.is_finished and r.rank not in culprits]
         parts = [cause.text]
         if waiting and cause.kind != "DEADLOCK":
             parts.append(f"{format_ranks(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
@@ -200,7 +203,12 @@ class Judge:
 
     def _find_causes(self, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> dict[str, Cause]:
         lost = {node.node: node for node in nodes if node.silent > self.report_after or node.closed > CLOSED_SECONDS}
-        causes = {f"node {node.node}": self._lost_node(node, ranks) for node in lost.values()}
+        if len(lost) > MANY_NODES:
+            causes = {"nodes": self._lost_nodes(list(lost.values()), 1 + len(nodes), ranks)}
+            for node in lost:
+                self.open.pop(f"node {node}", None)
+        else:
+            causes = {f"node {node.node}": self._lost_node(node, ranks) for node in lost.values()}
         active = [r for r in ranks if not r.is_finished and r.node not in lost]
         stopped = [r for r in active if r.stopped > self.report_after]
         causes |= {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
@@ -263,6 +271,24 @@ class Judge:
             kind = "MAIN_NODE_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=node.host, step=step)
 
+    def _lost_nodes(self, lost: list[NodeView], total: int, ranks: list[RankView]) -> Cause:
+        """Return one cause for many nodes, for example behind a switch, instead of a line for each of them."""
+        numbers = {node.node for node in lost}
+        there = [r for r in ranks if r.node in numbers]
+        is_closed = all(node.closed > CLOSED_SECONDS for node in lost)
+        seconds = min(node.closed if is_closed else max(node.silent, node.closed) for node in lost)
+        names = ", ".join(f"{node.host} ({node.address})" for node in lost[:MANY_NODES])
+        what = "closed their connections to" if is_closed else "have not answered"
+        step = max((r.current_step for r in there), default=0)
+        text = (
+            f"{len(lost)} of {total} nodes {what} {self.own_host} for {seconds:.0f} s: {names} and {len(lost) - MANY_NODES} more. "
+            f"Their ranks were last seen at step {step}."
+        )
+        advice = f"Check what these nodes have in common, for example a switch, and the network of {self.own_host}."
+        limit = min(CLOSED_ABORT_SECONDS, self.abort_after) if is_closed else self.abort_after
+        kind = "NODE_LOST" if is_closed else "LINK_LOST"
+        return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=lost[0].host, step=step)
+
     def _stopped_rank(self, r: RankView) -> Cause:
         text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
         advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
@@ -284,7 +310,7 @@ class Judge:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
-        if r.phase == page.SAVE:
+        if r.phase == page.SAVE or (r.state == "D" and self.is_disk_hung):
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
         return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.current_step)

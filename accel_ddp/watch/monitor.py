@@ -329,7 +329,8 @@ class Monitor:
                 self.asked_stacks.pop(v.rank, None)
         if self.output:
             own = [v for v in views if v.node == self.node]
-            slow = [v for v in own if (v.phase == page.SAVE and v.age > self.report_after) or v.writing > 30]
+            late = [v for v in own if v.age > self.report_after / 2]
+            slow = [v for v in late if v.phase == page.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
             self.judge.is_disk_hung = self.output.is_hung(bool(slow))
             for event in self.output.events():
                 self._announce(event)
