@@ -23,6 +23,7 @@ from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training import compilation
 from accel_ddp.training.divergence import ParameterCheck
 from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.hooks import Hook
@@ -35,7 +36,7 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
-from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, HOOKS, METRICS, SAVE
+from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS
 
 
 class Outcome(NamedTuple):
@@ -94,7 +95,7 @@ def fit(
     heartbeat = process.heartbeat
     heartbeat.advance(step)
     heartbeat.report_timing(own_time.timing)
-    with signals.can_save(cfg):
+    with signals.can_save(cfg), heartbeat.within(LOAD):
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
@@ -110,47 +111,47 @@ def fit(
                     hook.on_restart(step, restart)
             pace.restart()
             own_time.restart()
-        while run.continues():
-            lr = lr_at(run.step, cfg, total_steps)
-            set_lr(optimizer, lr)
-            seed = mixed(cfg.seed, "step", run.step)
-            own_time.mark(Part.OTHER)
-            heartbeat.enter(DATA)
-            batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
-            own_time.mark(Part.DATA)
-            work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
-            more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time)
-            stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
-            run.step += 1
-            own_time.end_step(run.step)
-            heartbeat.report_timing(own_time.timing)
-            heartbeat.advance(run.step)
-            heartbeat.enter(DEVICE)
-            reader.push(run.step, lr, stats)
-            check.begin(run.step, is_needed=run.saves_now())
+        with compilation.published():
+            while run.continues():
+                lr = lr_at(run.step, cfg, total_steps)
+                set_lr(optimizer, lr)
+                seed = mixed(cfg.seed, "step", run.step)
+                own_time.mark(Part.OTHER)
+                heartbeat.enter(DATA)
+                batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
+                own_time.mark(Part.DATA)
+                work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
+                more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time)
+                stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
+                run.step += 1
+                own_time.end_step(run.step)
+                heartbeat.report_timing(own_time.timing)
+                heartbeat.enter(DEVICE)
+                reader.push(run.step, lr, stats)
+                check.begin(run.step, is_needed=run.saves_now())
 
-            # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
-            run.receive(reader.pop(wait_for_all=run.saves_now() or run.evaluates_now()))
-            own_time.mark(Part.OTHER)
-            check.read(run.step)  # after the numbers: a loss that is not finite is reported as such
-            own_time.mark(Part.COMMUNICATION)
-            run.is_stopping = run.is_stopping or run.step == cfg.stop_after
-            if run.is_stopping:
-                signals.mark_agreed()  # from here on no time limit ends the save
-                run.receive(reader.pop(wait_for_all=True))
-            if run.saves_now() or run.is_stopping:  # before the evaluation, which may fail
-                heartbeat.enter(SAVE)
-                saved.save(run.step, is_last=run.is_stopping or run.step == total_steps)
-            if run.evaluates_now() and not run.is_stopping:
-                run.evaluate()
-                heartbeat.enter(SAVE)
-                if run.is_done or run.is_stopping:
-                    saved.save(run.step, is_last=True)
-            heartbeat.enter(HOOKS)
-            run.report_saves()
-            if run.saves_now() or run.evaluates_now():
-                pace.restart()
-                own_time.restart()
+                # On a GPU the numbers of an update arrive one step late, so that the host does not wait for them.
+                run.receive(reader.pop(wait_for_all=run.saves_now() or run.evaluates_now()))
+                own_time.mark(Part.OTHER)
+                heartbeat.enter(DEVICE)
+                check.read(run.step)  # after the numbers: a loss that is not finite is reported as such
+                own_time.mark(Part.COMMUNICATION)
+                run.is_stopping = run.is_stopping or run.step == cfg.stop_after
+                if run.is_stopping:
+                    signals.mark_agreed()  # from here on no time limit ends the save
+                    heartbeat.enter(DEVICE)
+                    run.receive(reader.pop(wait_for_all=True))
+                if run.saves_now() or run.is_stopping:  # before the evaluation, which may fail
+                    saved.save(run.step, is_last=run.is_stopping or run.step == total_steps)
+                if run.evaluates_now() and not run.is_stopping:
+                    run.evaluate()
+                    if run.is_done or run.is_stopping:
+                        saved.save(run.step, is_last=True)
+                heartbeat.enter(HOOKS)
+                run.report_saves()
+                if run.saves_now() or run.evaluates_now():
+                    pace.restart()
+                    own_time.restart()
         return run.finish()
 
 
@@ -223,11 +224,12 @@ class _Run:
             process.heartbeat.enter(HOOKS)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
+            process.heartbeat.enter(DEVICE)  # the next numbers may still be computed
 
     def evaluate(self) -> None:
-        process.heartbeat.enter(METRICS)
         try:
-            metrics = self.evaluate_model(self.model)
+            with process.heartbeat.within(METRICS):
+                metrics = self.evaluate_model(self.model)
         except EvaluationStopped:
             self.is_stopping = True
             signals.mark_agreed()
@@ -235,6 +237,7 @@ class _Run:
         # Ranks that compared different values would disagree on when to stop. An `evaluate` function of a user may return them.
         self.metrics = broadcast_metrics(metrics)
         self.saved.evaluated(self.step, self.metrics)
+        process.heartbeat.enter(HOOKS)
         ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
         self.is_done = self.is_done or ends
 

@@ -41,7 +41,8 @@ def together(what: str) -> Iterator[dict[str, str]]:
             message = json.dumps({"text": text, "host": process.host, "rank": process.rank})
             process.store.compare_set(f"{key}/failed", "", message)
         raise
-    _wait_for_all(key, what, facts)
+    with process.heartbeat.within(WAIT):
+        _wait_for_all(key, what, facts)
     if process.store and facts:
         all_facts = [json.loads(process.store.get(f"{key}/{rank}")) for rank in range(process.num_ranks)]
         first = all_facts[0]
@@ -58,8 +59,9 @@ def broadcast_object(value: Any, source: int = 0, what: str = "reach the same po
     """Return the value of rank `source` on every rank. `what` completes the message "waiting for rank 1 to ..."."""
     box = [value]
     if process.num_ranks > 1:
-        _wait_for_all(_new_wait(), what)
-        dist.broadcast_object_list(box, src=source, group=process.slow_group)
+        with process.heartbeat.within(WAIT):
+            _wait_for_all(_new_wait(), what)
+            dist.broadcast_object_list(box, src=source, group=process.slow_group)
     return box[0]
 
 
@@ -67,9 +69,10 @@ def gather_objects(value: Any) -> list[Any] | None:
     """Return the values of all ranks in the order of ranks on rank 0, and None elsewhere. They travel through host memory."""
     if process.num_ranks == 1:
         return [value]
-    _wait_for_all(_new_wait(), "send its results")
     values = [None] * process.num_ranks if process.is_main else None
-    dist.gather_object(value, values, dst=0, group=process.slow_group)
+    with process.heartbeat.within(WAIT):
+        _wait_for_all(_new_wait(), "send its results")
+        dist.gather_object(value, values, dst=0, group=process.slow_group)
     return values
 
 
@@ -91,7 +94,6 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
     # A store is lost with its launcher, and the ranks then stop. The barrier does not need it, but messages and facts do.
     with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
         store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
-    phase = process.heartbeat.enter(WAIT)
     barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
     began = reported = time.monotonic()
     while not barrier.is_completed():
@@ -107,7 +109,6 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
     barrier.wait()  # raises the error of the barrier, if there was one
-    process.heartbeat.enter(phase)
 
 
 def _is_stored(key: str) -> bool:

@@ -11,6 +11,13 @@ from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 
 LAUNCHER_DIED = "LAUNCHER_DIED"  # the beginning of the reason of a stop that nobody has asked for
 
+MAX_TEXT = 20_000  # characters of a failure
+
+
+def shorten(text: str) -> str:
+    """Return a text that other nodes can print: its beginning and its end."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n... (shortened)\n{text[-MAX_TEXT // 2 :]}"
+
 
 class Failure(NamedTuple):
     """Why a rank ends before its time. The first failure of a run is stored for all ranks, and every rank prints it."""
@@ -35,7 +42,8 @@ class Failure(NamedTuple):
 
     def as_message(self) -> dict[str, Any]:
         """Return what the monitors need to know."""
-        return {**self._asdict(), "line": str(self), "exit_code": self.exit_code}
+        short = self._replace(text=shorten(self.text))
+        return {**short._asdict(), "line": str(short), "exit_code": self.exit_code}
 
     def as_outcome(self) -> dict[str, Any]:
         """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.outcome`."""

@@ -71,7 +71,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     return use_gpu
 
 
-def _start_monitor(cfg: TrainConfig) -> MonitorAddress:
+def _start_monitor(cfg: TrainConfig) -> MonitorAddress | None:
     """Start the monitor of this node. It listens on the address that leads to the main node."""
     main = _main_ip()
     with socket.socket(socket.AF_INET6 if ":" in main else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -88,6 +88,8 @@ def _main_ip() -> str:
 def _join_monitors(ranks: list[dict]) -> None:
     """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
     monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
+    if process.node not in monitors:
+        return
     link_to_monitor(monitors[process.node])
     if process.is_local_main:
         hosts = {rank["node"]: rank["host"] for rank in ranks}
@@ -102,7 +104,10 @@ def _join_monitors(ranks: list[dict]) -> None:
 
 def watch_single_rank(cfg: TrainConfig) -> None:
     """Start a monitor for a run of one rank. Its data and its disk may hang too."""
-    link_to_monitor(start_monitor_of_node(cfg, "127.0.0.1"))
+    monitor = start_monitor_of_node(cfg, "127.0.0.1") if process.link is None else None  # `start` may be called twice
+    if monitor is None:
+        return
+    link_to_monitor(monitor)
     place = {"rank": 0, "node": 0, "host": process.host}
     process.link.send({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
 

@@ -22,12 +22,22 @@ LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this lon
 STOP_SECONDS = 8.0  # the same for an agreed stop, at which ranks close their trackers
 
 
-def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress:
-    """Start the monitor of this node. Only the first rank of a node calls it."""
-    return start_monitor(
-        node=process.node, num_nodes=process.num_ranks // process.local_ranks, host=process.host, num_local=process.local_ranks,
-        ip=ip, launcher=process.launcher, report_after=cfg.hang_report_seconds, abort_after=cfg.hang_abort_seconds,
-    )  # fmt: skip
+def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
+    """Start the monitor of this node. Only the first rank of a node calls it. None: there is no folder for its files."""
+    # Nobody waits for a single rank that a user has started by hand, for example in a notebook or a debugger.
+    is_alone = process.num_ranks == 1 and not process.launcher
+    try:
+        return start_monitor(
+            node=process.node, has_other_nodes=process.num_ranks > process.local_ranks, host=process.host, ip=ip,
+            launcher=process.launcher, report_after=cfg.hang_report_seconds, abort_after=0 if is_alone else cfg.hang_abort_seconds,
+        )  # fmt: skip
+    except OSError as error:
+        print(
+            f"warning: the monitor of {process.host} cannot be started: {error}. Faults are not reported.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
 
 
 def link_to_monitor(address: MonitorAddress) -> None:
@@ -118,11 +128,6 @@ def wait_for_failure(seconds: float) -> Failure | None:
     if process.link or process.failure:
         process.has_failed.wait(seconds)
     return process.failure
-
-
-def is_printed_by_monitor() -> bool:
-    """Return whether the monitor of this node has printed the first failure of the run."""
-    return process.failure is not None
 
 
 def ask_all_to_stop(reason: str) -> None:

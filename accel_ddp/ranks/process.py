@@ -29,7 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""  # why this rank was asked to stop; empty: it was not
-        self.reason_of_others = ""  # why another rank was asked to stop, as read from the store
+        self.reason_of_others = ""  # why another rank was asked to stop, as the monitor has sent it
         self.is_agreed = False  # every rank has reached the stop and saves
         self.can_save = False  # true only while `fit` runs; otherwise a signal ends the rank at once
         self.file: Path | None = None  # OUTPUT_DIR/STOP

@@ -1,7 +1,7 @@
 """The agreed stop: any rank of any node may be asked to stop, and all ranks stop after the same step, with one checkpoint.
 
 SIGTERM, SIGHUP, `--stop_signal`, one Ctrl-C, or a file OUTPUT_DIR/STOP ask for it. The rank that is asked only sets a flag. During
-training the flag travels with the small all-reduce of each step, and during an evaluation through the store.
+training the flag travels with the small all-reduce of each step, and during an evaluation through the monitors.
 """
 
 import atexit
@@ -191,7 +191,7 @@ def _exit_before_the_launcher_kills(name: str) -> None:
 
 def _request(reason: str) -> None:
     process.stop.reason = reason
-    # In a thread, because the store may be slow and a second Ctrl-C must be handled meanwhile.
+    # In a thread, because the monitor may be slow and a second Ctrl-C must be handled meanwhile.
     threading.Thread(target=ask_all_to_stop, args=(reason,), daemon=True).start()
 
 

@@ -22,6 +22,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.saving import format, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
 from accel_ddp.saving.tensors import capture, digest_of_frozen, versions
+from accel_ddp.watch.page import SAVE
 
 Metrics = dict[str, float]
 
@@ -78,6 +79,10 @@ class Checkpoints:
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
+        with process.heartbeat.within(SAVE):
+            self._save(step, is_last)
+
+    def _save(self, step: int, is_last: bool) -> None:
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
         if self.newest == step and not self.failed:
             return
@@ -217,10 +222,11 @@ class Checkpoints:
 
     def close(self) -> str:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
-        self.wait()
-        if self.failed:  # the state is still in host memory, and there may be free space by now
-            self._pending.append(self._writer.submit(self._write, *self._last))
+        with process.heartbeat.within(SAVE):
             self.wait()
+            if self.failed:  # the state is still in host memory, and there may be free space by now
+                self._pending.append(self._writer.submit(self._write, *self._last))
+                self.wait()
         self._writer.shutdown()
         process.complete_save = lambda: None  # a reference to this object would keep the model and the optimizer in memory
         return broadcast_object(self.failed, what="write the last checkpoint")
@@ -261,6 +267,7 @@ class Checkpoints:
                     resume.set_aside(later, self.folder, "later")
         print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
         resume.report_differences(self.cfg, run)
+        process.heartbeat.advance(run["step"])
         return run["step"]
 
 

@@ -130,6 +130,7 @@ def update(
     mean_loss = loss_of_all * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     mark(Part.OPTIMIZER)
+    heartbeat.advance(heartbeat.step + 1)
     heartbeat.enter(OTHER)
     return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total)
 

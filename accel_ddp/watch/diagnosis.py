@@ -1,4 +1,4 @@
-"""Decides which rank, node or link is at fault when a run does not progress. Pure functions of what the monitors have observed.
+"""Decides which rank, node or link is at fault when a run does not progress, from what the monitors have observed.
 
 A fault is reported early and ends the run late: many faults end by themselves.
 """
@@ -12,6 +12,8 @@ from accel_ddp.watch.stacks import Stack
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
+SLOW_DISK_FACTOR = 4  # times --hang_abort_seconds until a disk that does not answer ends the run
+DEBUGGERS = ("/pdb.py:", "/bdb.py:", "debugpy", "pydevd")
 STACK_SECONDS = 1.5  # how long a report waits for the stacks of the ranks
 SHORT_SILENCE = 3.0  # an interruption of a link that is shorter is not worth a line
 MANY_NODES = 4  # lost nodes; more are reported together
@@ -22,7 +24,7 @@ CLOSED_ABORT_SECONDS = 5.0  # later the node is gone: its kernel has closed the 
 
 @dataclass
 class RankView:
-    """What is known about one rank. Ages are in seconds."""
+    """The last observation of one rank. Ages are in seconds."""
 
     rank: int
     node: int
@@ -34,6 +36,7 @@ class RankView:
     normal: float | None = None  # the slowest recent duration of this phase on this rank; None: not learned
     state: str = "S"  # of the process
     stopped: float = 0.0  # how long the process has been stopped
+    is_suspended: bool = False  # its launcher is stopped too: the user has pressed Ctrl-Z
     writing: float = 0.0  # how long a checkpoint has been written
     is_finished: bool = False
 
@@ -57,7 +60,7 @@ class RankView:
 
 @dataclass
 class NodeView:
-    """What is known about the connection to the monitor of another node."""
+    """The state of the connection to the monitor of another node."""
 
     node: int
     host: str
@@ -116,7 +119,9 @@ class Judge:
         self.open: dict[str, _Open] = {}
         self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
         self.wants_stacks: set[int] = set()
-        self.is_disk_hung = False  # set by the monitor of the main node
+        self.disk_hung = (
+            0.0  # seconds for which the disk of the output folder has not answered; set by the monitor of the main node
+        )
         self.usual: dict[int, float] = {}  # the usual duration of each phase, in this examination
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
@@ -139,7 +144,8 @@ class Judge:
                 if all(rank in stacks for rank in cause.wants_stacks_of) or found.waited > STACK_SECONDS:
                     found.is_reported = True
                     left = cause.aborts_after - cause.seconds
-                    end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if self.abort_after else ""
+                    has_end = self.abort_after and left < float("inf")
+                    end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if has_end else ""
                     events.append(self._event(WARNING, cause, ranks, stacks, end))
         for found in self.open.values():
             found.ages |= {(r.rank, r.phase): (r.age, self._normal(r)) for r in ranks if r.age > self.report_after}
@@ -163,8 +169,7 @@ class Judge:
         # A rank that still progresses proves that the others do not wait for anything yet.
         culprits = set(cause.culprits)
         active = [r for r in ranks if not r.is_finished and r.rank not in culprits]
-        progressing = [r for r in active if r.age < min(cause.aborts_after, CLOSED_ABORT_SECONDS) / 2]
-        return not progressing
+        return not any(r.phase not in page.UNLIMITED and r.age < self._usual(r, ranks) + self.report_after for r in active)
 
     def _event(self, severity: str, cause: Cause, ranks: list[RankView], stacks: dict[int, Stack], end: str) -> Event:
         culprits = set(cause.culprits)
@@ -182,7 +187,7 @@ class Judge:
 
     def _recovered(self, cause: Cause, ranks: list[RankView]) -> Event:
         step = max((r.current_step for r in ranks), default=cause.step)
-        text = f"it is over after {cause.seconds:.0f} s, at step {step}. It was: {cause.text}"
+        text = f"this fault ended after {cause.seconds:.0f} s, at step {step}: {cause.text}"
         return Event(INFO, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, step)
 
     def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
@@ -195,14 +200,16 @@ class Judge:
             elif node.silent < 1.5:
                 self.silences[node.node] = node.silent
                 if SHORT_SILENCE <= longest < self.report_after and not node.closed:
-                    text = f"{node.host} ({node.address}) did not answer {self.own_host} for {longest:.0f} s. It does again."
+                    text = f"{node.host} ({node.address}) did not answer {self.own_host} for {longest:.0f} s, and does again."
                     events.append(Event(INFO, "LINK_LOST", text, host=node.host))
         return events
 
     # ---- causes, from the most certain to the least certain kind
 
     def _find_causes(self, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> dict[str, Cause]:
-        lost = {node.node: node for node in nodes if node.silent > self.report_after or node.closed > CLOSED_SECONDS}
+        ended = {r.node for r in ranks if r.is_finished} - {r.node for r in ranks if not r.is_finished}
+        is_lost = lambda node: node.silent > self.report_after or node.closed > CLOSED_SECONDS
+        lost = {node.node: node for node in nodes if is_lost(node) and node.node not in ended}  # a node without ranks may leave
         if len(lost) > MANY_NODES:
             causes = {"nodes": self._lost_nodes(list(lost.values()), 1 + len(nodes), ranks)}
             for node in lost:
@@ -214,23 +221,27 @@ class Judge:
         causes |= {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
         if causes:
             return causes  # the others wait for these
-        overdue = [r for r in active if r.age - self._usual(r, ranks) > self.report_after]
+        overdue = [r for r in active if r.age - self._limit_of_report(r, ranks) > 0]
         # On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
         behind = min((r.position for r in active), default=(0, 0))
         for r in overdue:
             if r.position == behind and r.phase not in page.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
-                if r.phase == page.SAVE and not self.is_disk_hung and r.state != "D":
+                if r.phase == page.SAVE and not self.disk_hung and r.state != "D":
                     continue  # a slow disk
-                causes[f"rank {r.rank}"] = self._hung_rank(r, ranks)
+                if r.phase == page.OTHER and not any(o.phase in page.WAITING and o.age > self.report_after for o in active):
+                    continue  # the user's own code, for which no rank waits
+                causes[f"rank {r.rank}"] = self._hung_rank(r, ranks, stacks)
         if causes or not overdue:
             return causes
+        if len(active) == 1:
+            return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in overdue if r.phase in page.WAITING}
         waiting = [r for r in active if r.phase in page.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
         is_ahead = lambda r: r.position > behind
         if all(r in waiting or is_ahead(r) for r in active) and all(r.age > self.report_after for r in active):
             # A rank that computes in its backward pass is in no collective.
             working = [r for r in waiting if r.rank in stacks and stacks[r.rank] and not stacks[r.rank].is_in_collective()]
             if working and len(working) < len(waiting):
-                return {f"rank {r.rank}": self._hung_rank(r, ranks) for r in working}
+                return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in working}
             return {"all": self._deadlock(active, ranks, stacks)}
         return {}
 
@@ -238,6 +249,12 @@ class Judge:
         if r.phase not in self.usual:  # once per phase and examination, because a run may have thousands of ranks
             self.usual[r.phase] = page.usual_seconds(r.phase, [self._normal(other) for other in ranks if other.phase == r.phase])
         return self.usual[r.phase]
+
+    def _limit_of_report(self, r: RankView, ranks: Iterable[RankView]) -> float:
+        """Return the age of the phase of this rank from which on it is reported."""
+        if (self.disk_hung or r.state == "D") and r.phase in page.LEAST:
+            return (r.normal or 0.0) + self.report_after  # it waits for the disk
+        return self._usual(r, ranks) + self.report_after
 
     def _normal(self, r: RankView) -> float | None:
         """Return the usual duration that the rank has learned for its phase, or the one before a fault that has prolonged it."""
@@ -292,17 +309,18 @@ class Judge:
     def _stopped_rank(self, r: RankView) -> Cause:
         text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
         advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
-        return Cause("RANK_STOPPED", r.stopped, text, advice, self.abort_after, [r.rank], [r.rank], True, r.host, r.current_step)
+        limit = self.abort_after
+        if r.is_suspended:
+            advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
+        return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], True, r.host, r.current_step)
 
-    def _hung_rank(self, r: RankView, ranks: list[RankView]) -> Cause:
-        usual = self._usual(r, ranks)
+    def _hung_rank(self, r: RankView, ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
+        usual, seconds = self._usual(r, ranks), r.age
+        limit = float("inf") if r.phase == page.OTHER else self._limit(usual)
         known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
-        kind, text, advice = (
-            "RANK_HUNG",
-            f"{r.name} has not progressed {place}.",
-            "It computes, or waits for something outside of this run: a disk, a network, a lock.",
-        )
+        kind, text = "RANK_HUNG", f"{r.name} has not progressed {place}."
+        advice = "The rank computes, or waits for something outside of this run: a disk, a network, a lock."
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
@@ -310,10 +328,15 @@ class Judge:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
-        if r.phase == page.SAVE or (r.state == "D" and self.is_disk_hung):
+        is_at_disk = self.disk_hung and (r.phase == page.SAVE or r.state == "D")
+        if is_at_disk:
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
-        return Cause(kind, r.age, text, advice, self._limit(usual), [r.rank], [r.rank], True, r.host, r.current_step)
+        if is_at_disk or r.state == "D":  # a slow disk that writes a large checkpoint may delay a small file for long
+            seconds, limit = self.disk_hung or r.age, SLOW_DISK_FACTOR * self.abort_after
+        if any(debugger in frame for frame in stacks.get(r.rank, Stack()) for debugger in DEBUGGERS):
+            advice, limit = "The rank is in a debugger.", float("inf")
+        return Cause(kind, seconds, text, advice, limit, [r.rank], [r.rank], True, r.host, r.current_step)
 
     def _deadlock(self, active: list[RankView], ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
         places = []
@@ -323,7 +346,9 @@ class Judge:
             last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(r.age for r in active)
-        text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}."
+        finished = [r.rank for r in ranks if r.is_finished]
+        ended = f" The program of {format_ranks(finished)} has already ended." if finished else ""
+        text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
         advice = (
             "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
             "at the same place, the network between them may drop packets of the process group: run `accel-ddp doctor`."

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from accel_ddp.watch.page import Heartbeat
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
 _PREFIX, _LOCK = "accel_ddp_watch_", "lock"
+_STALE_SECONDS = 60.0  # a younger folder may belong to a monitor that is being started
 
 
 class MonitorAddress(NamedTuple):
@@ -31,7 +34,7 @@ class MonitorAddress(NamedTuple):
     port: int
 
 
-def start_monitor(*, node: int, num_nodes: int, host: str, num_local: int, ip: str, launcher: int, report_after: float,
+def start_monitor(*, node: int, has_other_nodes: bool, host: str, ip: str, launcher: int, report_after: float,
                   abort_after: float) -> MonitorAddress:  # fmt: skip
     """Start the monitor of this node. The sockets are open when this returns, although the monitor needs longer to start."""
     parent = Path(_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir())
@@ -44,32 +47,39 @@ def start_monitor(*, node: int, num_nodes: int, host: str, num_local: int, ip: s
         ranks.bind(f"{folder}/socket")
         ranks.listen(1024)
         sockets, port = [ranks], 0
-        if num_nodes > 1:
+        if has_other_nodes:
             nodes = opened.enter_context(open_listening_socket(ip, 0, small_segments=True))
             sockets.append(nodes)
             port = nodes.getsockname()[1]
         options = {
-            "node": node, "host": host, "num_local": num_local, "launcher": launcher, "parent": os.getpid(), "folder": folder,
+            "node": node, "host": host, "launcher": launcher, "parent": os.getpid(), "folder": folder,
             "report_after": report_after, "abort_after": abort_after, "rank_socket": ranks.fileno(),
-            "node_socket": sockets[1].fileno() if num_nodes > 1 else None,
+            "node_socket": sockets[1].fileno() if has_other_nodes else None,
         }  # fmt: skip
         package = str(Path(__file__).parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # PYTHONSAFEPATH: a file of the user such as asyncio.py in the current folder must not be imported instead of Python's.
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))}
         process = subprocess.Popen(
             [sys.executable, "-m", "accel_ddp.watch.monitor", json.dumps(options)], env=environment, stdin=subprocess.DEVNULL,
-            start_new_session=True, pass_fds=[file.fileno() for file in (lock, *sockets)],
+            start_new_session=True, cwd="/",  # a file of the user such as asyncio.py in the current folder must not be imported
+            pass_fds=[file.fileno() for file in (lock, *sockets)],
         )  # fmt: skip
     return MonitorAddress(folder, process.pid, ip, port)
 
 
 def _remove_stale_folders(parent: Path) -> None:
     """Remove the folders of monitors that were killed. A monitor that runs has a lock on its folder, also in another container."""
-    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), open(path, "w") as lock:  # that of another user, or of a monitor that runs
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # the lock is held, or the folder is being removed
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or time.time() - found.st_mtime < _STALE_SECONDS:
+                continue
+            descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class Link:

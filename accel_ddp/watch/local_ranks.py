@@ -15,7 +15,7 @@ from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import RankView
 from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
 
-EXIT_SECONDS = 8.0  # a rank that can end by itself has ended this long after the failure was sent to it
+EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
 SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
 BLOCKED_SECONDS = SAVE_SECONDS + 3  # a rank that was killed and still exists is blocked in the kernel
 
@@ -52,9 +52,9 @@ class LocalRank:
 class LocalRanks(dict[int, LocalRank]):
     """The ranks of this node by their number."""
 
-    def __init__(self, node: int, host: str):
+    def __init__(self, node: int, host: str, launcher: int):
         super().__init__()
-        self.node, self.host = node, host
+        self.node, self.host, self.launcher = node, host, launcher
 
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
         """Add a rank that has connected."""
@@ -84,8 +84,12 @@ class LocalRanks(dict[int, LocalRank]):
         reading = local.reading or local.read()
         return RankView(
             local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
-            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, reading.writing, local.has_ended,
+            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, self._is_suspended(local),
+            reading.writing, local.has_ended,
         )  # fmt: skip
+
+    def _is_suspended(self, local: LocalRank) -> bool:
+        return bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
 
     def timings(self) -> dict[int, page.Timing]:
         """Return the times that each rank has published, rounded to keep messages short."""
@@ -118,6 +122,8 @@ class LocalRanks(dict[int, LocalRank]):
             how = f"If nobody killed it, the machine ran out of memory: see `dmesg -T | grep -i kill` on {self.host}. " + how
         elif local.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL):
             how = "A library crashed; its output may be above. PYTHONFAULTHANDLER=1 prints the Python stack of a crash. " + how
+        elif local.is_finished and local.status is not None and local.status > 0:
+            what = f"has called sys.exit({local.status})"
         elif local.status is not None and local.status >= 0:
             what += " without an error message"
             how = "Look for os._exit or a library that ends the process. " + how
@@ -172,13 +178,13 @@ class LocalRanks(dict[int, LocalRank]):
 
 async def wait_for_end(pid: int) -> None:
     """Return when a process has ended, also if its parent has not read its exit code yet."""
-    if not hasattr(os, "pidfd_open"):
-        while _exists(pid):
-            await asyncio.sleep(0.2)
-        return
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
+        return
+    except (OSError, AttributeError):  # kernels before 5.3, old seccomp filters, macOS
+        while _exists(pid) and processes.state_of(pid) != "Z":
+            await asyncio.sleep(0.1)
         return
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -194,5 +200,7 @@ def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         return True
-    except OSError:
+    except ProcessLookupError:
         return False
+    except OSError:
+        return True

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
 DECIDE_SECONDS = 2.0  # a node decides for itself if the coordinator has not answered its report within this time
 SECONDARY_SECONDS = 3.0  # an error that may follow from another one is reported if no other one arrives within this time
 LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a run has about 60 for each
+UNREACHABLE_SECONDS = 20.0  # a coordinator that has not answered for this long after the start cannot be reached
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -41,7 +44,6 @@ class Monitor:
 
     node: int
     host: str
-    num_local: int
     launcher: int  # pid of the parent of the ranks; 0: they have none of interest
     parent: int  # the rank that started this process
     report_after: float
@@ -59,13 +61,15 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.node, self.host, self.report_after, self.abort_after)
-        self.ranks = LocalRanks(self.node, self.host)
+        self.printer = Printer()
+        self.ranks = LocalRanks(self.node, self.host, self.launcher)
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
         self.tasks: set[asyncio.Task] = set()
         self.stop_reason = ""
         self.is_launcher_dead = False
+        self.has_reported_unreachable = False
         self.changed = asyncio.Event()
 
     # ---- ranks of this node
@@ -111,7 +115,7 @@ class Monitor:
         if local.is_finished and not local.status:
             self.changed.set()
             return
-        if not self.failure and not self.pending and (not local.is_finished or local.status):
+        if not local.is_finished or local.status:
             self._submit(self.ranks.describe_death(local))
         self.changed.set()
 
@@ -132,7 +136,7 @@ class Monitor:
 
     def _submit(self, failure: dict[str, Any]) -> None:
         """Report a failure of a rank of this node to the coordinator, which chooses the first one of the run."""
-        if self.failure or self.pending:
+        if self.failure or (self.pending and not self.pending.get("is_secondary")):
             return
         self.pending = failure
         if self._decides():
@@ -145,6 +149,7 @@ class Monitor:
         self._keep(self._decide(failure, seconds))
 
     async def _decide(self, failure: dict[str, Any], seconds: float) -> None:
+        """End the run with this failure after some seconds, if no other failure has ended it meanwhile."""
         await asyncio.sleep(seconds)
         self._fail(failure)
 
@@ -153,15 +158,15 @@ class Monitor:
         if self.failure:
             return
         self.failure, self.failed_at = failure, time.monotonic()
-        if self.peers:
-            self.peers.broadcast({"failure": failure})
-        print_line(failure["line"])
+        self.printer.print(failure["line"])
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
             step = failure.get("step", -1)
             write_outcome(
                 self.launcher, {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
             )
         self.ranks.send({"failure": failure})
+        if self.peers:
+            self.peers.broadcast({"failure": failure})
         self.changed.set()
 
     def _announce(self, event: Event) -> None:
@@ -172,7 +177,7 @@ class Monitor:
             }  # fmt: skip
             self._fail(failure)
             return
-        print_line(str(event))
+        self.printer.print(str(event))
         if self.peers:
             self.peers.broadcast({"event": str(event)})
 
@@ -195,18 +200,18 @@ class Monitor:
         """Handle a message of another monitor."""
         if "ranks" in message:
             now = time.monotonic()
-            for rank, step, phase, age, normal, state, stopped, writing, finished, *timing in message["ranks"]:
+            for rank, step, phase, age, normal, state, stopped, suspended, writing, finished, *timing in message["ranks"]:
                 if view := self.remote.get(rank):
                     view.step, view.phase, view.age, view.normal, view.state = step, phase, age, normal, state
-                    view.stopped, view.writing, view.is_finished = stopped, writing, finished
+                    view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
                     self.heard_ranks_at[rank] = now
                     self.timings[rank] = page.Timing(*timing)
         if "failure" in message and not self.failure:
-            self._adopt(message["failure"])
+            self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
             self._keep(self._decide(message["failed"], SECONDARY_SECONDS if message["failed"].get("is_secondary") else 0))
         if "event" in message:
-            print_line(message["event"])
+            self.printer.print(message["event"])
         if "stop" in message:
             self._spread_stop(message["stop"], source=node)
         if self.slow_run and ("measure" in message or "rate" in message):
@@ -217,10 +222,6 @@ class Monitor:
             rank, frames, collective = message["stack"]
             self.stacks[rank] = Stack(frames)
             self.stacks[rank].collective = collective
-
-    def _adopt(self, failure: dict[str, Any]) -> None:
-        """Take over the failure that another node has chosen, and pass it on if this node coordinates too."""
-        self._fail(failure)
 
     def _spread_stop(self, reason: str, source: int | None = None) -> None:
         if self.stop_reason:
@@ -240,7 +241,19 @@ class Monitor:
         return all(self._is_lost(self.peers.peers[node], now) for node in range(min(self.node, 2)) if node in self.peers.peers)
 
     def _is_lost(self, peer: Peer, now: float) -> bool:
-        return peer.is_done or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
+        is_unreachable = not peer.heard_at and now - self.peers.started_at > UNREACHABLE_SECONDS
+        return peer.is_done or is_unreachable or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
+
+    def _report_unreachable(self, now: float) -> None:
+        """Print once which coordinators have never answered."""
+        if self.peers and not self.has_reported_unreachable and now - self.peers.started_at > UNREACHABLE_SECONDS:
+            self.has_reported_unreachable = True
+            for peer in self.peers.peers.values():
+                if not peer.heard_at and not peer.is_done:
+                    self.printer.print(
+                        f"warning: the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of "
+                        "one node are not reported on the other. Allow all TCP between the nodes."
+                    )
 
     async def _send_stack(self, node: int, rank: int) -> None:
         stack = await self.ranks.read_stack(rank)
@@ -255,7 +268,12 @@ class Monitor:
     def _keep(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.printer.print("".join(traceback.format_exception(error)))
 
     async def run(self) -> None:
         """Watch until the last rank of this node has ended."""
@@ -273,11 +291,12 @@ class Monitor:
             self.ranks.read_pages(now)
             if self.failure and self.ranks.end(now - self.failed_at):
                 for line in self.ranks.describe_blocked():
-                    print_line(line)
+                    self.printer.print(line)
                 break
             count += 1
             if count % BEAT_EVERY == 0:
                 self._send_beat()
+                self._report_unreachable(now)
                 if not self.failure and now > self.quiet_until:
                     if self._decides():
                         self._judge(now, now - last)
@@ -290,7 +309,7 @@ class Monitor:
     def _hand_over(self) -> None:
         """Close what this node has reported while it was cut off. From now on the coordinator decides again."""
         for event in self.judge.close([view for view in self.remote.values() if view.rank in self.heard_ranks_at]):
-            print_line(str(event))
+            self.printer.print(str(event))
 
     def _waits_for_decision(self) -> bool:
         return self.pending is not None and self.failure is None
@@ -299,7 +318,8 @@ class Monitor:
         if self.peers:
             timings = self.ranks.timings()
             rows = [
-                [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), round(v.writing, 1), v.is_finished,
+                [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), v.is_suspended,
+                 round(v.writing, 1), v.is_finished,
                  *timings[v.rank]]
                 for v in self.ranks.views()
             ]  # fmt: skip
@@ -331,7 +351,7 @@ class Monitor:
             own = [v for v in views if v.node == self.node]
             late = [v for v in own if v.age > self.report_after / 2]
             slow = [v for v in late if v.phase == page.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
-            self.judge.is_disk_hung = self.output.is_hung(bool(slow))
+            self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
             for event in self.output.events():
                 self._announce(event)
         for event in self.judge.examine(seconds * BEAT_EVERY, views, self._nodes(views, now), self.stacks):
@@ -346,14 +366,31 @@ class Monitor:
                 self.peers.send(self.remote[rank].node, {"want_stack": rank})
 
 
-def print_line(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "\n").encode())
+class Printer:
+    """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
+
+    def __init__(self) -> None:
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._print, daemon=True)
+        self.thread.start()
+
+    def print(self, text: str) -> None:
+        self.lines.put(text)
+
+    def _print(self) -> None:
+        while (text := self.lines.get()) is not None:
+            with contextlib.suppress(OSError):
+                os.write(2, (text + "\n").encode(errors="replace"))
+
+    def close(self) -> None:
+        """Wait a moment until everything is printed."""
+        self.lines.put(None)
+        self.thread.join(2)
 
 
 async def watch(options: dict[str, Any]) -> None:
     """Watch the ranks of this node until they have ended."""
-    names = ("node", "host", "num_local", "launcher", "parent", "report_after", "abort_after")
+    names = ("node", "host", "launcher", "parent", "report_after", "abort_after")
     monitor = Monitor(**{name: options[name] for name in names})
 
     async def accept_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -373,6 +410,9 @@ async def watch(options: dict[str, Any]) -> None:
         traceback.print_exc()
     for server in servers:
         server.close()
+    if monitor.output:
+        monitor.output.close()
+    monitor.printer.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
     # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
     # every connection of a rank that cannot be killed.

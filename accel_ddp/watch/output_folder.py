@@ -6,6 +6,7 @@ written to by a child process.
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -63,20 +64,27 @@ class OutputFolder:
             return [Event(WARNING, "OUTPUT_REMOVED", text)]
         return [Event(INFO, "OUTPUT_REMOVED", f"the output folder {self.path} exists again.")]
 
-    def is_hung(self, is_suspected: bool) -> bool:
-        """Return whether the disk does not answer. It is tried out only if a save takes long."""
+    def seconds_without_answer(self, is_suspected: bool) -> float:
+        """Return for how long the disk has not answered, or 0. The disk is tried out only if a save takes long."""
         now = time.monotonic()
         if self.probe:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(self.probe, os.WNOHANG)[0] == 0:
-                    return now - self.probed_at > ANSWER_SECONDS
+                    seconds = now - self.probed_at
+                    return seconds if seconds > ANSWER_SECONDS else 0.0
             self.probe = 0
         if is_suspected and now - self.probed_at > ANSWER_SECONDS:
             self.probed_at = now
             self.probe = os.fork()
             if self.probe == 0:
                 self._write()
-        return False
+        return 0.0
+
+    def close(self) -> None:
+        """Kill the child that writes. A disk that does not answer blocks it, and its end is not awaited."""
+        if self.probe:
+            with contextlib.suppress(OSError):
+                os.kill(self.probe, signal.SIGKILL)
 
     def _write(self) -> None:
         """Write and remove a small file. Runs in the child process."""

@@ -4,9 +4,11 @@ A rank only writes to memory, which takes about a microsecond. It does not send 
 that a rank that holds the GIL for long still has a heartbeat: it is in its phase, since a known time.
 """
 
+import contextlib
 import mmap
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +24,11 @@ WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
 UNLIMITED = (START, LOAD, COMPILE, WAIT, END)
 # The usual duration in seconds of a phase that has not been completed LEARN_AFTER times. The first batch starts data workers, the
 # first passes choose kernels.
-UNLEARNED = {DATA: 120.0, SAVE: 120.0, EVALUATE: 120.0, METRICS: 300.0, OTHER: 600.0}
+UNLEARNED = {DATA: 120.0, EVALUATE: 120.0}
 UNLEARNED_OTHERWISE = 60.0
+# The least usual duration of phases that run code of the user or wait for a disk. They are short most of the time, and long now and
+# then: a tracker that tries again, a metric after the last batch, an upload.
+LEAST = {METRICS: 120.0, SAVE: 120.0, HOOKS: 60.0, OTHER: 60.0}
 LEARN_AFTER = 3
 
 _UNUSUAL = 2  # the first durations of a phase are not usual ones: workers start, kernels are chosen, connections are opened
@@ -77,6 +82,15 @@ class Heartbeat:
         if ended != phase:
             self._begin(phase)
         return ended
+
+    @contextlib.contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """Enter a phase for the duration of a block, and the phase before it again at its end, however it ends."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def beat(self) -> None:
         """Report progress inside of a long phase: the phase begins again."""
@@ -154,4 +168,4 @@ def usual_seconds(phase: int, normals: list[float | None]) -> float:
     if phase in UNLIMITED:
         return float("inf")
     learned = [normal for normal in normals if normal is not None]
-    return max(learned) if learned else UNLEARNED.get(phase, UNLEARNED_OTHERWISE)
+    return max(LEAST.get(phase, 0.0), max(learned) if learned else UNLEARNED.get(phase, UNLEARNED_OTHERWISE))

@@ -47,7 +47,7 @@ class Peer:
 
 
 class _Pings(asyncio.DatagramProtocol):
-    """Receives the datagrams of nodes that do not hear this node over TCP. Only TCP needs packets in both directions."""
+    """Receives the datagrams of nodes that receive nothing from this node. Only TCP needs packets in both directions."""
 
     def __init__(self, peers: "Peers"):
         self.peers = peers
@@ -77,6 +77,7 @@ class Peers:
         self.tasks: set[asyncio.Task] = set()
         self.is_closing = False
         self.bytes_sent = 0
+        self.started_at = time.monotonic()
         self.pings: asyncio.DatagramTransport | None = None
 
     async def listen_for_pings(self, sock: socket.socket) -> None:
@@ -156,9 +157,9 @@ class Peers:
         if peer and peer.writers:
             writer = peer.writers[-1]
             if writer.transport.get_write_buffer_size() < _FULL_BUFFER:
-                data = messages.encode(message)
-                self.bytes_sent += len(data)
-                with contextlib.suppress(OSError, RuntimeError):
+                with contextlib.suppress(OSError, RuntimeError):  # the connection is lost, or the message is too large
+                    data = messages.encode(message)
+                    self.bytes_sent += len(data)
                     writer.write(data)
 
     def broadcast(self, message: dict[str, Any]) -> None:

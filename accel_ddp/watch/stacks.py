@@ -32,7 +32,8 @@ def signal_number() -> int:
 def print_on_signal(path: Path) -> IO[str]:
     """Let this process write the stacks of its threads to a file at each signal. The file must stay open."""
     file = open(path, "w")
-    faulthandler.register(signal_number(), file=file, all_threads=True)
+    if hasattr(signal, "SIGRTMIN"):  # not on macOS
+        faulthandler.register(signal_number(), file=file, all_threads=True)
     return file
 
 
