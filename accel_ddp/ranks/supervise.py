@@ -95,6 +95,7 @@ def _finish(exits: bool) -> int:
 
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
+    process.heartbeat.enter_phase_of(error)
     if isinstance(error, Stopped):
         return _leave(report_failure(error.failure))
     if isinstance(error, Diverged):

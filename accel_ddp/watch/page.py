@@ -67,6 +67,7 @@ class Heartbeat:
         )  # until `publish`; with it, callers need not ask whether there is one
         self.step, self.phase, self.since, self.beats = 0, START, time.monotonic_ns(), 0
         self._window_began = 0
+        self._error = 0, START  # the identity of the last exception, and the phase in which it was raised
 
     def publish(self, path: Path) -> None:
         """Write into this file from now on. It should be on a file system in memory."""
@@ -89,8 +90,17 @@ class Heartbeat:
         before = self.enter(phase)
         try:
             yield
+        except BaseException as error:
+            if self._error[0] != id(error):  # in the innermost block
+                self._error = id(error), self.phase
+            raise
         finally:
             self.enter(before)
+
+    def enter_phase_of(self, error: BaseException) -> None:
+        """Enter the phase in which an exception was raised, for the report about it."""
+        if self._error[0] == id(error):
+            self.enter(self._error[1])
 
     def beat(self) -> None:
         """Report progress inside of a long phase: the phase begins again."""
