@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 # These files come first. The run would take longer if a worker started a long one last.
-LONGEST = ["test_stop", "test_classify", "test_doctor", "test_errors", "test_docs", "test_checkpoint", "test_recipes"]
+LONGEST = [
+    "test_faults",
+    "test_stop",
+    "test_classify",
+    "test_doctor",
+    "test_errors",
+    "test_docs",
+    "test_checkpoint",
+    "test_recipes",
+]
 # The tests of these files share no launch, so that each of them may run on any worker.
 INDEPENDENT = {"test_docs", "test_launch", "test_recipes"}
 

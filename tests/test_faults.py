@@ -359,7 +359,7 @@ def test_short_faults_are_survived_and_reported_afterwards(two, tmp_path, is_def
     """One run has them all: a stopped rank, an interrupted link, the GIL held in C, a slow rank and a slow link."""
     two.cluster.require("a link")
     limits = [] if is_default else ["--hang_report_seconds", 1.5, "--hang_abort_seconds", 15]
-    stop_seconds, link_seconds, gil_seconds = (20, 5, 12) if is_default else (5, 3, 4)
+    stop_seconds, link_seconds, gil_seconds = (20, 5, 8) if is_default else (5, 3, 3)
     folder, faults = tmp_path / "run", tmp_path / "faults"
     options = ["--width", 1000, "--steps", 200, "--step_seconds", 0.05, "--save_every", 50]
     with two.ranks([0, 1], "--output_dir", folder, "--fault_folder", faults, *options, *limits) as job:
