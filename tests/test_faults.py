@@ -251,6 +251,7 @@ def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_
         assert newest_checkpoint_loads(tmp_path / "run") == 5
 
 
+@pytest.mark.slow
 def test_a_disk_of_the_output_folder_that_hangs_is_reported(disk, beside_disk, tmp_path):
     """The main rank writes its log to the disk in every step. The other rank ends, although the main rank cannot."""
     arguments = ["--output_dir", disk.path / "run", "--fault_folder", tmp_path, *SHORT, "--steps", 60]
@@ -297,7 +298,7 @@ CUTS = [cut_link, drop_both, drop_to_main, drop_from_main]
 
 @pytest.mark.parametrize(
     "cut",
-    [pytest.param(cut, id=cut.__name__, marks=[] if cut in (cut_link, drop_to_main) else [pytest.mark.slow]) for cut in CUTS],
+    [pytest.param(cut, id=cut.__name__, marks=[] if cut is cut_link else [pytest.mark.slow]) for cut in CUTS],
 )
 def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
     two.cluster.require("a link")
@@ -354,7 +355,8 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: (newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
-@pytest.mark.parametrize("is_default", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_default", [False, True])
 def test_short_faults_are_survived_and_reported_afterwards(two, tmp_path, is_default):
     """One run has them all: a stopped rank, an interrupted link, the GIL held in C, a slow rank and a slow link."""
     two.cluster.require("a link")
@@ -420,7 +422,8 @@ def test_short_faults_are_survived_and_reported_afterwards(two, tmp_path, is_def
     assert result(folder) == result(undisturbed)
 
 
-@pytest.mark.parametrize("place", ["one", pytest.param("two", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["one", "two"])
 def test_slow_data_loading_is_reported(request, tmp_path, place):
     places = [0, 0] if place == "one" else [0, 1]
     arguments = ["--fault", "slow_data", "--fault_seconds", 0.1, "--steps", 35, "--step_seconds", 0.05]
@@ -460,7 +463,7 @@ def rank_of_launcher(job: Job, number: int) -> int:
 
 
 LAUNCHED = [
-    ("torchrun", "stop"), ("accelerate", "launcher"), pytest.param("accelerate", "kill", marks=pytest.mark.slow),
+    pytest.param("torchrun", "stop", marks=pytest.mark.slow), ("accelerate", "launcher"), pytest.param("accelerate", "kill", marks=pytest.mark.slow),
     pytest.param("torchrun", "kill", marks=pytest.mark.slow), pytest.param("accelerate", "stop", marks=pytest.mark.slow),
     pytest.param("torchrun", "launcher", marks=pytest.mark.slow), pytest.param("torchrun", "main launcher", marks=pytest.mark.slow),
     pytest.param("accelerate", "main launcher", marks=pytest.mark.slow),
