@@ -463,7 +463,8 @@ def rank_of_launcher(job: Job, number: int) -> int:
 
 
 LAUNCHED = [
-    pytest.param("torchrun", "stop", marks=pytest.mark.slow), ("accelerate", "launcher"), pytest.param("accelerate", "kill", marks=pytest.mark.slow),
+    pytest.param("torchrun", "stop", marks=pytest.mark.slow),
+    ("accelerate", "launcher"), pytest.param("accelerate", "kill", marks=pytest.mark.slow),
     pytest.param("torchrun", "kill", marks=pytest.mark.slow), pytest.param("accelerate", "stop", marks=pytest.mark.slow),
     pytest.param("torchrun", "launcher", marks=pytest.mark.slow), pytest.param("torchrun", "main launcher", marks=pytest.mark.slow),
     pytest.param("accelerate", "main launcher", marks=pytest.mark.slow),
