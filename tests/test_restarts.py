@@ -251,22 +251,29 @@ def test_an_attempt_consists_of_exactly_the_processes_that_are_alive(tmp_path):
 def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv(outcome.ROUND, "1")
-    outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
-    outcome.write_outcome(os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None})  # follows from the first one
-    outcome.remember(os.getpid(), output_dir="runs/a")
-    outcome.remember(os.getpid(), failed_steps=[3])
+    assert outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
+    assert not outcome.write_outcome(
+        os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None}
+    )  # follows from the first one
+    outcome.store_run(os.getpid(), output_dir="runs/a")
+    outcome.store_run(os.getpid(), failed_steps=[3])
     assert outcome.read_outcome(os.getpid(), 1) == {"kind": "died", "exit_code": 1, "step": 3}
     assert outcome.read_outcome(os.getpid(), 0) is None
-    assert outcome.recall(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
-    assert outcome.recall(os.getppid()) == {}
+    assert outcome.read_run(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
+    assert outcome.read_run(os.getppid()) == {}
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o77 == 0, "other users can read it"
+    assert folder.name.endswith(f"-{os.stat('/proc/self/ns/pid').st_ino}"), "another container can remove it"
     (folder / "999999999-1.run.json").write_text("{}")
-    outcome.forget(os.getppid())
+    (folder / "999999999-1.run.json.5.draft").write_text("{")
+    os.utime(folder / next(folder.glob("*.run.json")), (0, 0))
+    outcome.touch(os.getpid())
+    outcome.remove(os.getppid())
+    assert all(path.stat().st_mtime > 1e9 for path in folder.iterdir()), "the system would remove old files"
     assert sorted(path.name.split(".")[1] for path in folder.iterdir()) == ["outcome1", "run"], (
         "files of a dead launcher are left"
     )
-    outcome.forget(os.getpid())
+    outcome.remove(os.getpid())
     assert list(folder.iterdir()) == []
     outcome.write_outcome(0, {})  # a rank without a launcher
     assert list(folder.iterdir()) == []
@@ -275,7 +282,8 @@ def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("code", "step", "failed_steps", "reason"),
     [
-        (1, 5, [], ""), (1, 5, [5], ""), (1, 5, [5, 5], "step 5 has failed 3 times"), (1, 5, [5, 4, 5], ""), (1, 7, [5, 5], ""),
+        (1, 5, [], ""), (1, 5, [5], ""), (1, 5, [5, 5], "step 5 has failed 3 times"), (1, 5, [5, 3, 5], ""), (1, 7, [5, 5], ""),
+        (1, 5, [5, 6], "steps 5 and 6 have failed 3 times"), (1, 6, [4, 5], ""),
         (1, None, [None, None], ""), (75, 5, [], "a stop was requested"), (130, 5, [], "a stop was requested"),
         (74, 5, [], "a stop was requested"), (2, None, [], "the same command would fail again"), (None, None, [5, 5], ""),
     ],
@@ -296,7 +304,7 @@ def test_attempts_that_all_fail_before_their_first_step_end_the_job():
         _why_no_progress([start, training, failure, failure, failure]) == "the run has failed 3 times without a step in between"
     )
     at = lambda step: {"event": "failure", "step": step}
-    assert _why_no_progress([start, training, at(4), training, at(5), training, at(5)]) == ""
+    assert _why_no_progress([start, training, at(3), training, at(5), training, at(5)]) == ""
     assert _why_no_progress([start, training, at(5), training, at(5), training, at(5)]) == "step 5 has failed 3 times"
 
 
