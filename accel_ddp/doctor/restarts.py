@@ -163,6 +163,7 @@ class RestartingRendezvous:
         last, failed_steps = self.num_rounds - 1, outcome.read_run(self.pid).get("failed_steps", [])
         if self.is_forced:  # the ranks were healthy, and stopped because of the agent's SIGTERM
             text = "another node has joined"
+            _print(f"{text}. The ranks are started again from their checkpoint.")
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             outcome.replace_outcome(self.pid, last, joined)
             return
