@@ -119,20 +119,15 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank.
 
     A launcher that has restarted the ranks after a failure continues the run of the attempt before. The user has typed nothing
-    new, and a main node that is started again has only the command, so that the folder is what any node remembers.
+    new, and a main node that is started again has only the command, so that the folder is the one that any node has stored.
     """
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
     given = cfg.output_dir or resume.folder_of_resume(cfg)
-    before = process.remembered.get("output_dir", "")
-    if before and os.path.abspath(given or before) != process.remembered["absolute"]:
-        # A command with another folder starts another run. Without a folder, the main node was started again elsewhere.
-        before = "" if given else process.remembered["absolute"]
-    before = broadcast_object(before)
-    if before:
-        cfg.resume = cfg.resume or "auto"
-    else:
-        process.remembered = {}
-    cfg.output_dir = broadcast_object(given or before or default)
+    before = _find_earlier_folder(given)
+    before, cfg.resume = broadcast_object((before, restarts.resume_of_restart(cfg, before)))
+    if not before:
+        process.earlier_run = {}
+    cfg.output_dir = broadcast_object(before or given or default)
     report_output_dir(cfg.output_dir)
     with together("open the output folder"):
         if cfg.resume and not (given or before):
@@ -144,6 +139,15 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)
     restarts.begin_attempt(cfg)
+
+
+def _find_earlier_folder(given: str) -> str:
+    """Return the folder of the attempt before this one, or "" if there is none or the user has typed another folder."""
+    before, absolute = process.earlier_run.get("output_dir", ""), process.earlier_run.get("absolute", "")
+    if given not in ("", before):
+        return given if os.path.abspath(given) == absolute else ""
+    # A main node that was started again may have another working directory, in which a relative path is another folder.
+    return before if os.path.abspath(before) == absolute else absolute
 
 
 def _tracker_names(report_to: str) -> list[str]:

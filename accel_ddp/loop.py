@@ -77,7 +77,7 @@ def fit(
     check = ParameterCheck(accelerator, cfg, model)
     facts = {"data": train.identity, "total_steps": total_steps, "files": files}
     saved = Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
-    step = saved.restore()
+    step = saved.restore(begins_training=False)  # after the warm-up
     if speed:
         speed.choose_micro_batch_size(model, optimizer)
     print_on_main(f"{total_steps} steps = {total_steps * cfg.global_batch_size / len(train):.2f} epochs of {len(train):,} items")

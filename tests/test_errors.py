@@ -412,7 +412,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
 
 def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
     ended = goes_wrong(tmp_path, "exit")
-    assert ended.codes == [1, 3], ended.text
+    assert ended.codes == [3, 3], ended.text
     assert "error: RANK_FAILED: rank 1 (" in ended.text
     assert "called sys.exit(3)" in ended.text
     assert "died" not in ended.text

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.saving.format import MANIFEST
 from accel_ddp.watch import outcome
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all
 from tests.test_stop import last_checkpoint, wait_for
@@ -32,9 +33,10 @@ class Job:
             common += ["--master_addr", self.nodes[0].address, "--master_port", endpoint.rpartition(":")[2]]
         self.commands = [
             [BIN / "torchrun", *common, *(["--node_rank", node] if backend == "static" else []), TRAINS, *arguments,
-             "--output_dir", folder]
+             "--output_dir", folder.name]
             for node in (0, 1)
         ]  # fmt: skip
+        self.working_directory = folder.parent
         self.launchers: list[psutil.Popen] = [None, None]
         self.texts, self.changed = ["", ""], threading.Condition()
         self.start(0), self.start(1)
@@ -42,7 +44,7 @@ class Job:
     def start(self, node: int) -> None:
         env = clean_environment(OMP_NUM_THREADS="1")
         command = self.nodes[node].command(self.commands[node])
-        process = Running([command], [env]).processes[0]
+        process = Running([command], [env], cwd=self.working_directory).processes[0]
         self.launchers[node] = process
         threading.Thread(target=self._read, args=(node, process), daemon=True).start()
 
@@ -115,6 +117,7 @@ def inject(job: Job, fault: str) -> None:
         job.kill_node(node)
         if node == 0:
             job.until("waiting for the main node", 1, at)
+            job.working_directory = ROOT  # the relative --output_dir still means the folder of the run
         job.start(node)
 
 
@@ -169,9 +172,10 @@ def test_nodes_continue_after_every_fault(nodes, tmp_path, uninterrupted, backen
     check_faults(nodes, backend, tmp_path / "run", uninterrupted, faults)
 
 
-def start_two_ranks(launcher: list, cwd: Path, *arguments: object) -> Running:
+def start_two_ranks(launcher: list, cwd: Path, *arguments: object, program: tuple = (TRAINS,)) -> Running:
     """Start two ranks of one node, which are restarted 5 times at most."""
-    return Running([[*launcher, "--max_restarts", 5, TRAINS, *arguments]], [clean_environment(OMP_NUM_THREADS="1")], cwd=cwd)
+    command = [*launcher, "--max_restarts", 5, *program, *arguments]
+    return Running([command], [clean_environment(OMP_NUM_THREADS="1")], cwd=cwd)
 
 
 def torchrun() -> list:
@@ -204,12 +208,26 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
 
 
 def test_a_step_that_fails_three_times_ends_the_job(tmp_path):
-    folder = tmp_path / "run"
-    ended = start_two_ranks(torchrun(), tmp_path, "--output_dir", folder, "--fails_at", 3, "--save_every", 2).ended()
+    """A shell script runs between the launcher and each rank."""
+    folder, script = tmp_path / "run", tmp_path / "wrapper.sh"
+    script.write_text(f'{sys.executable} "$@"\n')
+    ended = start_two_ranks(
+        [*torchrun(), "--no_python"], tmp_path, "--output_dir", folder, "--fails_at", 3, "--save_every", 2,
+        program=("sh", script, TRAINS),
+    ).ended()  # fmt: skip
     assert ended.codes == [1], ended.text
     assert ended.text.count("ValueError: a bug in this step\n") >= 3
     assert [line["restart"] for line in restarts_of(folder)] == [1, 2], "the third failure is not restarted"
     assert "the ranks are not started again, because step 3 has failed 3 times" in ended.text
+
+
+def test_mistakes_of_a_program_without_run_are_not_restarted(tmp_path):
+    """Its argparse ends every rank before `start`."""
+    program = tmp_path / "program.py"
+    program.write_text("import argparse\nargparse.ArgumentParser().parse_args()\nimport accel_ddp\n")
+    ended = start_two_ranks(torchrun(), tmp_path, "--lr", "x", program=(program,)).ended()
+    assert ended.codes == [2], ended.text
+    assert ended.text.count("unrecognized arguments") == 2, "once for each rank"
 
 
 def test_a_user_error_is_not_restarted(tmp_path):
@@ -251,22 +269,29 @@ def test_an_attempt_consists_of_exactly_the_processes_that_are_alive(tmp_path):
 def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv(outcome.ROUND, "1")
-    outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
-    outcome.write_outcome(os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None})  # follows from the first one
-    outcome.remember(os.getpid(), output_dir="runs/a")
-    outcome.remember(os.getpid(), failed_steps=[3])
+    assert outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
+    assert not outcome.write_outcome(
+        os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None}
+    )  # follows from the first one
+    outcome.store_run(os.getpid(), output_dir="runs/a")
+    outcome.store_run(os.getpid(), failed_steps=[3])
     assert outcome.read_outcome(os.getpid(), 1) == {"kind": "died", "exit_code": 1, "step": 3}
     assert outcome.read_outcome(os.getpid(), 0) is None
-    assert outcome.recall(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
-    assert outcome.recall(os.getppid()) == {}
+    assert outcome.read_run(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
+    assert outcome.read_run(os.getppid()) == {}
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o77 == 0, "other users can read it"
+    assert folder.name.endswith(f"-{os.stat('/proc/self/ns/pid').st_ino}"), "another container can remove it"
     (folder / "999999999-1.run.json").write_text("{}")
-    outcome.forget(os.getppid())
+    (folder / "999999999-1.run.json.5.draft").write_text("{")
+    os.utime(folder / next(folder.glob("*.run.json")), (0, 0))
+    outcome.touch(os.getpid())
+    outcome.remove(os.getppid())
+    assert all(path.stat().st_mtime > 1e9 for path in folder.iterdir()), "the system would remove old files"
     assert sorted(path.name.split(".")[1] for path in folder.iterdir()) == ["outcome1", "run"], (
         "files of a dead launcher are left"
     )
-    outcome.forget(os.getpid())
+    outcome.remove(os.getpid())
     assert list(folder.iterdir()) == []
     outcome.write_outcome(0, {})  # a rank without a launcher
     assert list(folder.iterdir()) == []
@@ -275,7 +300,8 @@ def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("code", "step", "failed_steps", "reason"),
     [
-        (1, 5, [], ""), (1, 5, [5], ""), (1, 5, [5, 5], "step 5 has failed 3 times"), (1, 5, [5, 4, 5], ""), (1, 7, [5, 5], ""),
+        (1, 5, [], ""), (1, 5, [5], ""), (1, 5, [5, 5], "step 5 has failed 3 times"), (1, 5, [5, 3, 5], ""), (1, 7, [5, 5], ""),
+        (1, 5, [5, 6], "steps 5 and 6 have failed 3 times"), (1, 6, [4, 5], ""),
         (1, None, [None, None], ""), (75, 5, [], "a stop was requested"), (130, 5, [], "a stop was requested"),
         (74, 5, [], "a stop was requested"), (2, None, [], "the same command would fail again"), (None, None, [5, 5], ""),
     ],
@@ -296,8 +322,113 @@ def test_attempts_that_all_fail_before_their_first_step_end_the_job():
         _why_no_progress([start, training, failure, failure, failure]) == "the run has failed 3 times without a step in between"
     )
     at = lambda step: {"event": "failure", "step": step}
-    assert _why_no_progress([start, training, at(4), training, at(5), training, at(5)]) == ""
+    assert _why_no_progress([start, training, at(3), training, at(5), training, at(5)]) == ""
     assert _why_no_progress([start, training, at(5), training, at(5), training, at(5)]) == "step 5 has failed 3 times"
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_launcher_joins_only_a_running_job_with_the_same_command(tmp_path, monkeypatch, backend):
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler, _create_static_handler
+
+    from accel_ddp.doctor.restarts import RestartingRendezvous
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    endpoint, create = f"127.0.0.1:{free_port()}", {"static": _create_static_handler, "c10d": _create_c10d_handler}[backend]
+    finds = []
+
+    def launch(node: int, *arguments: str, max_restarts: int = 3) -> RestartingRendezvous:
+        rank = {"rank": node} if backend == "static" else {}
+        params = RendezvousParameters(backend, endpoint, "job", 1, 1, **rank)
+        check = lambda is_running: finds.append(is_running()) if node else False
+        return RestartingRendezvous(params, backend, create, check, ["train.py", *arguments], 1.0, max_restarts)
+
+    running = launch(0, "--lr", "1")
+    running.next_rendezvous()
+    launch(1, "--lr", "1")
+    launch(1, "--lr", "2")
+    launch(1, "--lr", "1", max_restarts=0)
+    assert finds == [True, False, False]
+
+
+def test_a_restart_goes_back_to_resume_path_only_if_the_job_has_no_newer_checkpoint(tmp_path):
+    from accel_ddp.config import TrainConfig
+    from accel_ddp.saving import restarts
+
+    resumed = lambda path: restarts.resume_of_restart(TrainConfig(resume=path), str(tmp_path))
+    assert restarts.resume_of_restart(TrainConfig(resume="other/step_00000004"), "") == "other/step_00000004", "no restart"
+    assert resumed("") == "auto"
+    (tmp_path / "step_00000002").mkdir()  # of an earlier job
+    (tmp_path / "step_00000002" / MANIFEST).write_text("{}")
+    assert resumed("other/step_00000004") == "other/step_00000004", "the attempt failed before its first step"
+    (tmp_path / restarts.FILE).write_text('{"event": "start"}\n{"event": "training", "step": 4}\n')
+    assert resumed("other/step_00000004") == "other/step_00000004", "the attempt has saved nothing"
+    (tmp_path / "step_00000006").mkdir()
+    (tmp_path / "step_00000006" / MANIFEST).write_text("{}")
+    assert resumed("other/step_00000004") == "auto"
+
+
+def test_the_folder_of_a_restart_is_that_of_the_attempt_before(tmp_path, monkeypatch):
+    from accel_ddp.accelerator import _find_earlier_folder
+    from accel_ddp.ranks.process import process
+
+    monkeypatch.chdir(tmp_path)
+    assert _find_earlier_folder("runs/a") == "", "no restart"
+    absolute = str(tmp_path / "runs" / "a")
+    monkeypatch.setattr(process, "earlier_run", {"output_dir": "runs/a", "absolute": absolute})
+    assert _find_earlier_folder("") == _find_earlier_folder("runs/a") == "runs/a"
+    assert _find_earlier_folder(absolute) == absolute
+    assert _find_earlier_folder("runs/b") == "", "the user has typed another folder"
+    monkeypatch.chdir("/")
+    assert _find_earlier_folder("") == _find_earlier_folder("runs/a") == _find_earlier_folder(absolute) == absolute
+
+
+def test_a_restart_whose_files_were_removed_is_an_error(tmp_path, monkeypatch):
+    from accel_ddp.errors import UserError
+    from accel_ddp.ranks import group
+
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", outcome.LAUNCHER: str(os.getpid()), outcome.ROUND: "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(UserError, match="were removed or could not be written"):
+        group._newest_run([group._read_earlier_run()])
+    other_node = {"output_dir": "runs/a"}
+    assert group._newest_run([group._read_earlier_run(), other_node]) == other_node
+    outcome.store_run(os.getpid(), started=1.0)  # the launcher; the attempt before has failed before it had a folder
+    assert group._newest_run([group._read_earlier_run()]) == {}
+
+
+def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkeypatch):
+    from accel_ddp.config import TrainConfig
+    from accel_ddp.errors import UserError
+    from accel_ddp.ranks import group
+    from accel_ddp.ranks.failures import Stopped
+
+    cfg = TrainConfig(ddp_timeout_seconds=1, preflight_wait=2)
+    waiting = group._Waiting(cfg)
+    waiting.began -= 3
+    with pytest.raises(UserError, match="--ddp_timeout_seconds 1"):
+        waiting.sleep([1])
+    monkeypatch.setenv(outcome.ROUND, "1")
+    waiting = group._Waiting(cfg)
+    waiting.began -= 3
+    with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2") as stopped:
+        waiting.sleep([1])
+    assert stopped.value.failure.exit_code == 1, "it may be restarted"
+
+
+def test_a_stop_is_printed_with_one_prefix_at_a_restart(tmp_path, monkeypatch):
+    from accel_ddp.ranks import group
+    from accel_ddp.ranks.failures import Failure, Stopped
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv(outcome.LAUNCHER, str(os.getpid()))
+    outcome.write_outcome(os.getpid(), Failure("stopped", "requested by a test").as_outcome())
+    monkeypatch.setenv(outcome.ROUND, "1")
+    with pytest.raises(Stopped, match=r"^stopped: requested by a test$"):
+        group._end_if_stopped()
 
 
 def test_goodput_is_the_part_of_the_time_that_was_spent_on_steps_that_count(tmp_path, monkeypatch):

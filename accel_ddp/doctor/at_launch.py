@@ -8,6 +8,7 @@ backends. The preflight then runs before the usual backends if the launched scri
 usual backends are wrapped. Any other script is not affected.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,10 @@ def find_script(argv: list[str]) -> list[str]:
 def _file_of_module(module: list[str]) -> str:
     from importlib.util import find_spec
 
+    inside = os.path.join(*module[0].split(".")) if module and module[0] else ""
+    for file in (f"{inside}.py", os.path.join(inside, "__main__.py")):
+        if inside and os.path.isfile(file):  # the working directory is on sys.path of `python -m`, but not of a launcher
+            return file
     try:
         return find_spec(module[0]).origin or ""
     except (ImportError, AttributeError, ValueError, IndexError):
@@ -118,7 +123,7 @@ def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[s
 
     wait = read_recipe_option(argv, "preflight_wait", "")
     seconds = float(wait) if wait.replace(".", "", 1).isdigit() else 300.0
-    return RestartingRendezvous(params, backend, create, check, argv[0], seconds)
+    return RestartingRendezvous(params, backend, create, check, argv, seconds, launcher_exit.find_max_restarts())
 
 
 def _run_preflight(params: Any, backend: str, argv: list[str], is_running: Callable[[], bool]) -> bool:

@@ -19,6 +19,7 @@ from accel_ddp.net import messages, probe
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
 _STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
+LONGEST_BROADCAST_INTERVAL = 16.0  # seconds
 OTHER_PROGRAM = "other program"  # a result of `_try_port`, besides those of `paths`
 
 
@@ -60,6 +61,7 @@ async def connect_to_coordinator(
     printed_at = time.monotonic() - timeouts.NOTICE_INTERVAL + timeouts.FIRST_NOTICE
     other_program = other_main = ""
     tried_rescue_at = began
+    broadcast_at, broadcast_after = began, 1.0  # seconds; doubled each time, because every node of a network receives a broadcast
     while True:
         answers = await asyncio.gather(*(_try_port(ip, port, token) for port in topology.coordinator_ports))
         connections = [answer for answer in answers if not isinstance(answer[0], str)]
@@ -91,8 +93,12 @@ async def connect_to_coordinator(
             finding = _explain_failure(topology, ip, result, reason, waited, other_main)
             print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}; fix: {finding.fix}")
         if topology.rescue_port and time.monotonic() - tried_rescue_at > 1:
-            tried_rescue_at = time.monotonic()
-            rescued, other_main = await _try_rescue(topology, ip, token, result, findings)
+            tried_rescue_at = now = time.monotonic()
+            broadcasts = topology.local_rank == 0 and now - broadcast_at > broadcast_after
+            if broadcasts:
+                broadcast_at, broadcast_after = now, min(2 * broadcast_after, LONGEST_BROADCAST_INTERVAL)
+            rescued, found = await _try_rescue(topology, ip, token, result, findings, broadcasts)
+            other_main = found if broadcasts else other_main
             if rescued:
                 return rescued
         await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
@@ -117,15 +123,16 @@ async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection
 
 
 async def _try_rescue(
-    topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding]
+    topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding], broadcasts: bool
 ) -> tuple[Connection | None, str]:
     """Return a connection to the rescue port of the coordinator, or None, and the address of a coordinator that may be the right one.
 
     The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. `result` is what
-    connecting to the main port gave. If a coordinator listens there too, a firewall blocks it.
+    connecting to the main port gave. If a coordinator listens there too, a firewall blocks it. A broadcast is sent if `broadcasts`.
     """
     port = topology.rescue_port or 0
-    direct, (found, is_same) = await asyncio.gather(_try_port(ip, port, token), _find_other_coordinator(topology, ip, token))
+    direct = await _try_port(ip, port, token)
+    found, is_same = ("", False) if not broadcasts else await _find_other_coordinator(topology, ip, token)
     if isinstance(direct[0], str):
         connection = await _try_port(found, port, token) if is_same else direct
         return (None, found) if isinstance(connection[0], str) else (connection, "")

@@ -45,7 +45,30 @@ def choose_exit_code(codes: Iterable[int | None]) -> int:
 def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
     """Return the exit codes of the ranks of torch's agent, which is a local variable of a function in the traceback."""
     while trace:
-        if ranks := getattr(getattr(trace.tb_frame.f_locals.get("agent"), "_pcontext", None), "subprocess_handlers", None):
-            return [ranks[rank].proc.returncode for rank in sorted(ranks)]
+        if codes := _codes_of(trace.tb_frame.f_locals.get("agent")):
+            return codes
         trace = trace.tb_next
     return []
+
+
+def codes_of_agent() -> list[int | None]:
+    """Return the exit codes of the ranks of the agent that calls this code."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if codes := _codes_of(frame.f_locals.get("self")):
+            return codes
+    return []
+
+
+def _codes_of(agent: object) -> list[int | None]:
+    ranks = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", None) or {}
+    return [ranks[rank].proc.returncode for rank in sorted(ranks)]
+
+
+def find_max_restarts() -> int:
+    """Return `--max_restarts` of the launcher that calls this code, or 0. It may come from an environment variable too."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if isinstance(count := getattr(frame.f_locals.get("config"), "max_restarts", None), int):
+            return count
+    return 0

@@ -1,4 +1,4 @@
-"""Restarts inside of `accelerate launch` and torchrun with `--max_restarts`: whether to restart, and how nodes meet again.
+"""Restarts inside of `accelerate launch` and torchrun with `--max_restarts`: whether to restart, and the rendezvous for it.
 
 torch's agents restart their ranks by a second call of `next_rendezvous`. What goes wrong there in torch 2.13, and what the handler
 of this module does about it:
@@ -12,25 +12,31 @@ of this module does about it:
 - If the main node is lost, the agents of the other nodes end (c10d), or their ranks wait for a store that does not exist any more
   (static). The handler waits until the main launcher is started again, and takes part in its preflight.
 - A launcher that is started again while the others run would wait for a preflight that does not happen. It finds the store of the
-  running job and joins.
+  running job and joins. The store contains a digest of the command, because the port may belong to another job.
 """
 
 import atexit
 import contextlib
+import hashlib
+import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from accel_ddp.doctor import launcher_exit
 from accel_ddp.doctor.host import HOST
+from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 from accel_ddp.watch import outcome
 
 IMPATIENCE_SECONDS = 60.0  # a node that waits longer for the next round has lost its ranks without a diagnosis on the others
 DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
 PROBE_SECONDS = 3.0  # for the store of a running job to answer
+TOUCH_SECONDS = 3600.0
 _JOB, _FLAG, _AGREED = "accel_ddp/job", "accel_ddp/is_restart", "accel_ddp/agreed"
 
 
@@ -38,27 +44,44 @@ class RestartingRendezvous:
     """A rendezvous handler of torch whose second and later rounds are restarts. The methods are those of torch's class."""
 
     def __init__(
-        self, params: Any, backend: str, create: Callable[[Any], Any], check: Callable[..., bool], script: str, wait: float
+        self,
+        params: Any,
+        backend: str,
+        create: Callable[[Any], Any],
+        check: Callable[..., bool],
+        argv: list[str],
+        wait: float,
+        max_restarts: int,
     ):
         """Run the preflight and create torch's handler with `create`.
 
         `check(is_running)` runs the preflight. It returns True if there is none, because `is_running()` finds that the job runs.
-        `wait` is the number of seconds to wait for the main node at a restart.
+        `argv` is the script with its arguments. `wait` is the number of seconds to wait for the main node at a restart.
         """
         self.params, self.backend, self.create, self.check, self.wait_seconds = params, backend, create, check, wait
-        self.script = os.path.basename(script)
+        self.max_restarts = max_restarts
+        command = json.dumps([os.path.basename(argv[0]), *argv[1:], max_restarts])
+        self.job_key = f"{_JOB}/{params.run_id}/{hashlib.sha256(command.encode()).hexdigest()}"
         self.is_elastic = params.min_nodes != params.max_nodes  # a user who asks for a changing number of nodes gets torch's own
         self.num_rounds = 0
         self.waiting_since: float | None = None
         self.is_store_lost = False
         self.connection: socket.socket | None = None
         self.is_forced = False  # the agent restarts healthy ranks, because another node waits
+        self.touched_at = time.monotonic()
         self.pid = os.getpid()
+        os.environ[outcome.LAUNCHER] = str(self.pid)
         if backend == "c10d":
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
             params.config.setdefault("keep_alive_interval", 2)  # a node is gone after 3 of them; torch's 5 s delay its return
-        outcome.forget(self.pid)
-        atexit.register(outcome.forget, self.pid)
+        outcome.remove(self.pid)
+        atexit.register(outcome.remove, self.pid)
+        outcome.store_run(self.pid, started=time.time())  # ranks of a restart that do not find it report that the files are lost
+        if max_restarts and not outcome.read_run(self.pid):
+            _print(
+                f"warning: --max_restarts {max_restarts}: no file can be written in {tempfile.gettempdir()}. A restart cannot find the "
+                "checkpoints of this run then, so that the run ends after a failure. Make space there, or set TMPDIR to another folder."
+            )
         self.handler: Any = None
         self.joins_running_job = False
         self._open()
@@ -69,6 +92,7 @@ class RestartingRendezvous:
         if self.joins_running_job:
             _print(f"the job is already running at {self.params.endpoint}: this node joins it")
         self.handler = self.create(self.params)
+        self._announce_job()
         if self.connection:
             self.connection.close()
         self.is_store_lost, self.connection = False, None
@@ -101,6 +125,9 @@ class RestartingRendezvous:
         """Return how many nodes wait for the next round. torch then restarts the ranks of this node."""
         from torch.distributed.elastic.rendezvous import RendezvousError
 
+        if time.monotonic() - self.touched_at > TOUCH_SECONDS:
+            self.touched_at = time.monotonic()
+            outcome.touch(self.pid)
         if self._is_store_closed():
             return 0
         try:
@@ -109,7 +136,7 @@ class RestartingRendezvous:
             self.is_store_lost = True  # with its host; the ranks end with a diagnosis
             return 0
         if self.is_elastic or not waiting:
-            self.waiting_since = None
+            self.waiting_since, self.is_forced = None, waiting > 0
             return waiting
         self.waiting_since = self.waiting_since or time.monotonic()
         if time.monotonic() - self.waiting_since < IMPATIENCE_SECONDS:
@@ -133,9 +160,12 @@ class RestartingRendezvous:
     # ---- whether to restart
 
     def _end_after_last_attempt(self) -> None:
-        last, failed_steps = self.num_rounds - 1, outcome.recall(self.pid).get("failed_steps", [])
-        if self.is_forced:  # the ranks were healthy and ended because of the agent's SIGTERM
-            outcome.forget_outcome(self.pid, last)
+        last, failed_steps = self.num_rounds - 1, outcome.read_run(self.pid).get("failed_steps", [])
+        if self.is_forced:  # the ranks were healthy, and stopped because of the agent's SIGTERM
+            text = "another node has joined"
+            _print(f"{text}. The ranks are started again from their checkpoint.")
+            joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
+            outcome.replace_outcome(self.pid, last, joined)
             return
         # A rank that stops or reports an error has written the outcome. If a rank was killed, the monitor may still be writing it,
         # which matters only if this step has already failed twice.
@@ -145,8 +175,11 @@ class RestartingRendezvous:
         if ended and (reason := outcome.why_not_restarted(ended, failed_steps)):
             _print(f"the ranks are not started again, because {reason}")
             sys.exit(ended["exit_code"] or 1)
+        if ended is None and (code := _final_exit_code()):
+            _print(f"the ranks are not started again, because of their exit code {code}")
+            sys.exit(code)
 
-    # ---- how nodes meet again
+    # ---- the rendezvous
 
     def _try_rendezvous(self, deadline: float) -> Any:
         """Return the result of torch's handler, or None if it has failed and must be tried again."""
@@ -156,6 +189,7 @@ class RestartingRendezvous:
             self._open_again(deadline)
         try:
             info = self.handler.next_rendezvous()
+            self._announce_job()
             self._agree_on_restart(info)
             self._watch_store()
             return info
@@ -165,7 +199,7 @@ class RestartingRendezvous:
         except (RendezvousError, RuntimeError, ValueError) as error:
             if self.is_elastic or time.monotonic() > deadline or (self.num_rounds == 1 and not self.joins_running_job):
                 raise
-            _print(f"the nodes could not meet ({str(error).splitlines()[0][:200]}): they try again")
+            _print(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
             time.sleep(1)
             return None
 
@@ -177,9 +211,7 @@ class RestartingRendezvous:
         """
         is_restart = self.num_rounds > 1 or self.joins_running_job
         store, rank, size = info.store, info.rank, info.world_size
-        if rank == 0:
-            store.set(_JOB, self.script)
-        if size > 1 and not self.is_elastic:
+        if size > 1:
             store.set(f"{_FLAG}/{rank}", "1" if is_restart else "0")
             has_new_store = self.backend == "c10d" or not store.check([_AGREED])
             if rank == 0 and has_new_store:
@@ -240,21 +272,26 @@ class RestartingRendezvous:
         self.handler = None
         self._open()
 
+    def _announce_job(self) -> None:
+        """Store which command this node runs, for launchers that are started again. Commands may differ in options of a node."""
+        store = getattr(self.handler, "_store", None)  # that of the launchers; the static handler opens it in its first round
+        if store is not None and self.max_restarts:
+            with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
+                store.set(self.job_key, "")
+
     def _finds_running_job(self) -> bool:
-        """Return whether a store of this job is open at the endpoint."""
+        """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
 
-        if self.params.config.get("rank") in (0, "0"):
+        if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
             return False  # the main launcher opens the store itself; another one at its port is that of another job
         address, port = self._endpoint()
 
         def has_job() -> bool:
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PROBE_SECONDS), wait_for_workers=False)
-            if self.backend == "c10d":
-                return store.check([f"torch.rendezvous.{self.params.run_id}"])
-            return store.check([f"{self.params.run_id}/{_JOB}"])
+            return store.check([self.job_key])
 
         return _in_time(has_job)
 
@@ -269,6 +306,18 @@ class RestartingRendezvous:
             return True
         except OSError:
             return False
+
+
+def _final_exit_code() -> int:
+    """Return the exit code of ranks that must not be started again and have stored no outcome, or 0.
+
+    They are programs that end before `accel_ddp.start`, or without it. Their launcher answers SIGTERM to the remaining ranks, which
+    may then return the code of a stop.
+    """
+    codes = {code for code in launcher_exit.codes_of_agent() if code}
+    if USER_ERROR in codes:
+        return USER_ERROR
+    return codes.pop() if len(codes) == 1 and codes <= {STOPPED, UNSAVED, INTERRUPTED} else 0
 
 
 def _in_time(ask: Callable[[], bool]) -> bool:

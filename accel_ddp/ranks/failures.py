@@ -27,6 +27,7 @@ class Failure(NamedTuple):
     step: int = -1  # -1: not known
     rank: int = -1
     host: str = ""
+    code: int = 0  # the exit code that the program has chosen; 0: that of the kind
 
     def __str__(self) -> str:
         return f"{'error' if self.kind in ('died', 'failed') else self.kind}: {self.text}"
@@ -38,7 +39,8 @@ class Failure(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        return {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}.get(self.kind, 1)
+        codes = {"error": USER_ERROR, "unsaved": UNSAVED, "stopped": STOPPED, "interrupted": INTERRUPTED}
+        return self.code or codes.get(self.kind, 1)
 
     def as_message(self) -> dict[str, Any]:
         """Return what the monitors need to know."""

@@ -9,9 +9,10 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.link import MonitorAddress
-from accel_ddp.watch.outcome import IS_RESTART, current_round, launcher_pid, read_outcome, recall, why_not_restarted
+from accel_ddp.watch.outcome import IS_RESTART, LAUNCHER, current_round, launcher_pid, read_outcome, read_run, why_not_restarted
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     root = _open_store(cfg, timeout)
     mine = {
         "host": process.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
-        "local": process.local_ranks, "rank": process.rank, "nonce": secrets.token_hex(8), "run": _recall_run(),
+        "local": process.local_ranks, "rank": process.rank, "nonce": secrets.token_hex(8), "run": _read_earlier_run(),
         "node": process.node, "monitor": _start_monitor(cfg) if process.is_local_main else None, "token": secrets.token_hex(16),
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
     }  # fmt: skip
@@ -54,7 +55,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
     process.store = dist.PrefixStore("accel_ddp", attempt)
     _join_monitors(ranks)
-    process.remembered = _newest_run([rank["run"] for rank in ranks])
+    process.earlier_run = _newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
     use_gpu = _check_gpus(ranks)
     if use_gpu:
@@ -113,9 +114,9 @@ def watch_single_rank(cfg: TrainConfig) -> None:
 
 
 def connect_to_launcher() -> None:
-    """Set what the launcher of a single rank remembers of earlier attempts."""
+    """Set what the launcher of a single rank has stored about earlier attempts."""
     _end_if_stopped()
-    process.remembered = _recall_run()
+    process.earlier_run = _newest_run([_read_earlier_run()])
 
 
 def _end_if_stopped() -> None:
@@ -126,19 +127,31 @@ def _end_if_stopped() -> None:
     outcome = read_outcome(launcher_pid(), current_round() - 1)
     if outcome and why_not_restarted(outcome, []):
         kind = {USER_ERROR: "error", UNSAVED: "unsaved", INTERRUPTED: "interrupted"}.get(outcome["exit_code"], "stopped")
-        raise Stopped(Failure(kind, outcome["text"]))
+        raise Stopped(Failure(kind, outcome["text"].removeprefix(f"{kind}: ")))
 
 
-def _recall_run() -> dict[str, Any]:
-    """Return what this node remembers of the run, if this process continues an earlier attempt."""
-    if not current_round() and os.environ.get(IS_RESTART) != "1":
+def _is_restart() -> bool:
+    """Return whether the launcher of any node has already started ranks of this job before. A program may use a launcher twice."""
+    return current_round() > 0 or os.environ.get(IS_RESTART) == "1"
+
+
+def _read_earlier_run() -> dict[str, Any]:
+    """Return what is stored on this node about the run, if this process continues an earlier attempt."""
+    if not _is_restart():
         return {}
-    return {**recall(launcher_pid()), "failure": read_outcome(launcher_pid(), current_round() - 1)}
+    run = read_run(launcher_pid())
+    is_lost = not run and LAUNCHER in os.environ  # `doctor.restarts` has written it when the launcher started
+    return {**run, "is_lost": is_lost, "failure": read_outcome(launcher_pid(), current_round() - 1)}
 
 
 def _newest_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what any node remembers of the run, with the failure that was reported last. Every rank returns the same."""
+    """Return what any node has stored about the run, with the failure that was reported last. Every rank returns the same."""
     known = [run for run in runs if run.get("output_dir")]
+    if not known and any(run.get("is_lost") for run in runs):
+        raise UserError(
+            f"This is a restart, but the files about the run in {tempfile.gettempdir()} were removed or could not be written, so that "
+            "its folder is not known. A restart would begin at step 0. Type the same command with --resume --output_dir FOLDER."
+        )
     failures = [run["failure"] for run in runs if run.get("failure")]
     found = dict(known[0]) if known else {}
     if failures:  # a failure with a step comes from a node that has received the diagnosis
@@ -205,10 +218,15 @@ def _follow(root: dist.Store, attempt: str, store: dist.Store, mine: dict[str, A
 
 
 class _Waiting:
-    """Sleeps between looks at the store, reports which ranks are missing, and ends the wait after `--ddp_timeout_seconds`."""
+    """Sleeps between looks at the store, reports which ranks are missing, and ends the wait after a limit.
+
+    At a restart a node may be missing because it was lost. It is waited for as long as a main node that was lost, and its absence
+    is a failure, which may be followed by another restart.
+    """
 
     def __init__(self, cfg: TrainConfig):
-        self.limit, self.began = cfg.ddp_timeout_seconds, time.monotonic()
+        self.option = "preflight_wait" if _is_restart() else "ddp_timeout_seconds"
+        self.limit, self.began = getattr(cfg, self.option), time.monotonic()
         self.reported = self.began
 
     @property
@@ -219,14 +237,20 @@ class _Waiting:
         seconds = time.monotonic() - self.began
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}{' ...' * (len(missing) > 16)}"
         if seconds > self.limit:
-            raise UserError(
-                f"{process.host}: {names} of {process.num_ranks} did not start within --ddp_timeout_seconds {self.limit}. Look at the "
-                "output of that node."
+            _raise_missing(
+                "NODE_LOST",
+                f"{process.host}: {names} of {process.num_ranks} did not start within --{self.option} {self.limit:.0f}. Look at the "
+                "output of that node.",
             )
         if self.is_due and process.is_local_main and missing:
             self.reported = time.monotonic()
             log.warning("waiting for %s of %d to start (%.0f s)", names, process.num_ranks, seconds)
         time.sleep(0.02 if seconds < 5 else 0.2)
+
+
+def _raise_missing(kind: str, text: str, cause: Exception | None = None) -> NoReturn:
+    """Raise the error for a node that is missing: a mistake of the user, or at a restart a failure."""
+    raise (Stopped(Failure("died", f"{kind}: {text}")) if _is_restart() else UserError(text)) from cause
 
 
 def _check_options(ranks: list[dict]) -> None:
@@ -270,17 +294,20 @@ def _open_store(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = process.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     began = reported = time.monotonic()
+    limit = cfg.preflight_wait if _is_restart() else cfg.ddp_timeout_seconds
     while not is_server:
         try:
             socket.create_connection((address, port), timeout=2).close()
             break
         except OSError as error:
             now = time.monotonic()
-            if now - began > cfg.ddp_timeout_seconds:
-                raise UserError(
+            if now - began > limit:
+                _raise_missing(
+                    "MAIN_NODE_LOST",
                     f"{process.host}: the main node {address}:{port} cannot be reached: {error}. Check --main_process_ip and the "
-                    "firewall, or run `accel-ddp doctor`."
-                ) from error
+                    "firewall, or run `accel-ddp doctor`.",
+                    error,
+                )
             if now - reported > REPORT_EVERY and process.is_local_main:
                 reported = now
                 log.warning("waiting for the main node %s:%s (%.0f s): %s", address, port, now - began, error)

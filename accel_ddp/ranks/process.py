@@ -55,7 +55,7 @@ class Process:
 
         # Set by `group.connect`. With one rank they keep these values.
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
-        self.remembered: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
+        self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 

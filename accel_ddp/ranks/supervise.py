@@ -101,9 +101,9 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
     if isinstance(error, Diverged):
         return _leave(report_failure(_with_unsaved(error.failure)))
     if isinstance(error, SystemExit):  # raised by the user's own code
-        failure = Failure("failed", f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}.")
-        code = _leave(report_failure(failure))
-        return error.code if isinstance(error.code, int) else code
+        code = (isinstance(error.code, int) and error.code % 256) or 1
+        text = f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}."
+        return _leave(report_failure(Failure("failed", text, code=code)))
     if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
         return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {process.host}. Every rank ends now.")))
     if isinstance(error, UserError):
@@ -191,12 +191,12 @@ def _leave(failure: Failure) -> int:
     """Print the failure if no monitor has printed it, and write it for the launcher's report. Return the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
     process.is_leaving.set()
+    is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
     is_printed = process.failure is not None
-    if not is_printed and process.is_local_main:
+    # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
+    if not is_printed and (process.is_local_main or (is_first and process.link is None)):
         print(failure, file=sys.stderr, flush=True)
     write_error_file(str(failure))
-    if process.is_local_main:  # after a failure of any rank, the monitor has written it already
-        write_outcome(launcher_pid(), failure.as_outcome())
     process.complete_save()
     return failure.exit_code
 

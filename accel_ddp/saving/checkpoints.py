@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, print_on_main, together
 from accel_ddp.ranks.process import process
-from accel_ddp.saving import format, resume
+from accel_ddp.saving import format, restarts, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
 from accel_ddp.saving.tensors import capture, digest_of_frozen, versions
 from accel_ddp.watch.page import SAVE
@@ -233,8 +233,17 @@ class Checkpoints:
 
     # ---- restoring: on every rank together
 
-    def restore(self) -> int:
-        """Load the checkpoint that `--resume` means. Return the step to continue from, or 0 if there is none."""
+    def restore(self, begins_training: bool = True) -> int:
+        """Load the checkpoint that `--resume` means. Return the step to continue from, or 0 if there is none.
+
+        At a restart this is printed and recorded, unless `begins_training` is False because the caller compiles the model first.
+        """
+        step = self._load()
+        if begins_training:
+            restarts.begin_training(self.cfg, step, self.resumed_from)
+        return step
+
+    def _load(self) -> int:
         if not self.cfg.resume:
             return 0
         chosen = resume.choose(self.cfg)

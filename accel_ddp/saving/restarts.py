@@ -1,12 +1,13 @@
 """The record of automatic restarts, restarts.jsonl in the output folder: what failed, what was lost, and the goodput.
 
-The main rank writes it. It is in the output folder, because a main node that is started again has no other memory. A launcher
+The main rank writes it. It is in the output folder, because a main node that is started again finds nothing else. A launcher
 without `--max_restarts` starts nothing again, so that its runs have no such file.
 """
 
 import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format
-from accel_ddp.watch.outcome import MOST_FAILURES_OF_A_STEP, launcher_pid, remember
+from accel_ddp.watch.outcome import LAUNCHER, MOST_FAILURES_OF_A_STEP, find_repeated_step, launcher_pid, store_run
 
 FILE = "restarts.jsonl"
 NO_REASON = "the ranks of every node ended without a message"
@@ -30,13 +31,18 @@ def begin_attempt(cfg: TrainConfig) -> None:
     """
     if not _is_used(cfg):
         return
+    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ and process.restarts == 0:
+        print_on_main(
+            f"warning: --max_restarts: {os.path.basename(sys.argv[0])} does not mention accel_ddp. Therefore the launcher restarts the "
+            "ranks also after a stop or a mistake of the user, and lost nodes cannot join again. Add `import accel_ddp` to this file."
+        )
     path = Path(cfg.output_dir, FILE)
     lines: list[dict[str, Any]] = []
     if process.is_main:
         if not _is_restart():
             _write(path, {"event": "start", "time": _started_at()}, mode="w")
         else:
-            failure = process.remembered.get("failure") or {}
+            failure = process.earlier_run.get("failure") or {}
             log = _read(Path(cfg.output_dir, "log.jsonl"))
             starts = [number for number, line in enumerate(log) if line.get("event") == "start"]
             logged = [line.get("step", 0) for line in log[starts[-1] if starts else 0 :]]
@@ -49,7 +55,8 @@ def begin_attempt(cfg: TrainConfig) -> None:
     failures = [line for line in lines if line["event"] == "failure"]
     if process.is_local_main:
         steps = [failure["step"] for failure in failures]
-        remember(launcher_pid(), output_dir=cfg.output_dir, absolute=absolute, failed_steps=steps)
+        typed = process.earlier_run.get("output_dir") or cfg.output_dir  # may be relative to another working directory
+        store_run(launcher_pid(), output_dir=typed, absolute=absolute, failed_steps=steps)
     if reason := _why_no_progress(lines):
         raise UserError(f"{reason}, so that the run is not restarted again. The last failure: {failures[-1]['text']}")
 
@@ -59,12 +66,23 @@ def _why_no_progress(lines: list[dict[str, Any]]) -> str:
     at = [number for number, line in enumerate(lines) if line["event"] == "failure"][-MOST_FAILURES_OF_A_STEP:]
     if len(at) < MOST_FAILURES_OF_A_STEP:
         return ""
-    steps = {lines[number]["step"] for number in at}
-    if len(steps) == 1 and steps != {None}:
-        return f"step {lines[-1]['step']} has failed {MOST_FAILURES_OF_A_STEP} times"
+    if reason := find_repeated_step([lines[number]["step"] for number in at]):
+        return reason
     if not any(line["event"] == "training" for line in lines[at[0] :]):
         return f"the run has failed {MOST_FAILURES_OF_A_STEP} times without a step in between"
     return ""
+
+
+def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
+    """Return the value of `--resume` for a restart in `folder`, which is "" if this is no restart.
+
+    A path that the user has typed is used until this job has a checkpoint of its own. Otherwise a restart would go back to it.
+    """
+    if not folder or not cfg.resume:
+        return "auto" if folder else cfg.resume
+    began = [line["step"] for line in _read(Path(folder, FILE)) if line["event"] == "training"]
+    saved = [format.step_of(path) for path in format.list_checkpoints(folder)]
+    return "auto" if began and saved and max(saved) >= began[-1] else cfg.resume
 
 
 def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict[str, Any]:
@@ -88,8 +106,9 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
             "committed": committed, "failed_step": reached, "text": last["text"],
         }  # fmt: skip
         reason = last["text"].removeprefix("error: ").splitlines()[0].partition(". ")[0].rstrip(".")  # without what to do
+        limit = f" of {most}" if len(failures) <= int(most) else ""  # a launcher that was started again counts from 0
         print_on_main(
-            f"restart {len(failures)} of {most}: {reason}. {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
+            f"restart {len(failures)}{limit}: {reason}. {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
             f"which {max(0.0, now - last['time']):.0f} s passed since the failure. Training continues at step {step}."
         )
     _write(path, saved)
@@ -122,7 +141,7 @@ def _is_used(cfg: TrainConfig) -> bool:
 
 
 def _is_restart() -> bool:
-    return bool(process.remembered.get("output_dir"))
+    return bool(process.earlier_run.get("output_dir"))
 
 
 def _started_at() -> float:

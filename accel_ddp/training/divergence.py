@@ -37,7 +37,9 @@ class ParameterCheck:
         self.passed: int | None = None  # the step of the last check that passed
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
-        named = {name: p for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad and p.numel()}
+        module = accelerator.unwrap_model(model)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # DDP does not keep these equal
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and p.numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
         self._names = list(named)  # in the order of the model

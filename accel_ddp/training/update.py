@@ -70,7 +70,7 @@ def update(
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed, mark)
     _settle_buckets(accelerator, model, batches[0], loss_sum)
-    buffers = [buffer.clone() for buffer in model.buffers()] if on_nonfinite == "skip" else []
+    buffers = _copy_buffers(model) if on_nonfinite == "skip" else {}
     num_ranks, device = accelerator.num_processes, accelerator.device
     exact = torch.float32 if device.type == "mps" else torch.float64
     items: Tensor | float = sum(count(batch) for batch in batches)
@@ -136,7 +136,7 @@ def update(
 
 
 def _step_if_finite(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: list[Tensor]
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor]
 ) -> None:
     """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number."""
     # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
@@ -148,12 +148,12 @@ def _step_if_finite(
             stepper.step()
         finally:
             del stepper.grad_scale, stepper.found_inf
-        for buffer, before in zip(model.buffers(), buffers):
+        for buffer, before in _pair_buffers(model, buffers):
             torch.where(is_bad, before, buffer, out=buffer)
     elif math.isfinite(number.item()):
         stepper.step()
     else:
-        for buffer, before in zip(model.buffers(), buffers):
+        for buffer, before in _pair_buffers(model, buffers):
             buffer.copy_(before)
     stepper.zero_grad()
     if accelerator.scaler:
@@ -279,10 +279,21 @@ def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch, in_pla
 @contextlib.contextmanager
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, such as the running statistics of batch norm."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
+    buffers = _copy_buffers(model)
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in zip(model.buffers(), buffers):
+            for buffer, before in _pair_buffers(model, buffers):
                 buffer.copy_(before)
+
+
+def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _pair_buffers(model: nn.Module, copies: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each buffer with its copy. A forward pass may have replaced a cache by a larger one, which is left as it is."""
+    buffers = model.named_buffers() if copies else ()
+    pairs = [(buffer, copies[name]) for name, buffer in buffers if name in copies]
+    return [(buffer, copy) for buffer, copy in pairs if (buffer.shape, buffer.dtype) == (copy.shape, copy.dtype)]

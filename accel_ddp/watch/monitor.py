@@ -23,7 +23,7 @@ from typing import Any
 from accel_ddp.watch import page, processes
 from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, wait_for_end
-from accel_ddp.watch.outcome import write_outcome
+from accel_ddp.watch.outcome import launcher_pid, write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
 from accel_ddp.watch.slow_run import SlowRun
@@ -161,9 +161,8 @@ class Monitor:
         self.printer.print(failure["line"])
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
             step = failure.get("step", -1)
-            write_outcome(
-                self.launcher, {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
-            )
+            outcome = {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
+            write_outcome(launcher_pid(self.launcher), outcome)
         self.ranks.send({"failure": failure})
         if self.peers:
             self.peers.broadcast({"failure": failure})

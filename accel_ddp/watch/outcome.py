@@ -1,7 +1,7 @@
-"""What a node remembers between two attempts of a launcher with `--max_restarts`.
+"""Files of a node for the next attempt of a launcher with `--max_restarts`.
 
 The ranks of an attempt are gone when the launcher decides whether to start them again, and a main node that was lost has lost its
-store. Therefore each node keeps small files in a private folder of the user in the temporary directory: the outcome of each
+store. Therefore each node stores small files in a private folder of the user in the temporary directory: the outcome of each
 attempt, and the run (its output folder, and the steps at which earlier attempts failed). Their key is the launcher, that is, its
 pid and its start time, because pids are used again.
 """
@@ -19,12 +19,16 @@ from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 
 IS_RESTART = "ACCEL_DDP_IS_RESTART"  # the launcher sets this variable for ranks that continue an earlier attempt of any node
 ROUND = "ACCEL_DDP_ROUND"  # the launcher sets the number of the attempt, which torch's agents do not always count
+LAUNCHER = "ACCEL_DDP_LAUNCHER"  # the launcher sets its pid, because a shell script may run between it and a rank
 MOST_FAILURES_OF_A_STEP = 3
 
 
-def launcher_pid() -> int:
-    """Return the pid of the launcher that started this rank, or 0 if there is none that could start the rank again."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+def launcher_pid(parent: int = 0) -> int:
+    """Return the pid of the launcher that started this rank, or 0 if there is none that could start the rank again.
+
+    `parent` is the parent of the rank if the caller is another process.
+    """
+    return int(os.environ.get(LAUNCHER) or parent or os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def current_round() -> int:
@@ -32,15 +36,19 @@ def current_round() -> int:
     return int(os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def write_outcome(launcher_pid: int, outcome: dict[str, Any]) -> None:
+def write_outcome(launcher_pid: int, outcome: dict[str, Any]) -> bool:
     """Store how the current attempt ended on this node: kind, text, exit_code, step (or None), rank, host and time.
 
     The first outcome of an attempt stays: the launcher ends the other ranks after a failure, and their outcomes follow from it.
-    The launcher may start the next attempt before the monitor of the last one has found out why a rank has died. Therefore each
-    attempt has its own file.
+    Return False if there is one. The launcher may start the next attempt before the monitor of the last one has found out why a
+    rank has died. Therefore each attempt has its own file.
     """
-    if read_outcome(launcher_pid, current_round()) is None:
-        _write(launcher_pid, f"outcome{current_round()}", outcome)
+    return _write(launcher_pid, f"outcome{current_round()}", outcome, replaces=False)
+
+
+def replace_outcome(launcher_pid: int, number: int, outcome: dict[str, Any]) -> None:
+    """Store another outcome of an attempt."""
+    _write(launcher_pid, f"outcome{number}", outcome)
 
 
 def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
@@ -48,30 +56,31 @@ def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
     return _read(launcher_pid, f"outcome{number}")
 
 
-def forget_outcome(launcher_pid: int, number: int) -> None:
-    """Remove the outcome of an attempt."""
-    with contextlib.suppress(OSError):
-        if path := _path(launcher_pid, f"outcome{number}"):
-            path.unlink()
-
-
-def remember(launcher_pid: int, **values: Any) -> None:
+def store_run(launcher_pid: int, **values: Any) -> None:
     """Store facts about the run, besides those that are already stored for this launcher."""
-    _write(launcher_pid, "run", {**recall(launcher_pid), **values})
+    _write(launcher_pid, "run", {**read_run(launcher_pid), **values})
 
 
-def recall(launcher_pid: int) -> dict[str, Any]:
-    """Return what `remember` has stored for this launcher."""
+def read_run(launcher_pid: int) -> dict[str, Any]:
+    """Return what `store_run` has stored for this launcher."""
     return _read(launcher_pid, "run") or {}
 
 
-def forget(launcher_pid: int) -> None:
+def remove(launcher_pid: int) -> None:
     """Remove what is stored for this launcher, and the files of launchers that are gone."""
-    for path in folder.glob("*.json") if (folder := _folder()) else []:
+    for path in folder.iterdir() if (folder := _folder()) else []:
         pid, _, rest = path.name.partition("-")
         if pid.isdigit() and (int(pid) == launcher_pid or rest.split(".")[0] != _start_time(int(pid))):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def touch(launcher_pid: int) -> None:
+    """Set the time of the files to now. Systems remove files from the temporary directory that are some days old."""
+    if (folder := _folder()) and (run := _path(launcher_pid, "run")):
+        for path in (folder, *folder.glob(f"{run.name.split('.')[0]}.*")):
+            with contextlib.suppress(OSError):
+                os.utime(path)
 
 
 def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | None]) -> str:
@@ -86,9 +95,19 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
         return "a stop was requested, or the run is complete"
     if code == USER_ERROR:
         return "the same command would fail again"
-    if step is not None and [*failed_steps, step][-MOST_FAILURES_OF_A_STEP:] == [step] * MOST_FAILURES_OF_A_STEP:
-        return f"step {step} has failed {MOST_FAILURES_OF_A_STEP} times"
-    return ""
+    return find_repeated_step([*failed_steps, step])
+
+
+def find_repeated_step(failed_steps: list[int | None]) -> str:
+    """Return the reason if the last attempts failed at the same step. Otherwise return "".
+
+    A GPU reports an error in the step or in the next one, so that two steps in a row are the same.
+    """
+    last = [step for step in failed_steps[-MOST_FAILURES_OF_A_STEP:] if step is not None]
+    if len(last) < MOST_FAILURES_OF_A_STEP or max(last) - min(last) > 1:
+        return ""
+    names = f"step {last[0]} has" if len(set(last)) == 1 else f"steps {min(last)} and {max(last)} have"
+    return f"{names} failed {MOST_FAILURES_OF_A_STEP} times"
 
 
 def _start_time(pid: int) -> str:
@@ -104,8 +123,14 @@ def _start_time(pid: int) -> str:
 
 
 def _folder() -> Path | None:
-    """Return the private folder of this user, or None if it cannot be made or belongs to somebody else."""
-    folder = Path(tempfile.gettempdir(), f"accel_ddp-{os.getuid()}-{socket.gethostname()}")
+    """Return the private folder of this user, or None if it cannot be made or belongs to somebody else.
+
+    Containers that share the temporary directory, and perhaps the host name, have different processes under the same pids.
+    """
+    namespace = 0
+    with contextlib.suppress(OSError):  # not Linux
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    folder = Path(tempfile.gettempdir(), f"accel_ddp-{os.getuid()}-{socket.gethostname()}-{namespace}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -119,12 +144,24 @@ def _path(launcher_pid: int, what: str) -> Path | None:
     return folder / f"{launcher_pid}-{started}.{what}.json" if folder and started else None
 
 
-def _write(launcher_pid: int, what: str, value: dict[str, Any]) -> None:
+def _write(launcher_pid: int, what: str, value: dict[str, Any], replaces: bool = True) -> bool:
+    """Write a file completely or not at all. Return False if it exists and must not be replaced."""
     if path := _path(launcher_pid, what):
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk must not end a run, which only is not continued by itself then
+        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # `remove` removes that of a rank that was killed here
+        try:
             draft.write_text(json.dumps(value))
-            draft.replace(path)
+            if replaces:
+                draft.replace(path)
+            else:
+                os.link(draft, path)  # unlike a replacement, it fails if another process was faster
+                draft.unlink()
+        except FileExistsError:
+            draft.unlink(missing_ok=True)
+            return False
+        except OSError:  # a full disk must not end a run, which only is not continued by itself then
+            with contextlib.suppress(OSError):  # or a file system without hard links
+                draft.replace(path)
+    return True
 
 
 def _read(launcher_pid: int, what: str) -> dict[str, Any] | None:
