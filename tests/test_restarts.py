@@ -157,6 +157,7 @@ def test_static_nodes_continue_after_a_killed_rank_and_after_the_loss_of_the_mai
     assert 0 < events[-1]["goodput"] < 1
 
 
+@pytest.mark.slow
 def test_c10d_nodes_continue_after_a_killed_launcher_and_a_killed_main_rank(nodes, tmp_path, uninterrupted):
     """The launcher that is started again joins the running job, of which it finds the rendezvous."""
     job = check_faults(nodes, "c10d", tmp_path / "run", uninterrupted, ["launcher 1", "rank 0"])
