@@ -36,7 +36,7 @@ def test_every_kind_of_difference_is_found_and_every_legitimate_one_is_not():
     """One launch compares parameters of all types and shapes; see tests/programs/checksums.py."""
     ended = run_ranks(3, PROGRAMS / "checksums.py").well()
     results = [line for line in ended.texts[0].splitlines() if line.startswith("case ")]
-    assert len(results) == 11, ended.text
+    assert len(results) == 12, ended.text
     assert all(line.endswith(": as expected") for line in results), results
 
 

@@ -94,6 +94,20 @@ def test_a_process_without_rank_variables_is_one_node(environment, monkeypatch, 
     assert at_launch.read_recipe_option(words, "preflight_wait", "") == "7"
 
 
+def test_a_module_of_the_working_directory_is_recognized(tmp_path, monkeypatch):
+    """The launchers are console scripts, whose sys.path does not contain the working directory. Their ranks find the module."""
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "train.py").write_text("import accel_ddp")
+    (tmp_path / "ours" / "__main__.py").write_text("import accel_ddp")
+    (tmp_path / "theirs.py").write_text("import torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    assert at_launch.find_script(["--nnodes", "2", "-m", "ours.train", "--lr", "1"]) == ["ours.train", "--lr", "1"]
+    assert at_launch.find_script(["-m", "ours"]) == ["ours"]
+    assert at_launch.find_script(["-m", "theirs"]) == []
+    assert at_launch.find_script(["-m", "missing.module"]) == at_launch.find_script(["-m"]) == []
+
+
 def test_invalid_values_files_and_options_are_reported_without_a_traceback(environment, tmp_path):
     environment(NODE_RANK="one")
     with pytest.raises(UserError, match=r"machine_rank 'one' \(NODE_RANK\): must be a whole number"):

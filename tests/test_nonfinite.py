@@ -116,6 +116,31 @@ def test_fused_kernels_skip_without_the_host(monkeypatch, name):
     assert chosen == [False] * first + [True] * (6 - first) + [False] * (first > 0) + [True] * (3 - (first > 0))
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_cache_that_grows_in_the_forward_pass_is_no_error(monkeypatch, on_device):
+    """Models with rotary embeddings compute a longer table of positions for the first longer batch."""
+
+    class Grows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.ones(1))
+            self.norm = torch.nn.BatchNorm1d(2)
+
+        def forward(self, batch):
+            self.cache = torch.ones(len(self.cache) + 1)
+            return self.norm(batch)
+
+    monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, device: on_device)
+    model = Grows()
+    optimizer = optim.build(model, TrainConfig(lr=0.1))
+    for value in (1.0, float("inf")):
+        before = model.norm.running_mean.clone()
+        batch = torch.tensor([[value, 1.0], [3.0, 2.0]])
+        update(Accelerator(cpu=True), model, optimizer, [batch], lambda model, x: model(x).sum(), len, on_nonfinite="skip")
+        assert torch.equal(before, model.norm.running_mean) == (value == float("inf"))
+    assert len(model.cache) == 3
+
+
 @pytest.mark.parametrize("optimizer", [
     lambda p: torch.optim.AdamW(p), lambda p: torch.optim.RMSprop(p), lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
     lambda p: torch.optim.AdamW([{"params": p, "fused": False}], fused=True),

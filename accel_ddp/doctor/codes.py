@@ -120,7 +120,7 @@ CODES = {
         "allow all TCP between the nodes, not only some ports; or use a --main_process_port that is open",
     ),
     "I_RENDEZVOUS": Code(
-        "The rendezvous of a c10d job is already running. This node joins it without checks.",
+        "A rendezvous is already running at the main port. If it is that of this job, this node joins it without checks.",
         "nothing",
     ),
     "E_MAIN_LOST": Code(

@@ -72,6 +72,9 @@ def main() -> None:
     ):
         report(f"{case[:2]} alone", "The parameter case0 differs;" in failure_of(accelerator, model_of(case)))
     report("nothing differs", not failure_of(accelerator, model_of()))
+    model = model_of((torch.float32, (4, 6), flip_sign))
+    model._ddp_params_and_buffers_to_ignore = ["case0"]
+    report("a parameter that DDP ignores", not failure_of(accelerator, model))
 
     model = model_of()
     model.two = nn.Parameter(torch.tensor([1.0, -2.0]) if is_last else torch.tensor([-1.0, 2.0]))
