@@ -208,6 +208,7 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
     assert list((tmp_path / "runs" / "trains").iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_three_times_ends_the_job(tmp_path):
     """A shell script runs between the launcher and each rank."""
     folder, script = tmp_path / "run", tmp_path / "wrapper.sh"

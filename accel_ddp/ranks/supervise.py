@@ -194,7 +194,7 @@ def _leave(failure: Failure) -> int:
     is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
     is_printed = process.failure is not None
     # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
-    if not is_printed and (process.is_local_main or (is_first and process.link is None)):
+    if not is_printed and (process.is_local_main or (is_first and process.link is None and launcher_pid())):
         print(failure, file=sys.stderr, flush=True)
     write_error_file(str(failure))
     process.complete_save()
