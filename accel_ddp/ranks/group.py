@@ -198,6 +198,10 @@ def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
             return []
         waiting.sleep(missing)
     store.set("complete", "")
+    # This process may have the store, and may end at once because of an option that differs.
+    deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
+    while not all(store.check([f"seen/{rank}"]) for rank in range(1, process.num_ranks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return ranks
 
 
@@ -211,6 +215,7 @@ def _follow(root: dist.Store, attempt: str, store: dist.Store, mine: dict[str, A
                 return []  # this id belongs to an attempt of an earlier process of this rank
             store.set(f"member/{process.rank}/{mine['nonce']}", "")
         if ranks and store.check(["complete"]):
+            store.set(f"seen/{process.rank}", "")
             return ranks
         if root.get("attempt").decode() != attempt:
             return []
