@@ -53,7 +53,7 @@ class Monitor:
     timings: dict[int, page.Timing] = field(default_factory=dict)  # of ranks on other nodes
     slow_run: SlowRun | None = None
     stacks: dict[int, Stack] = field(default_factory=dict)
-    asked_stacks: dict[int, int] = field(default_factory=dict)  # rank to its beats at that moment
+    asked_stacks: set[int] = field(default_factory=set)  # ranks whose stacks are being read
     failure: dict[str, Any] | None = None
     peers: Peers | None = None
     output: OutputFolder | None = None
@@ -68,7 +68,6 @@ class Monitor:
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
         self.tasks: set[asyncio.Task] = set()
         self.stop_reason = ""
-        self.is_launcher_dead = False
         self.has_reported_unreachable = False
         self.changed = asyncio.Event()
 
@@ -112,9 +111,6 @@ class Monitor:
         local.status = processes.exit_status(local.pid)
         await asyncio.sleep(0.05)  # its last messages are read before
         local.is_dead = True
-        if local.is_finished and not local.status:
-            self.changed.set()
-            return
         if not local.is_finished or local.status:
             self._submit(self.ranks.describe_death(local))
         self.changed.set()
@@ -123,7 +119,6 @@ class Monitor:
         """Report the death of the launcher. Linux sends the ranks a signal, at which they save and stop."""
         await wait_for_end(self.launcher)
         status = processes.exit_status(self.launcher)
-        self.is_launcher_dead = True
         await asyncio.sleep(0.3)
         if self.failure or self.ranks.all_ended:
             return
@@ -184,11 +179,10 @@ class Monitor:
 
     def _connect(self, message: dict[str, Any]) -> None:
         """Connect to the other nodes. `roster` are all nodes, and `ranks` all ranks."""
-        self.roster = {node["node"]: node for node in message["roster"]}
         for entry in message["ranks"]:
             if entry["node"] != self.node:
                 self.remote[entry["rank"]] = RankView(entry["rank"], entry["node"], entry["host"], entry["pid"])
-        if len(self.roster) > 1:
+        if len(message["roster"]) > 1:
             self.peers = Peers(self.node, message["roster"], bytes.fromhex(message["token"]), self.receive)
             self.peers.start()
             if self.node_socket is not None:
@@ -318,8 +312,7 @@ class Monitor:
             timings = self.ranks.timings()
             rows = [
                 [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), v.is_suspended,
-                 round(v.writing, 1), v.is_finished,
-                 *timings[v.rank]]
+                 round(v.writing, 1), v.is_finished, *timings[v.rank]]
                 for v in self.ranks.views()
             ]  # fmt: skip
             self.peers.broadcast({"ranks": rows})
@@ -345,7 +338,7 @@ class Monitor:
         for v in views:  # a stack is valid as long as its rank does not progress
             if v.age < 1 and v.rank in self.stacks:
                 del self.stacks[v.rank]
-                self.asked_stacks.pop(v.rank, None)
+                self.asked_stacks.discard(v.rank)
         if self.output:
             own = [v for v in views if v.node == self.node]
             late = [v for v in own if v.age > self.report_after / 2]
@@ -357,8 +350,8 @@ class Monitor:
             self._announce(event)
         if self.slow_run and self.node == 0:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
-        for rank in self.judge.wants_stacks - self.asked_stacks.keys():
-            self.asked_stacks[rank] = 1
+        for rank in self.judge.wants_stacks - self.asked_stacks:
+            self.asked_stacks.add(rank)
             if rank in self.ranks:
                 self._keep(self._collect_stack(rank))
             elif self.peers and rank in self.remote:
