@@ -48,6 +48,7 @@ class EvalBatches:
 
 
 @torch.no_grad()
+@process.heartbeat.within(METRICS)
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -61,17 +62,6 @@ def evaluate(
     order of the data, on the main rank, and every rank returns its result. Rows may have a different width in each batch (tags,
     generated tokens): shorter ones are filled with -100.
     """
-    with process.heartbeat.within(METRICS):
-        return _evaluate(accelerator, model, batches, measure, summarize)
-
-
-def _evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    batches: EvalBatches,
-    measure: Callable[[nn.Module, Any], dict[str, Tensor]],
-    summarize: Callable[[Rows], dict[str, float]],
-) -> dict[str, float]:
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
     if accelerator.num_processes > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
         for buffer in module.buffers():  # the running statistics of each rank differ, and those of rank 0 are saved
