@@ -112,13 +112,14 @@ CASES = {
 }
 # The place of each fault in a test that is not slow. The slow ones do the other place.
 ON_TWO_NODES = {"segv", "exception", "stop", "hang", "barrier", "data", "lr"}
+LIKE_OTHERS = {"exit", "hang", "deadlock"}  # always slow, because segv, data and barrier take the same ways
 
 
 def pairs() -> list:
     found = []
     for name in CASES:
         for place in ("one", "two"):
-            is_default = (place == "two") == (name in ON_TWO_NODES)
+            is_default = (place == "two") == (name in ON_TWO_NODES) and name not in LIKE_OTHERS
             found.append(pytest.param(place, name, id=f"{name}-{place}", marks=[] if is_default else [pytest.mark.slow]))
     return found
 
