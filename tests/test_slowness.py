@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.watch import slowness
+from accel_ddp.watch import slow_links, slowness
 from accel_ddp.watch.page import Timing
-from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
+from accel_ddp.watch.slow_links import neighbours
+from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness
 from tests.conftest import PROGRAMS, Running, clean_environment, run_all
 from tests.jobs import Jobs, kill, shape_link
 from tests.nodes import Nodes
@@ -194,9 +195,9 @@ def test_links_that_are_as_fast_as_before_are_not_reported_although_communicatio
 
 def test_a_busy_processor_is_not_taken_for_a_slow_link():
     reference = dict.fromkeys([(0, 1), (1, 0), (0, 0), (1, 1)], FAST)
-    assert not slowness.find_slow_link(dict.fromkeys(reference, FAST / 6), reference)
-    assert slowness.find_slow_link({**reference, (1, 0): FAST / 6}, reference) == ((1, 0), FAST / 6, FAST)
-    assert slowness.find_slow_link({**dict.fromkeys(reference, FAST / 2), (1, 0): FAST / 50}, reference)[0] == (1, 0)
+    assert not slow_links.find_slow_link(dict.fromkeys(reference, FAST / 6), reference)
+    assert slow_links.find_slow_link({**reference, (1, 0): FAST / 6}, reference) == ((1, 0), FAST / 6, FAST)
+    assert slow_links.find_slow_link({**dict.fromkeys(reference, FAST / 2), (1, 0): FAST / 50}, reference)[0] == (1, 0)
 
 
 def test_of_several_links_the_one_that_is_slower_than_the_others_is_reported_even_without_a_reference():

@@ -26,7 +26,7 @@ class Course:
     """Shows observations to a judge every half second, as the monitor does."""
 
     def __init__(self, report: float = 5, abort: float = 30):
-        self.judge, self.events = Judge(0, "node0", report, abort), []
+        self.judge, self.events = Judge("node0", report, abort), []
 
     def show(
         self, ranks: list[RankView], nodes: list[NodeView] | None = None, read: dict[int, Stack] | None = None

@@ -95,7 +95,6 @@ class Cause:
     aborts_after: float
     culprits: list[int] = field(default_factory=list)
     wants_stacks_of: list[int] = field(default_factory=list)
-    shows_stack: bool = False
     host: str = ""
     step: int = 0
 
@@ -113,15 +112,14 @@ class _Open:
 class Judge:
     """Turns observations into events. The coordinator has one, and so has every node that is cut off."""
 
-    def __init__(self, own_node: int, own_host: str, report_after: float, abort_after: float):
+    def __init__(self, own_host: str, report_after: float, abort_after: float):
         """`abort_after` 0: a run that does not progress is reported, but never ended."""
-        self.own_node, self.own_host, self.report_after, self.abort_after = own_node, own_host, report_after, abort_after
+        self.own_host, self.report_after, self.abort_after = own_host, report_after, abort_after
         self.open: dict[str, _Open] = {}
         self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
         self.wants_stacks: set[int] = set()
-        self.disk_hung = (
-            0.0  # seconds for which the disk of the output folder has not answered; set by the monitor of the main node
-        )
+        # Seconds for which the disk of the output folder has not answered. The monitor of the main node sets it.
+        self.disk_hung = 0.0
         self.usual: dict[int, float] = {}  # the usual duration of each phase, in this examination
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
@@ -179,10 +177,9 @@ class Judge:
             parts.append(f"{format_ranks(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
         parts += [cause.advice, end]
         text = " ".join(part for part in parts if part)
-        if cause.shows_stack:
-            for rank in cause.culprits:
-                if stack := stacks.get(rank):
-                    text += f"\n  The innermost calls of rank {rank}:\n{stack.text()}"
+        for rank in cause.wants_stacks_of:
+            if stack := stacks.get(rank):
+                text += f"\n  The innermost calls of rank {rank}:\n{stack.text()}"
         return Event(severity, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, cause.step)
 
     def _recovered(self, cause: Cause, ranks: list[RankView]) -> Event:
@@ -312,7 +309,7 @@ class Judge:
         limit = self.abort_after
         if r.is_suspended:
             advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
-        return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], True, r.host, r.current_step)
+        return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
 
     def _hung_rank(self, r: RankView, ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
         usual, seconds = self._usual(r, ranks), r.age
@@ -336,7 +333,7 @@ class Judge:
             seconds, limit = self.disk_hung or r.age, SLOW_DISK_FACTOR * self.abort_after
         if any(debugger in frame for frame in stacks.get(r.rank, Stack()) for debugger in DEBUGGERS):
             advice, limit = "The rank is in a debugger.", float("inf")
-        return Cause(kind, seconds, text, advice, limit, [r.rank], [r.rank], True, r.host, r.current_step)
+        return Cause(kind, seconds, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
 
     def _deadlock(self, active: list[RankView], ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
         places = []
@@ -355,7 +352,7 @@ class Judge:
         )
         limit = self._limit(max(usual for r in active if (usual := self._usual(r, ranks)) < float("inf")))
         every = [r.rank for r in active[:16]]
-        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, True, "", max(r.current_step for r in active))
+        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, "", max(r.current_step for r in active))
 
 
 def format_ranks(ranks: list[int]) -> str:

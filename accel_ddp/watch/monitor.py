@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, wait_for_end
 from accel_ddp.watch.outcome import launcher_pid, write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
 from accel_ddp.watch.peers import Peer, Peers
+from accel_ddp.watch.printer import Printer
 from accel_ddp.watch.slow_run import SlowRun
 from accel_ddp.watch.stacks import Stack
 
@@ -60,7 +59,7 @@ class Monitor:
     node_socket: socket.socket | None = None  # listens for the monitors of other nodes
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.node, self.host, self.report_after, self.abort_after)
+        self.judge = Judge(self.host, self.report_after, self.abort_after)
         self.printer = Printer()
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
         self.failed_at = 0.0
@@ -356,28 +355,6 @@ class Monitor:
                 self._keep(self._collect_stack(rank))
             elif self.peers and rank in self.remote:
                 self.peers.send(self.remote[rank].node, {"want_stack": rank})
-
-
-class Printer:
-    """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
-
-    def __init__(self) -> None:
-        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._print, daemon=True)
-        self.thread.start()
-
-    def print(self, text: str) -> None:
-        self.lines.put(text)
-
-    def _print(self) -> None:
-        while (text := self.lines.get()) is not None:
-            with contextlib.suppress(OSError):
-                os.write(2, (text + "\n").encode(errors="replace"))
-
-    def close(self) -> None:
-        """Wait a moment until everything is printed."""
-        self.lines.put(None)
-        self.thread.join(2)
 
 
 async def watch(options: dict[str, Any]) -> None:

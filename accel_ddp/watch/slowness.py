@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from accel_ddp.watch.page import Timing
+from accel_ddp.watch.slow_links import REPEAT_STEPS, Links, find_slow_link
 
 STRAGGLER, SLOW_LINK, DATA_SLOW = "STRAGGLER", "SLOW_LINK", "DATA_SLOW"
 
@@ -24,10 +25,8 @@ CLEARLY_LOST = 0.4  # more than noise on a busy machine
 STEADY = 3.0  # standard deviations
 LINK_WINDOW, LINK_BAD = 5, 4  # fewer blocks, because a measurement has to confirm it
 GROWTH = 3.0  # times the earlier communication
-SLOWER_LINK = 4.0  # times slower than before, or than the other links
 WAITING = 0.5  # fraction of the step time in communication, or in data loading, that is checked even if it was always so
 DATA_SECONDS = 0.2  # per step; shorter waits for data are not reported
-REPEAT_STEPS = 100  # the next report of the same case; the pause doubles each time
 OBSERVATIONS = 40  # of the state of a process
 
 # The parts of the own time of a rank, in the order in which it publishes them. Communication follows.
@@ -78,7 +77,7 @@ class _Case:
         self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
 
     def is_due(self, step: int, severity: float) -> bool:
-        """Return whether to report the case now, and remember that it is reported."""
+        """Return whether to report the case now. The caller must do so."""
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause:
                 return False
@@ -93,6 +92,12 @@ class Slowness:
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
         """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
+        self.links = Links()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Remove all observations of steps. The rates of links at the start stay valid."""
+        hosts, reference = self.hosts, self.links.reference
         self.samples: list[list[Timing]] = [[] for _ in hosts]  # since the end of the last block
         self.states: list[deque[tuple[int, bool]]] = [deque(maxlen=OBSERVATIONS) for _ in hosts]  # step, is stopped
         self.stopped: set[int] = set()  # ranks whose process was in state T
@@ -102,7 +107,8 @@ class Slowness:
         self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
         self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
         self.usual_waiting: list[float] = []  # communication of the first blocks
-        self.links = _Links()
+        self.links = Links()
+        self.links.reference = reference
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
         """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
@@ -111,9 +117,8 @@ class Slowness:
             self.stopped.add(rank)
         samples = self.samples[rank]
         if samples and times.step < samples[-1].step:  # the program has called `fit` again
-            reference = self.links.reference
-            self.__init__(self.hosts, self.nodes, self.pids)
-            self.links.reference, samples = reference, self.samples[rank]
+            self._reset()
+            samples = self.samples[rank]
         if not any(times[1:]):
             samples.clear()  # the first step may be that of a checkpoint
         if not samples or times.step > samples[-1].step:
@@ -371,57 +376,6 @@ class Slowness:
             "--num_workers, or make the dataset faster: store decoded data, or use a faster disk."
         )
         return [Notice(DATA_SLOW, False, text, (), case.since)]
-
-
-class _Links:
-    """What is known about links between nodes."""
-
-    def __init__(self) -> None:
-        self.reference: dict[tuple[int, int], float] = {}
-        self.wants_probe = False
-        self.slow: tuple[int, int] | None = None  # reported, and not over
-        self.since = 0  # the first step in which all ranks wait longer than usual; 0: they do not
-        self.asked_at, self.asked_waiting, self.pause = 0, 0.0, REPEAT_STEPS
-
-    def is_probe_due(self, step: int, waiting: float) -> bool:
-        """Return whether to measure now: the first time, if waiting has doubled, and after 100, 200, 400, ... steps."""
-        if self.asked_waiting and waiting < 2 * self.asked_waiting:
-            if step - self.asked_at < self.pause:
-                return False
-            self.pause *= 2
-        self.asked_at, self.asked_waiting, self.wants_probe = step, waiting, True
-        return True
-
-
-def find_slow_link(
-    rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
-) -> tuple[tuple[int, int], float, float] | None:
-    """Return (pair, its rate, the rate it is compared with) of the slowest link that is much slower than it was, or than the others.
-
-    Return None if there is none. A busy processor slows every measurement down. Pairs of a node with itself show by how much.
-    """
-    links = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
-    busy = {a: min(1.0, rate / reference[a, a]) for (a, b), rate in rates.items() if a == b and reference.get((a, a))}
-    found = []
-    for pair, rate in links.items():
-        others = [other for each, other in links.items() if each != pair and each != pair[::-1]]
-        usual = statistics.median(others) if others else reference.get(pair, 0.0)
-        before = reference.get(pair, 0.0) * min(busy.get(node, 1.0) for node in pair)
-        if rate < max(usual if others else 0.0, before) / SLOWER_LINK:
-            found.append((pair, rate, usual or reference[pair]))
-    return min(found, key=lambda each: each[1], default=None)
-
-
-def pairs_to_measure(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions, and each node with itself."""
-    return [*neighbours(nodes), *((node, node) for node in sorted(set(nodes)))]
-
-
-def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions."""
-    ordered = sorted(set(nodes))
-    ring = list(zip(ordered, ordered[1:] + ordered[:1])) if len(ordered) > 2 else [tuple(ordered)] if len(ordered) == 2 else []
-    return [pair for a, b in ring for pair in ((a, b), (b, a))]
 
 
 def _at(samples: list[Timing], step: int) -> list[float]:
