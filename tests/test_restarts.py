@@ -388,32 +388,32 @@ def test_the_folder_of_a_restart_is_that_of_the_attempt_before(tmp_path, monkeyp
 
 def test_a_restart_whose_files_were_removed_is_an_error(tmp_path, monkeypatch):
     from accel_ddp.errors import UserError
-    from accel_ddp.ranks import group
+    from accel_ddp.ranks import attempts
 
     for name, value in {"TORCHELASTIC_RUN_ID": "none", outcome.LAUNCHER: str(os.getpid()), outcome.ROUND: "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(UserError, match="were removed or could not be written"):
-        group._newest_run([group._read_earlier_run()])
+        attempts.newest_run([attempts.read_earlier_run()])
     other_node = {"output_dir": "runs/a"}
-    assert group._newest_run([group._read_earlier_run(), other_node]) == other_node
+    assert attempts.newest_run([attempts.read_earlier_run(), other_node]) == other_node
     outcome.store_run(os.getpid(), started=1.0)  # the launcher; the attempt before has failed before it had a folder
-    assert group._newest_run([group._read_earlier_run()]) == {}
+    assert attempts.newest_run([attempts.read_earlier_run()]) == {}
 
 
 def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkeypatch):
     from accel_ddp.config import TrainConfig
     from accel_ddp.errors import UserError
-    from accel_ddp.ranks import group
+    from accel_ddp.ranks import attempts
     from accel_ddp.ranks.failures import Stopped
 
     cfg = TrainConfig(ddp_timeout_seconds=1, preflight_wait=2)
-    waiting = group._Waiting(cfg)
+    waiting = attempts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(UserError, match="--ddp_timeout_seconds 1"):
         waiting.sleep([1])
     monkeypatch.setenv(outcome.ROUND, "1")
-    waiting = group._Waiting(cfg)
+    waiting = attempts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2") as stopped:
         waiting.sleep([1])
@@ -421,7 +421,7 @@ def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkey
 
 
 def test_a_stop_is_printed_with_one_prefix_at_a_restart(tmp_path, monkeypatch):
-    from accel_ddp.ranks import group
+    from accel_ddp.ranks import attempts
     from accel_ddp.ranks.failures import Failure, Stopped
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -430,7 +430,7 @@ def test_a_stop_is_printed_with_one_prefix_at_a_restart(tmp_path, monkeypatch):
     outcome.write_outcome(os.getpid(), Failure("stopped", "requested by a test").as_outcome())
     monkeypatch.setenv(outcome.ROUND, "1")
     with pytest.raises(Stopped, match=r"^stopped: requested by a test$"):
-        group._end_if_stopped()
+        attempts.end_if_stopped()
 
 
 def test_goodput_is_the_part_of_the_time_that_was_spent_on_steps_that_count(tmp_path, monkeypatch):
