@@ -1,6 +1,6 @@
-"""The process group and what ranks tell each other.
+"""The process group and what ranks exchange.
 
-The package opens the process group, lets ranks agree on values and wait for each other, detects ranks that failed or died, turns
-signals into a stop that all ranks agree on, and turns the end of a rank into an exit code. It imports only the lowest layer
-(`errors`, `seeds`, `environment`, `net`, `config`) and torch.
+The package opens the process group, lets ranks agree on values and wait for each other, connects each rank to the monitor of its
+node, turns signals into a stop that all ranks agree on, and turns the end of a rank into an exit code. It imports only the lowest
+layer (`errors`, `seeds`, `environment`, `net`, `config`), `watch` and torch.
 """
