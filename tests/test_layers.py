@@ -39,7 +39,8 @@ ALLOWED = {
     "entry": [*LOWEST, "watch", "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
-    "cli": ["errors", "recipe_files", "doctor", "tune", "export", "verify"],
+    "launch": [*LOWEST, "watch", "doctor", "recipe_files"],
+    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify"],
 }
 
 

@@ -1,0 +1,121 @@
+"""The command that runs on each node: `accelerate launch` with a config, or torchrun where Accelerate cannot start the ranks."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_ddp import recipe_files
+from accel_ddp.errors import UserError
+from accel_ddp.launch.description import Cluster, Node
+
+
+class Shell(str):
+    """Text that a shell evaluates, for example $SLURM_NODEID. Other words are quoted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is started: a script and its options, under a name."""
+
+    name: str
+    script: str
+    options: tuple[str, ...]
+    run_folder: str  # relative to the code folder of a node, or absolute
+
+
+def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = "") -> Job:
+    """Return the job for a recipe, which is a name or the path of a script in the code folder of the nodes.
+
+    The job's folder is `--output_dir` if the options give it. Otherwise `--output_dir` is added.
+    """
+    options = list(options)
+    script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
+    name = name or cluster.name or Path(script).stem
+    given = _value_of("output_dir", options)
+    if "--output_dir" in options[-1:] or given == "":
+        raise UserError("--output_dir needs a value.")
+    run_folder = given or f"{cluster.output.rstrip('/')}/{name}"
+    if given is None and _uses_package(script):
+        options += ["--output_dir", run_folder]
+    return Job(name=name, script=script, options=tuple(options), run_folder=run_folder)
+
+
+def _uses_package(script: str) -> bool:
+    """Return whether a script understands the options of a recipe. A script that exists only on the nodes does."""
+    try:
+        return "accel_ddp" in Path(script).read_text(errors="replace")
+    except OSError:
+        return True
+
+
+def _value_of(name: str, options: list[str]) -> str | None:
+    found = None
+    for at, word in enumerate(options):
+        key, equals, value = word.partition("=")
+        if key.startswith("--") and key[2:].replace("-", "_") == name:
+            found = value if equals else "".join(options[at + 1 : at + 2])
+    return found
+
+
+def config_word(cluster: Cluster) -> str:
+    """Return the path of the accelerate config on a node. A bare name is one of ours."""
+    word = cluster.accelerate_config
+    return word if "/" in word or Path(word).is_file() else f"accelerate_configs/{recipe_files.config_path(word).name}"
+
+
+def uses_torchrun(cluster: Cluster) -> bool:
+    """Return whether torchrun is needed.
+
+    Accelerate divides num_processes by the number of machines, so that nodes with different numbers of processes need torchrun. For
+    a single process Accelerate starts no launcher at all, which returns 1 for every failure.
+    """
+    return not cluster.has_equal_nodes or cluster.num_processes == 1
+
+
+def launcher_words(
+    cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str, processes: int | Shell | None = None
+) -> list[str]:
+    """Return the words of the launcher on a node. `processes` is the number of ranks on this node, as in the description by default."""
+    num_nodes = len(cluster.nodes)
+    if processes is None:
+        processes = cluster.nodes[int(node_rank)].processes if isinstance(node_rank, int) else cluster.nodes[0].processes
+    restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
+    if uses_torchrun(cluster):
+        words: list = ["torchrun", "--nnodes", num_nodes, "--nproc_per_node", processes, "--node_rank", node_rank]
+        words += ["--master_addr", address, "--master_port", port, *restarts]
+    else:
+        total = Shell(f"$(({num_nodes} * {processes}))") if isinstance(processes, Shell) else num_nodes * processes
+        words = ["accelerate", "launch", "--config_file", config_word(cluster), "--num_machines", num_nodes]
+        words += ["--num_processes", total, "--machine_rank", node_rank, "--main_process_ip", address]
+        words += ["--main_process_port", port, *restarts]
+    return [word if isinstance(word, str) else str(word) for word in [*words, job.script, *job.options]]
+
+
+def doctor_words(cluster: Cluster, job: Job, *, node_rank: int, address: str, port: int) -> list[str]:
+    """Return the words of the full doctor on a node, with the same options as the launcher."""
+    node, num_nodes = cluster.nodes[node_rank], len(cluster.nodes)
+    if uses_torchrun(cluster):
+        words: list = ["--nnodes", num_nodes, "--nproc_per_node", node.processes, "--node_rank", node_rank]
+        words += ["--master_addr", address, "--master_port", port]
+    else:
+        words = ["--config_file", config_word(cluster), "--num_machines", num_nodes, "--num_processes", cluster.num_processes]
+        words += ["--machine_rank", node_rank, "--main_process_ip", address, "--main_process_port", port]
+    return [str(word) for word in ["accel-ddp", "doctor", *words, job.script, *job.options]]
+
+
+def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
+    """Return the variables of a node: those of the description, and those that follow from its keys."""
+    own: dict[str, str] = {}
+    if node.interface:
+        own |= {"NCCL_SOCKET_IFNAME": node.interface, "GLOO_SOCKET_IFNAME": node.interface}
+    if not node.gpus:
+        own["ACCELERATE_USE_CPU"] = "true"
+    elif node.processes < node.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(node.processes)))
+    return {**own, **node.env}
+
+
+def to_shell(words: Iterable[str]) -> str:
+    """Return a line for a shell. Only Shell words are evaluated."""
+    return " ".join(word if isinstance(word, Shell) else shlex.quote(word) for word in words)
