@@ -208,6 +208,30 @@ def _tune(words: list[str]) -> int:
     return tune(words)
 
 
+def _launch(words: list[str]) -> int:
+    from accel_ddp.launch.command import launch
+
+    return launch(words)
+
+
+def _status(words: list[str]) -> int:
+    from accel_ddp.launch.command import status
+
+    return status(words)
+
+
+def _logs(words: list[str]) -> int:
+    from accel_ddp.launch.command import logs
+
+    return logs(words)
+
+
+def _stop(words: list[str]) -> int:
+    from accel_ddp.launch.command import stop
+
+    return stop(words)
+
+
 def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
@@ -250,6 +274,10 @@ def _export(words: list[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "recipes": (_recipes, "list the recipes"),
     "run": (_run, "run a recipe with `accelerate launch`"),
+    "launch": (_launch, "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine"),
+    "status": (_status, "print the state of launched jobs on every node"),
+    "logs": (_logs, "print the logs of a launched job from all nodes"),
+    "stop": (_stop, "stop a launched job on all nodes, with a checkpoint"),
     "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
     "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
     "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),

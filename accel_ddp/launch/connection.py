@@ -1,0 +1,144 @@
+"""A connection to the guard of one node: over ssh, or to a subprocess with `backend: local`."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.errors import UserError
+from accel_ddp.launch import ssh
+from accel_ddp.launch.description import Cluster, Node
+
+BEAT_SECONDS = 2.0
+_HELLO_SECONDS = 60.0  # after the connection: a busy node needs seconds to start Python
+_PROTOCOL = 1
+
+
+class Lost(Exception):
+    """The connection has ended. The text states why."""
+
+
+class Connection:
+    """Exchanges messages with the guard of a node."""
+
+    def __init__(self, cluster: Cluster, node: Node):
+        self.cluster, self.node = cluster, node
+        self.process: asyncio.subprocess.Process | None = None
+        self.errors = b""  # the end of what ssh has printed on stderr
+        self.last_message = time.monotonic()
+        self._tasks: list[asyncio.Task] = []
+
+    async def open(self) -> None:
+        """Start the guard and wait for its first message. Raises Lost with an explanation."""
+        env = dict(os.environ)
+        if self.cluster.backend == "local":
+            words = [_python(self.node), "-m", "accel_ddp.launch.guard"]
+            folder = Path(self.node.folder or ".").expanduser()
+            # The guard must find the package of this process, also if it is not installed.
+            env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
+            if not folder.is_dir():
+                raise Lost(f"{self.node.host}: the folder {folder} does not exist. Correct `folder` in {self.cluster.file}.")
+        else:
+            words, folder = [*ssh.ssh_words(self.cluster, self.node), ssh.guard_command(self.node)], None
+        pipe = asyncio.subprocess.PIPE
+        try:
+            # In a session of its own, ssh does not receive the Ctrl-C of the terminal, and has no terminal to ask for a password.
+            self.process = await asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 26, cwd=folder, env=env, start_new_session=True
+            )
+        except FileNotFoundError:
+            raise UserError(f"{words[0]} is not installed on this machine. Install the OpenSSH client.") from None
+        self._tasks.append(asyncio.ensure_future(self._read_errors()))
+        limit = self.cluster.ssh.get("connect_seconds", ssh.CONNECT_SECONDS) + _HELLO_SECONDS
+        try:
+            hello = await asyncio.wait_for(self.receive(), limit)
+        except asyncio.TimeoutError:
+            raise Lost(ssh.explain(self.cluster, self.node, None, self.error_text)) from None
+        if hello.get("is") != "hello" or hello.get("protocol") != _PROTOCOL:
+            raise Lost(f"{self.node.host}: another version of accel_ddp is installed there. Install the same version.")
+        self._tasks.append(asyncio.ensure_future(self._beat()))
+
+    @property
+    def error_text(self) -> str:
+        return self.errors.decode(errors="replace")
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next message. Lines that are not messages are left out: login scripts may print them."""
+        while True:
+            try:
+                line = await self.process.stdout.readline()
+            except ValueError:  # a line without an end
+                raise Lost(f"{self.node.host}: the answer is not that of accel_ddp.") from None
+            if not line:
+                code = await self.process.wait()
+                await asyncio.wait(self._tasks[:1], timeout=1)
+                raise Lost(ssh.explain(self.cluster, self.node, code, self.error_text))
+            self.last_message = time.monotonic()
+            with contextlib.suppress(ValueError):
+                if isinstance(message := json.loads(line), dict) and "is" in message:
+                    if message["is"] == "beat":
+                        continue
+                    return message
+
+    async def ask(self, kind: str, answer: str, seconds: float = 60.0, **values: Any) -> dict[str, Any]:
+        """Send a request and return its answer. Raises Lost."""
+        self.send(kind, **values)
+        try:
+            while (message := await asyncio.wait_for(self.receive(), seconds))["is"] not in (answer, "failed"):
+                pass
+        except asyncio.TimeoutError:
+            raise Lost(f"{self.node.host}: the guard does not answer within {seconds:.0f} s.") from None
+        if message["is"] == "failed":
+            raise Lost(message["text"])
+        return message
+
+    def send(self, kind: str, **values: Any) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            self.process.stdin.write(json.dumps({"do": kind, **values}).encode() + b"\n")
+
+    async def close(self) -> None:
+        """End the connection. A guard without a connection stops its job."""
+        for task in self._tasks:
+            task.cancel()
+        if self.process:
+            with contextlib.suppress(OSError, RuntimeError):
+                self.process.stdin.close()
+            try:
+                await asyncio.wait_for(self.process.wait(), 2)
+            except asyncio.TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.kill()
+                await self.process.wait()
+
+    async def _beat(self) -> None:
+        while True:
+            self.send("beat")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _read_errors(self) -> None:
+        while data := await self.process.stderr.read(4096):
+            self.errors = (self.errors + data)[-16384:]
+
+
+def _python(node: Node) -> str:
+    if not node.venv:
+        return sys.executable
+    return str(Path(node.folder or ".").expanduser() / Path(node.venv).expanduser() / "bin" / "python")
+
+
+async def open_all(cluster: Cluster) -> list[Connection]:
+    """Return connections to the guards of all nodes. If some fail, close all and raise UserError with every reason."""
+    connections = [Connection(cluster, node) for node in cluster.nodes]
+    results = await asyncio.gather(*(connection.open() for connection in connections), return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        await asyncio.gather(*(connection.close() for connection in connections))
+        for failure in failures:
+            if not isinstance(failure, (Lost, UserError)):
+                raise failure
+        raise UserError("; ".join(map(str, failures)) if len(failures) == 1 else "\n  ".join(["some nodes failed:", *map(str, failures)]))
+    return connections

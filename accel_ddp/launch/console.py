@@ -1,0 +1,69 @@
+"""Prints the output of all nodes in one terminal, and remembers the first error."""
+
+import re
+import sys
+from typing import TextIO
+
+_CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
+_KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
+_MOST_LINES = 20  # of a cause
+
+
+class Console:
+    """Prints lines of the main rank as they are, and lines of others with their node and rank."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = stream or sys.stdout
+        self.at_line_start = True
+        self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
+        self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
+
+    def show(self, host: str, rank: int | None, lines: list[str]) -> None:
+        """Print lines of a rank, or of the launcher of a node if `rank` is None."""
+        prefix = "" if rank == 0 else f"[{host}] " if rank is None else f"[{host} rank {rank}] "
+        for line in lines:
+            self._remember(host, rank, line)
+            self._print(f"{prefix}{line}\n")
+
+    def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
+        """Print what the main rank has written to its terminal, including its progress bar. `lines` are those that are complete."""
+        for line in lines:
+            self._remember(host, 0, line)
+        self._write(text)
+        self.at_line_start = text.endswith(("\n", "\r"))
+
+    def note(self, text: str) -> None:
+        """Print a message of the launching machine itself."""
+        self._print(f"accel-ddp: {text}\n")
+
+    def first_cause(self, host: str = "") -> str:
+        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred."""
+        named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
+        for where, lines in named:
+            return f"[{where}] " + "\n".join(lines)
+        return ""
+
+    def _remember(self, host: str, rank: int | None, line: str) -> None:
+        key = (host, rank)
+        if _CAUSE.match(line):
+            if all(line != lines[0] for _, lines in self.causes):
+                self._open[key] = [line]
+                self.causes.append((host, self._open[key]))
+            else:
+                self._open.pop(key, None)
+        elif key in self._open:
+            if line.strip() and len(self._open[key]) < _MOST_LINES and line[:1] in " \tEW":
+                self._open[key].append(line)
+            else:
+                del self._open[key]
+
+    def _print(self, text: str) -> None:
+        self._write(text if self.at_line_start else f"\n{text}")
+        self.at_line_start = True
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (BrokenPipeError, OSError):
+            pass  # nobody reads the output any more; the logs have it

@@ -1,0 +1,124 @@
+"""`accel-ddp status`, `logs` and `stop` for jobs on ssh hosts and on this machine."""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from accel_ddp.errors import UserError
+from accel_ddp.launch.commands import Job
+from accel_ddp.launch.connection import Connection, Lost
+from accel_ddp.launch.console import Console
+from accel_ddp.launch.description import Cluster
+
+STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
+
+
+
+
+async def ask_all(cluster: Cluster, kind: str, answer: str, seconds: float, **values: Any) -> list[dict[str, Any] | str]:
+    """Return the answer of each node, or the reason why there is none. A node that is down does not hide the others."""
+
+    async def ask(connection: Connection) -> dict[str, Any] | str:
+        try:
+            await connection.open()
+            return await connection.ask(kind, answer, seconds, host=connection.node.host, **values)
+        except Lost as error:
+            return str(error)
+        finally:
+            await connection.close()
+
+    return await asyncio.gather(*(ask(Connection(cluster, node)) for node in cluster.nodes))
+
+
+def status(cluster: Cluster, job: Job | None) -> int:
+    """Print the state of a job, or of all jobs of the description, on every node. Return 1 if a node does not answer."""
+    request = {"run_folder": job.run_folder if job else "", "job": job.name if job else "", "output": cluster.output}
+    answers = asyncio.run(ask_all(cluster, "status", "status", 60, **request))
+    rows = []
+    for node, answer in zip(cluster.nodes, answers):
+        if isinstance(answer, str):
+            rows.append(("?", node.host, "unknown", answer))
+            continue
+        for name, state in answer["jobs"].items():
+            rows.append((name, node.host, *_describe(state)))
+        if job and not answer["jobs"]:
+            rows.append((job.name, node.host, "no job", f"{job.run_folder} has no job of this name"))
+    if not rows:
+        print(f"no jobs below {cluster.output} on {len(cluster.nodes)} nodes")
+    rows.sort(key=lambda row: row[0])
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]))
+    return 1 if any(isinstance(answer, str) for answer in answers) else 0
+
+
+def _describe(state: dict[str, Any]) -> tuple[str, str]:
+    step = f", step {state['step']}" if state.get("step") is not None else ""
+    if state["state"] == "ended":
+        why = f": {state['why']}" if state.get("why") else ""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state["ended"])) if state.get("ended") else ""
+        return f"ended ({state.get('code')})", f"{when}{step}{why}".lstrip(", ")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.get("began", 0)))
+    how = "detached" if state.get("detached") else "attached"
+    return state["state"], f"since {since}, pid {state.get('pid')}, {how}{step}"
+
+
+def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
+    """Print the logs of all nodes. With `follow`, go on until the job has ended, and return its exit code."""
+    return asyncio.run(_show_logs(cluster, job, follow, lines))
+
+
+async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
+    console = Console()
+    codes: list[int] = []
+
+    async def show(connection: Connection) -> None:
+        host = connection.node.host
+        try:
+            await connection.open()
+            connection.send("logs", run_folder=job.run_folder, host=host, follow=follow, lines=lines)
+            while (message := await connection.receive())["is"] != "end":
+                if message["is"] == "failed":
+                    raise Lost(f"{host}: {message['text']}")
+                if message["is"] == "out":
+                    console.show(host, None, message["lines"])
+            codes.append(message["code"] or 0)
+        except Lost as error:
+            console.note(str(error))
+            codes.append(1)
+        finally:
+            await connection.close()
+
+    await asyncio.gather(*(show(Connection(cluster, node)) for node in cluster.nodes))
+    return max(codes) if follow else int(1 in codes and len(set(codes)) == 1 and not console.at_line_start)
+
+
+def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
+    """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
+    answers = asyncio.run(stop_all(cluster, job, is_now))
+    found = False
+    code = 0
+    for node, answer in zip(cluster.nodes, answers):
+        if isinstance(answer, str):
+            print(answer)
+            code = 1
+        elif not answer["was_running"]:
+            print(f"{node.host}: not running")
+        else:
+            found = True
+            print(f"{node.host}: still running" if answer["is_running"] else f"{node.host}: ended with exit code {answer['code']}")
+            code = 1 if answer["is_running"] else code
+    if not found and not code:
+        raise UserError(f"no node runs a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
+    return code
+
+
+async def stop_all(cluster: Cluster, job: Job, is_now: bool) -> list[dict[str, Any] | str]:
+    """Stop a job on all nodes and return their answers."""
+    seconds = 30.0 if is_now else STOP_SECONDS
+    with contextlib.suppress(asyncio.CancelledError):
+        return await ask_all(
+            cluster, "end_job", "stopped", seconds + 30, run_folder=job.run_folder, now=is_now, seconds=seconds
+        )
+    return []

@@ -1,0 +1,30 @@
+"""Splits the output of a process into lines. A progress bar, which returns to the start of its line, counts as one line."""
+
+import codecs
+
+
+class Lines:
+    """Collects bytes of one stream and returns complete lines."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
+        self.rest = ""
+
+    def add(self, data: bytes) -> list[str]:
+        """Return the lines that are complete now, each without its end."""
+        *lines, self.rest = (self.rest + self.decoder.decode(data)).split("\n")
+        if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit
+            lines, self.rest = [*lines, self.rest], ""
+        if "\r" in self.rest[:-1]:
+            self.rest = self.rest[self.rest.rindex("\r", 0, -1) :]
+        return [visible(line) for line in lines]
+
+    def end(self) -> list[str]:
+        """Return what is left after the end of the stream."""
+        rest, self.rest = self.rest, ""
+        return [visible(rest)] if rest.strip() else []
+
+
+def visible(line: str) -> str:
+    """Return what a terminal shows after this line: a carriage return starts the line again."""
+    return line.rstrip("\r").rpartition("\r")[2]

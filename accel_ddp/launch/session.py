@@ -1,0 +1,275 @@
+"""Runs a job on all nodes from this machine: checks, start, output, stop, and the end."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
+from accel_ddp.launch import checks, commands
+from accel_ddp.launch.commands import Job
+from accel_ddp.launch.connection import Connection, Lost, open_all
+from accel_ddp.launch.console import Console
+from accel_ddp.launch.description import Cluster, shown_value
+
+STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
+SILENT_SECONDS = 15.0  # without a message the connection to a node is lost
+_FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
+
+
+def dry_run(cluster: Cluster, job: Job) -> str:
+    """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
+    address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
+    lines = []
+    for node in cluster.nodes:
+        where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
+        lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
+        if node.folder:
+            lines.append(f"cd {node.folder}")
+        if node.venv:
+            lines.append(f". {commands.to_shell([f'{node.venv}/bin/activate'])}")
+        for name, value in commands.node_environment(cluster, node).items():
+            shown = shown_value(name, value)
+            lines.append(f"export {name}={commands.to_shell([shown])}")
+        words = commands.launcher_words(cluster, job, node_rank=node.rank, address=address, port=cluster.main_port)
+        lines += [commands.to_shell(words), ""]
+    if not cluster.main_address and cluster.backend == "ssh":
+        lines.append(f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}.")
+    return "\n".join(lines).rstrip()
+
+
+def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:
+    """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
+    return asyncio.run(Session(cluster, job, is_detached).run())
+
+
+class Session:
+    """One job, from the connections to the nodes to the exit code."""
+
+    def __init__(self, cluster: Cluster, job: Job, is_detached: bool):
+        self.cluster, self.job, self.is_detached = cluster, job, is_detached
+        self.console = Console()
+        self.connections: list[Connection] = []
+        self.codes: dict[int, int] = {}  # exit code of each node that has ended, in the order in which they ended
+        self.lost: list[str] = []  # connections that were lost while the job was running
+        self.interrupts = 0
+        self.is_stopping = False
+        self.began = time.monotonic()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.interrupt)
+        work = asyncio.ensure_future(self._run())
+        self.work = work
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return INTERRUPTED
+        finally:
+            await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
+
+    def interrupt(self) -> None:
+        """Stop the job. Before the job runs, end at once. The second time, kill everything."""
+        self.interrupts += 1
+        if not self.has_started:
+            self.work.cancel()
+        elif self.interrupts == 1:
+            self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
+            self.is_stopping = True
+            self._send_all("stop", why="a stop was requested")
+        else:
+            self.console.note("ending at once.")
+            self._send_all("kill", why="the end was requested")
+
+    has_started = False
+
+    async def _run(self) -> int:
+        cluster, job = self.cluster, self.job
+        if cluster.copy != "none":
+            from accel_ddp.launch.code import copy_code
+            from accel_ddp.launch.ssh import ssh_words
+
+            await asyncio.to_thread(copy_code, cluster, Path.cwd(), lambda node: ssh_words(cluster, node))
+        self.connections = await open_all(cluster)
+        facts = await self._collect_facts()
+        errors, warnings = checks.find_errors(cluster, job, facts)
+        for text in warnings:
+            self.console.note(text)
+        if errors:
+            raise UserError(errors[0] if len(errors) == 1 else "\n  ".join(["the job was not started:", *errors]))
+        address = cluster.main_address or self._address_of_main(facts)
+        if cluster.doctor == "full" and not await self._run_doctor(address):
+            return USER_ERROR
+        await self._start(address)
+        if self.is_detached:
+            self._explain_detached()
+            return 0
+        await asyncio.gather(*(self._follow(connection) for connection in self.connections))
+        return self._finish()
+
+    async def _collect_facts(self) -> list[dict[str, Any]]:
+        config = "" if commands.uses_torchrun(self.cluster) else commands.config_word(self.cluster)
+
+        async def ask(connection: Connection) -> dict[str, Any]:
+            node = connection.node
+            sent = time.time()
+            found = await connection.ask(
+                "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
+                gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
+            )  # fmt: skip
+            return {**found, "clock": found["time"] - (sent + time.time()) / 2}
+
+        try:
+            return await asyncio.gather(*map(ask, self.connections))
+        except Lost as error:
+            raise UserError(str(error)) from None
+
+    def _address_of_main(self, facts: list[dict[str, Any]]) -> str:
+        if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
+            return "127.0.0.1"
+        if not facts[0]["address"]:
+            raise UserError(f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found.")
+        return facts[0]["address"][0]
+
+    def _request(self, connection: Connection, words: list[str], detach: bool) -> dict[str, Any]:
+        node, cluster = connection.node, self.cluster
+        # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
+        kinds = {self.job.script: "recipes", commands.config_word(cluster): "accelerate_configs"}
+        script = words.index(self.job.script)
+        return {
+            "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
+            "env": commands.node_environment(cluster, node), "run_folder": self.job.run_folder, "host": node.host,
+            "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
+            "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
+            "spot": cluster.spot, "terminal": None if detach or node.rank else _terminal_size(),
+        }  # fmt: skip
+
+    async def _start(self, address: str) -> None:
+        """Start the launchers of all nodes. If one does not start, stop the others."""
+        self.has_started = True
+
+        async def start(connection: Connection) -> None:
+            words = commands.launcher_words(
+                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
+            )
+            await connection.ask("start", "started", **self._request(connection, words, self.is_detached))
+
+        results = await asyncio.gather(*map(start, self.connections), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and not isinstance(failures[0], Lost):
+            raise failures[0]
+        if failures:
+            self._send_all("kill", why="another node has not started")
+            if self.is_detached:
+                from accel_ddp.launch.jobs import stop_all
+
+                await stop_all(self.cluster, self.job, is_now=True)
+            raise UserError("; ".join(map(str, failures)))
+
+    async def _run_doctor(self, address: str) -> bool:
+        """Run the full doctor on all nodes and return whether there is no error. Only the main node's output is shown."""
+        self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
+
+        async def check(connection: Connection) -> int:
+            words = commands.doctor_words(
+                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
+            )
+            request = {**self._request(connection, words, False), "time_limit": None, "spot": "none", "terminal": None}
+            await connection.ask("start", "started", **request)
+            while (message := await connection.receive())["is"] != "end":
+                if message["is"] == "out" and connection.node.rank == 0:
+                    self.console.show(connection.node.host, 0, message["lines"])
+            return message["code"]
+
+        codes = await asyncio.gather(*map(check, self.connections))
+        await asyncio.gather(*(connection.close() for connection in self.connections))
+        if any(codes):
+            return False
+        self.connections = await open_all(self.cluster)  # a guard runs one job
+        return True
+
+    async def _follow(self, connection: Connection) -> None:
+        """Show the output of a node until its part of the job has ended."""
+        node = connection.node
+        try:
+            while True:
+                try:
+                    message = await asyncio.wait_for(connection.receive(), SILENT_SECONDS)
+                except asyncio.TimeoutError:
+                    if time.monotonic() - connection.last_message > SILENT_SECONDS:
+                        raise Lost(f"{node.host}: no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down.") from None
+                    continue
+                if message["is"] == "out" and "raw" in message:
+                    self.console.show_terminal(node.host, message["raw"], message["lines"])
+                elif message["is"] == "out":
+                    self.console.show(node.host, message["rank"], message["lines"])
+                elif message["is"] == "notice" and not self.interrupts:
+                    self.console.note(message["text"])
+                elif message["is"] == "end":
+                    self.codes[node.rank] = message["code"]
+                    break
+        except Lost as error:
+            self.lost.append(str(error))
+            self.codes[node.rank] = 1
+            self.console.note(f"the connection to {error}")
+        if len(self.codes) < len(self.connections):
+            self._stop_others(node.host, self.codes[node.rank])
+
+    def _stop_others(self, host: str, code: int) -> None:
+        """Stop the nodes that still run after one node has ended."""
+        loop = asyncio.get_running_loop()
+        if code in (0, STOPPED, INTERRUPTED):  # all nodes end together; the main node may write for longer
+            if code:
+                why = f"{host} has stopped"
+                loop.call_later(_FOLLOW_SECONDS, lambda: self._send_all("stop", why=why, seconds=STOP_SECONDS))
+        elif not self.is_stopping:
+            self.is_stopping = True
+            # The monitors of the other nodes print the diagnosis and end their ranks within a second or two.
+            loop.call_later(2, lambda: self._send_all("stop", why=f"{host} has failed", seconds=STOP_SECONDS))
+
+    def _send_all(self, kind: str, **values: Any) -> None:
+        for connection in self.connections:
+            if connection.node.rank not in self.codes:
+                connection.send(kind, **values)
+
+    def _finish(self) -> int:
+        """Print the first cause of a failure, once, and where the logs are. Return the exit code."""
+        failed = {rank: code for rank, code in self.codes.items() if code}
+        code = next((code for code in failed.values() if code not in (STOPPED, INTERRUPTED)), next(iter(failed.values()), 0))
+        if STOPPED in failed.values() and self.interrupts == 1:
+            code = STOPPED
+        elif self.interrupts > 1:
+            code = INTERRUPTED
+        seconds = time.monotonic() - self.began
+        folder = Path(self.job.run_folder, "launch")
+        logs = ", ".join(f"{node.host}:{folder}/{node.host}.log" for node in self.cluster.nodes[:2])
+        logs += f" and {len(self.cluster.nodes) - 2} more" if len(self.cluster.nodes) > 2 else ""
+        if code not in (0, STOPPED, INTERRUPTED):
+            cause = self.console.first_cause() or (self.lost[0] if self.lost else "")
+            first = self.cluster.nodes[next(iter(failed))].host
+            self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
+        elif self.lost:
+            self.console.note(f"the first cause: {self.lost[0]}")
+        how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
+        self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")
+        return code
+
+    def _explain_detached(self) -> None:
+        file, name = self.cluster.file, self.job.name
+        self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
+        for verb in ("status", "logs -f", "stop"):
+            self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+
+
+def _terminal_size() -> list[int] | None:
+    """Return the size of the terminal, or None if the output is not a terminal."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.isatty(sys.stdout.fileno()):
+            return list(shutil.get_terminal_size())
+    return None
