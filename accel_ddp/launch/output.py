@@ -53,9 +53,14 @@ class RankOutputs:
         path.symlink_to(os.ttyname(theirs))
         return True
 
+    @property
+    def has_terminal(self) -> bool:
+        """Whether rank 0 writes to a terminal."""
+        return self._terminal >= 0
+
     def resize(self, size: tuple[int, int]) -> None:
         """Set the size of the terminal of rank 0, if it has one."""
-        if self._terminal >= 0:
+        if self.has_terminal:
             columns, lines = size
             fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
@@ -81,7 +86,7 @@ class RankOutputs:
 
     def close(self) -> None:
         """Remove the folder. Ranks that are left can still print, without an effect."""
-        for descriptor in [*self._ranks, *([self._terminal] if self._terminal >= 0 else [])]:
+        for descriptor in [*self._ranks, *([self._terminal] if self.has_terminal else [])]:
             os.close(descriptor)
         self._ranks, self._terminal = {}, -1
         with contextlib.suppress(OSError):
