@@ -14,6 +14,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.environment import launcher
+from accel_ddp.environment.output import connect_output
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
@@ -30,6 +31,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
     This also chooses and claims the output folder and seeds the initial weights.
     """
+    connect_output()  # for a program without `run`
     logs.configure()
     supervise_program(cfg)
     _check_accelerate_config()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.doctor import preflight
+from accel_ddp.environment.output import connect_output
 from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
@@ -22,6 +23,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     """Parse the command line, run `main(cfg)`, and exit. Every failure becomes a message and a non-zero exit code."""
+    connect_output()
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
     logs.configure()
