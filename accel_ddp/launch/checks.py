@@ -33,25 +33,37 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
     host, file, where = node.host, cluster.file, found["folder"]
     errors = []
     if not found["has_script"]:
-        errors.append(f"{host}: {job.script} does not exist in {where}. Correct the path or `folder` in {file}, or write copy: rsync.")
+        errors.append(
+            f"{host}: {job.script} does not exist in {where}. Correct the path or `folder` in {file}, or write copy: rsync."
+        )
     if not found["has_config"]:
         errors.append(f"{host}: accelerate_config {config_word(cluster)} does not exist in {where}.")
     program = "torchrun" if uses_torchrun(cluster) else "accelerate"
     if not found["programs"][program]:
-        errors.append(f"{host}: {program} is not installed. Run `pip install -c constraints.txt -e .` there, or correct `venv` in {file}.")
+        errors.append(
+            f"{host}: {program} is not installed. Run `pip install -c constraints.txt -e .` there, or correct `venv` in {file}."
+        )
     if node.gpus and found["gpus"] is not None and found["gpus"] < node.gpus:
         have = f"{found['gpus']} GPU{'s' * (found['gpus'] != 1)}" if found["gpus"] else "no GPU"
-        errors.append(f"{host}: has {have}, and {file} states {node.gpus}. Correct gpus, or write 0 to train on CPUs. {found['gpu_error']}".strip())
+        errors.append(
+            f"{host}: has {have}, and {file} states {node.gpus}. Correct it (0: train on CPUs). {found['gpu_error']}".strip()
+        )
     elif node.gpus and found["gpus"] is None:
         errors.append(f"{host}: {found['gpu_error']}. Repair the driver, or leave this node out.")
     if running := found["running"]:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(running.get("began", 0)))
         stop = f"accel-ddp stop {file} --name {job.name}"
-        errors.append(f"{host}: a job named {job.name!r} is running since {since} (pid {running.get('pid')}). Stop it with `{stop}`, or use --name.")
+        errors.append(
+            f"{host}: a job named {job.name!r} is running since {since} (pid {running.get('pid')}). Type `{stop}`, or use --name."
+        )
     elif found["disk_error"]:
-        errors.append(f"{host}: {job.run_folder}: cannot be written: {found['disk_error']}. Make room there, or change `output` in {file}.")
+        errors.append(
+            f"{host}: {job.run_folder}: cannot be written: {found['disk_error']}. Make room there, or change `output` in {file}."
+        )
     if found["port_error"]:
-        errors.append(f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or end that program.")
+        errors.append(
+            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or end that program."
+        )
     return errors
 
 

@@ -81,10 +81,14 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
         else:
             files.append(word)
     if not files:
-        raise UserError("accel-ddp launch needs a cluster description and a recipe: accel-ddp launch cluster.yaml recipes/classify.py")
+        raise UserError(
+            "accel-ddp launch needs a cluster description and a recipe: accel-ddp launch cluster.yaml recipes/classify.py"
+        )
     if len(files) < 2:
         if files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
-            raise UserError(f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}")
+            raise UserError(
+                f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}"
+            )
         raise UserError(f"accel-ddp launch needs a recipe after the description: accel-ddp launch {files[0]} recipes/classify.py")
     return own, files[0], files[1], rest
 

@@ -140,5 +140,7 @@ async def open_all(cluster: Cluster) -> list[Connection]:
         for failure in failures:
             if not isinstance(failure, (Lost, UserError)):
                 raise failure
-        raise UserError("; ".join(map(str, failures)) if len(failures) == 1 else "\n  ".join(["some nodes failed:", *map(str, failures)]))
+        raise UserError(
+            "; ".join(map(str, failures)) if len(failures) == 1 else "\n  ".join(["some nodes failed:", *map(str, failures)])
+        )
     return connections

@@ -1,5 +1,6 @@
 """What a node reports about itself before a job starts there."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -103,10 +104,8 @@ def check_folder(folder: Path) -> str:
     except OSError as error:
         return str(error.strerror)
     finally:
-        try:
+        with contextlib.suppress(OSError):
             test.unlink(missing_ok=True)
-        except OSError:
-            pass
     return ""
 
 

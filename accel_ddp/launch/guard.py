@@ -52,7 +52,10 @@ class Channel:
             self.dropped += 1
             return
         if self.dropped:
-            text, self.dropped = f"{self.dropped} parts of the output were left out, because the link is slow; see the log file", 0
+            text, self.dropped = (
+                f"{self.dropped} parts of the output were left out, because the link is slow; see the log file",
+                0,
+            )
             self.send("notice", text=text)
         self.transport.write(json.dumps({"is": kind, **values}).encode() + b"\n")
 

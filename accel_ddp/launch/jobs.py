@@ -14,8 +14,6 @@ from accel_ddp.launch.description import Cluster
 STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
 
 
-
-
 async def ask_all(cluster: Cluster, kind: str, answer: str, seconds: float, **values: Any) -> list[dict[str, Any] | str]:
     """Return the answer of each node, or the reason why there is none. A node that is down does not hide the others."""
 
@@ -107,7 +105,9 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
             print(f"{node.host}: not running")
         else:
             found = True
-            print(f"{node.host}: still running" if answer["is_running"] else f"{node.host}: ended with exit code {answer['code']}")
+            print(
+                f"{node.host}: still running" if answer["is_running"] else f"{node.host}: ended with exit code {answer['code']}"
+            )
             code = 1 if answer["is_running"] else code
     if not found and not code:
         raise UserError(f"no node runs a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
@@ -118,7 +118,5 @@ async def stop_all(cluster: Cluster, job: Job, is_now: bool) -> list[dict[str, A
     """Stop a job on all nodes and return their answers."""
     seconds = 30.0 if is_now else STOP_SECONDS
     with contextlib.suppress(asyncio.CancelledError):
-        return await ask_all(
-            cluster, "end_job", "stopped", seconds + 30, run_folder=job.run_folder, now=is_now, seconds=seconds
-        )
+        return await ask_all(cluster, "end_job", "stopped", seconds + 30, run_folder=job.run_folder, now=is_now, seconds=seconds)
     return []

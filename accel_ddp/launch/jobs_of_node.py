@@ -77,5 +77,3 @@ async def stop_job(request: dict[str, Any], channel: Sender) -> None:
 
 
 REQUESTS = {"status": send_status, "logs": send_log, "end_job": stop_job}
-
-

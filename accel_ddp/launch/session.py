@@ -39,7 +39,9 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         words = commands.launcher_words(cluster, job, node_rank=node.rank, address=address, port=cluster.main_port)
         lines += [commands.to_shell(words), ""]
     if not cluster.main_address and cluster.backend == "ssh":
-        lines.append(f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}.")
+        lines.append(
+            f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
+        )
     return "\n".join(lines).rstrip()
 
 
@@ -134,7 +136,9 @@ class Session:
         if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
             return "127.0.0.1"
         if not facts[0]["address"]:
-            raise UserError(f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found.")
+            raise UserError(
+                f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found."
+            )
         return facts[0]["address"][0]
 
     def _request(self, connection: Connection, words: list[str], detach: bool) -> dict[str, Any]:
@@ -203,7 +207,9 @@ class Session:
                     message = await asyncio.wait_for(connection.receive(), SILENT_SECONDS)
                 except asyncio.TimeoutError:
                     if time.monotonic() - connection.last_message > SILENT_SECONDS:
-                        raise Lost(f"{node.host}: no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down.") from None
+                        raise Lost(
+                            f"{node.host}: no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down."
+                        ) from None
                     continue
                 if message["is"] == "out" and "raw" in message:
                     self.console.show_terminal(node.host, message["raw"], message["lines"])

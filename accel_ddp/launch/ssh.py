@@ -46,14 +46,16 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         return f"{host}: the folder {node.folder or '~'} does not exist on this node. Correct `folder` in {file}, or write copy: rsync."
     if code == PYTHON_MISSING:
         what = f"{node.venv}/bin/python" if node.venv else "python3"
-        return f"{host}: {what} does not exist in {node.folder or '~'} on this node. Correct `venv` in {file}, or install it there."
+        return (
+            f"{host}: {what} does not exist in {node.folder or '~'} on this node. Correct `venv` in {file}, or install it there."
+        )
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
-        return f"{host}: accel_ddp is not installed in {name}, or is older than this version. Run `pip install -c constraints.txt -e .` there."
-    if "Host key verification failed" in text or "host key" in text.lower() and "changed" in text.lower():
-        if "CHANGED" in text:
+        return f"{host}: accel_ddp is missing or too old in {name}. Run `pip install -c constraints.txt -e .` there."
+    if "Host key verification failed" in text:
+        if "IDENTIFICATION HAS CHANGED" in text:
             return f"{host}: the host key has changed, so that this may be another machine. Check it, then run `ssh-keygen -R {host}`."
-        return f"{host}: the host key is not known yet. Run `ssh {host}` once, compare the key, and accept it. It is never accepted here."
+        return f"{host}: the host key is not known yet. Run `ssh {host}` once, compare the key, and accept it there."
     if "Permission denied" in text or "Too many authentication failures" in text:
         return f"{host}: ssh refused your keys ({last}). Passwords and passphrases cannot be typed here: use ssh-agent. {try_it}"
     if "Could not resolve" in text or "not known" in text:
