@@ -60,7 +60,7 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         errors.append(
             f"{host}: {job.run_folder}: cannot be written: {found['disk_error']}. Make room there, or change `output` in {file}."
         )
-    if found["port_error"]:
+    if found["port_error"] and not found["running"]:
         errors.append(
             f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or end that program."
         )

@@ -84,14 +84,14 @@ class Connection:
                         continue
                     return message
 
-    async def ask(self, kind: str, answer: str, seconds: float = 60.0, **values: Any) -> dict[str, Any]:
+    async def ask(self, kind: str, answer: str, limit: float = 60.0, **values: Any) -> dict[str, Any]:
         """Send a request and return its answer. Raises Lost."""
         self.send(kind, **values)
         try:
-            while (message := await asyncio.wait_for(self.receive(), seconds))["is"] not in (answer, "failed"):
+            while (message := await asyncio.wait_for(self.receive(), limit))["is"] not in (answer, "failed"):
                 pass
         except asyncio.TimeoutError:
-            raise Lost(f"{self.node.host}: the guard does not answer within {seconds:.0f} s.") from None
+            raise Lost(f"{self.node.host}: the guard does not answer within {limit:.0f} s.") from None
         if message["is"] == "failed":
             raise Lost(message["text"])
         return message

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 from typing import Any
 
@@ -14,13 +15,13 @@ from accel_ddp.launch.description import Cluster
 STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
 
 
-async def ask_all(cluster: Cluster, kind: str, answer: str, seconds: float, **values: Any) -> list[dict[str, Any] | str]:
+async def ask_all(cluster: Cluster, kind: str, answer: str, limit: float, **values: Any) -> list[dict[str, Any] | str]:
     """Return the answer of each node, or the reason why there is none. A node that is down does not hide the others."""
 
     async def ask(connection: Connection) -> dict[str, Any] | str:
         try:
             await connection.open()
-            return await connection.ask(kind, answer, seconds, host=connection.node.host, **values)
+            return await connection.ask(kind, answer, limit, host=connection.node.host, **values)
         except Lost as error:
             return str(error)
         finally:
@@ -80,7 +81,9 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
                 if message["is"] == "failed":
                     raise Lost(f"{host}: {message['text']}")
                 if message["is"] == "out":
-                    console.show(host, None, message["lines"])
+                    for line in message["lines"]:
+                        rank, text = _split_rank(line)
+                        console.show(host, rank, [text])
             codes.append(message["code"] or 0)
         except Lost as error:
             console.note(str(error))
@@ -90,6 +93,12 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
 
     await asyncio.gather(*(show(Connection(cluster, node)) for node in cluster.nodes))
     return max(codes) if follow else int(1 in codes and len(set(codes)) == 1 and not console.at_line_start)
+
+
+def _split_rank(line: str) -> tuple[int | None, str]:
+    """Return the rank that printed a line of the log, and the line. Lines of the launcher have none."""
+    found = re.match(r"\[rank (\d+)\] ?", line)
+    return (int(found[1]), line[found.end() :]) if found else (None, line)
 
 
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:

@@ -19,6 +19,7 @@ from accel_ddp.launch.description import Cluster, shown_value
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 15.0  # without a message the connection to a node is lost
+_INTERVAL = 5.0
 _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
 
 
@@ -203,14 +204,7 @@ class Session:
         node = connection.node
         try:
             while True:
-                try:
-                    message = await asyncio.wait_for(connection.receive(), SILENT_SECONDS)
-                except asyncio.TimeoutError:
-                    if time.monotonic() - connection.last_message > SILENT_SECONDS:
-                        raise Lost(
-                            f"{node.host}: no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down."
-                        ) from None
-                    continue
+                message = await self._receive(connection)
                 if message["is"] == "out" and "raw" in message:
                     self.console.show_terminal(node.host, message["raw"], message["lines"])
                 elif message["is"] == "out":
@@ -226,6 +220,19 @@ class Session:
             self.console.note(f"the connection to {error}")
         if len(self.codes) < len(self.connections):
             self._stop_others(node.host, self.codes[node.rank])
+
+    async def _receive(self, connection: Connection) -> dict[str, Any]:
+        """Return the next message of a node. Raises Lost after SILENT_SECONDS without one, not even a heartbeat."""
+        silent = 0
+        while True:
+            try:
+                return await asyncio.wait_for(connection.receive(), _INTERVAL)
+            except asyncio.TimeoutError:
+                # Intervals are counted, and not seconds: after a laptop has slept, messages that have arrived are read first.
+                silent = silent + 1 if time.monotonic() - connection.last_message > _INTERVAL else 0
+                if silent * _INTERVAL >= SILENT_SECONDS:
+                    reason = f"no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down"
+                    raise Lost(f"{connection.node.host}: {reason}.") from None
 
     def _stop_others(self, host: str, code: int) -> None:
         """Stop the nodes that still run after one node has ended."""
