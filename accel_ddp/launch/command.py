@@ -1,6 +1,7 @@
 """`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
 
 import argparse
+from pathlib import Path
 from types import ModuleType
 
 from accel_ddp import recipe_files
@@ -49,6 +50,7 @@ def launch(words: list[str]) -> int:
     check_name(given.name)
     cluster = read_description(file, given.set)
     job = make_job(cluster, recipe, options, given.name)
+    check_options(job)
     if given.is_printed and cluster.backend in ("ssh", "local"):
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
@@ -65,6 +67,15 @@ def launch(words: list[str]) -> int:
         print(backend.render(cluster, job), end="")
         return 0
     return backend.launch(cluster, job)
+
+
+def check_options(job: Job) -> None:
+    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked."""
+    if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
+        return
+    from accel_ddp.doctor.options import load_recipe_config
+
+    load_recipe_config([job.script, *job.options])
 
 
 def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:

@@ -133,14 +133,22 @@ def _python(node: Node) -> str:
 async def open_all(cluster: Cluster) -> list[Connection]:
     """Return connections to the guards of all nodes. If some fail, close all and raise UserError with every reason."""
     connections = [Connection(cluster, node) for node in cluster.nodes]
-    results = await asyncio.gather(*(connection.open() for connection in connections), return_exceptions=True)
+    close_all = lambda: asyncio.gather(*(connection.close() for connection in connections))
+    try:
+        results = await asyncio.gather(*(connection.open() for connection in connections), return_exceptions=True)
+    except asyncio.CancelledError:  # Ctrl-C
+        await close_all()
+        raise
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        await asyncio.gather(*(connection.close() for connection in connections))
+        await close_all()
         for failure in failures:
             if not isinstance(failure, (Lost, UserError)):
                 raise failure
-        raise UserError(
-            "; ".join(map(str, failures)) if len(failures) == 1 else "\n  ".join(["some nodes failed:", *map(str, failures)])
-        )
+        raise UserError(join_reasons("some nodes cannot be used:", list(map(str, failures))))
     return connections
+
+
+def join_reasons(title: str, reasons: list[str]) -> str:
+    """Return one reason as it is, and several below a title."""
+    return reasons[0] if len(reasons) == 1 else "\n  ".join([title, *reasons])

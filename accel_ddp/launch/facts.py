@@ -5,7 +5,9 @@ import errno
 import os
 import shutil
 import socket
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "gpu_error": gpu_error,
         "has_script": bool(script),
         "has_config": not request["config"] or bool(find_file(request["config"], "accelerate_configs")),
-        "programs": {name: bool(shutil.which(name, path=path_of_programs())) for name in ("accelerate", "torchrun")},
+        "programs": {name: bool(shutil.which(name, path=path_of_programs(os.environ))) for name in ("accelerate", "torchrun")},
         "running": _running(request),
         "disk_error": check_folder(Path(request["run_folder"]).expanduser()),
         "port_error": check_port(request["port"]) if request.get("port") else "",
@@ -44,11 +46,9 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def path_of_programs() -> str:
+def path_of_programs(env: Mapping[str, str]) -> str:
     """Return PATH with the folder of this Python first, so that `accelerate` is that of the same environment."""
-    import sys
-
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
 
 
 def find_file(word: str, kind: str) -> str:

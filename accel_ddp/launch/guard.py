@@ -88,7 +88,8 @@ class JobOnNode:
         self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         words = [facts.find_file(request["words"][at], kind) or request["words"][at] if kind else word
                  for at, (word, kind) in enumerate(zip(request["words"], request["kinds"]))]  # fmt: skip
-        env = {**os.environ, **request["env"], "PATH": facts.path_of_programs(), "ACCEL_DDP_OUTPUT": folder}
+        env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
+        env["PATH"] = facts.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         self.log.header(f"{request['host']}: {shlex.join(words)}")
@@ -291,7 +292,6 @@ def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Run a guard. Return the exit code of the guard itself, which is not that of the job."""
-    sys.path[:] = [path for path in sys.path if path != ""] + [str(Path.cwd())]
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return asyncio.run(serve("--detached" in sys.argv))
     return 1

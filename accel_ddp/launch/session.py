@@ -13,7 +13,7 @@ from typing import Any
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
 from accel_ddp.launch import checks, commands
 from accel_ddp.launch.commands import Job
-from accel_ddp.launch.connection import Connection, Lost, open_all
+from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.console import Console
 from accel_ddp.launch.description import Cluster, shown_value
 
@@ -105,7 +105,7 @@ class Session:
         for text in warnings:
             self.console.note(text)
         if errors:
-            raise UserError(errors[0] if len(errors) == 1 else "\n  ".join(["the job was not started:", *errors]))
+            raise UserError(join_reasons("the job was not started:", errors))
         address = cluster.main_address or self._address_of_main(facts)
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
@@ -175,7 +175,7 @@ class Session:
                 from accel_ddp.launch.jobs import stop_all
 
                 await stop_all(self.cluster, self.job, is_now=True)
-            raise UserError("; ".join(map(str, failures)))
+            raise UserError(join_reasons("the job was not started:", list(map(str, failures))))
 
     async def _run_doctor(self, address: str) -> bool:
         """Run the full doctor on all nodes and return whether there is no error. Only the main node's output is shown."""
