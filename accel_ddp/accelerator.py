@@ -15,6 +15,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 from accel_ddp.config import TrainConfig
 from accel_ddp.environment import launcher
 from accel_ddp.environment.output import connect_output
+from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
@@ -181,20 +182,17 @@ def _check_hub_token(cfg: TrainConfig) -> None:
 def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     """Return the batch arithmetic of the run."""
     micro, count = cfg.split(process.num_ranks)
-    nodes = process.num_ranks // process.local_ranks
     split = f"{micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    text = (
-        f"{cfg.global_batch_size} items per step = {nodes} node{'s' * (nodes > 1)} x {process.local_ranks} "
-        f"rank{'s' * (process.local_ranks > 1)} x {split}   ({device}; mixed precision: {precision})"
-    )
+    text = f"{cfg.global_batch_size} items per step = {describe_ranks(process.nodes)} x {split}"
+    text += f"   ({device}; mixed precision: {precision})"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    if nodes > 1 and not is_tuned:
+    if len(process.nodes) > 1 and not is_tuned:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     return text

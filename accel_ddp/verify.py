@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.environment.mpi import remove_mpi_variables
 from accel_ddp.errors import UserError
 from accel_ddp.saving import format
 
@@ -115,6 +116,7 @@ class _Verification:
         # A launcher of this program is not that of the runs.
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         env = {n: v for n, v in os.environ.items() if n not in launched and not n.startswith("TORCHELASTIC_")}
+        env = remove_mpi_variables(env)
         env |= {"ACCEL_DDP_RECORD_SAMPLES": str(record), "PYTHONUNBUFFERED": "1"}
         self.runs += 1
         if self.launch and not alone:

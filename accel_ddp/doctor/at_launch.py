@@ -139,11 +139,13 @@ def _run_preflight(params: Any, backend: str, argv: list[str], is_running: Calla
     from accel_ddp.environment.topology import Topology
 
     address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
-    request = parse_accelerate_command(sys.orig_argv) or {}
+    request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
+    num_ranks = (request or {}).get("num_processes")
     topology = Topology(
         node_rank=int(params.config["rank"]) if "rank" in params.config else None, num_nodes=params.max_nodes,
-        num_ranks=_count_ranks(request, params.max_nodes), main_address=address, main_port=port, accelerate_config=request,
-        is_launched=True,
+        num_ranks=max(0, num_ranks) if isinstance(num_ranks, int) else 0,
+        num_node_ranks=_count_own_ranks(sys.argv) if request is None else 0,
+        main_address=address, main_port=port, accelerate_config=request or {}, is_launched=True,
     )  # fmt: skip
     options = CheckOptions(
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
@@ -165,13 +167,11 @@ def _run_preflight(params: Any, backend: str, argv: list[str], is_running: Calla
     return False
 
 
-def _count_ranks(request: dict[str, Any], num_nodes: int) -> int:
-    """Return num_processes, or the total from torchrun's --nproc_per_node; 0 if that is not a number."""
-    if isinstance(request.get("num_processes"), int):
-        return request["num_processes"]
-    for at, argument in enumerate(sys.argv):
+def _count_own_ranks(argv: list[str]) -> int:
+    """Return torchrun's --nproc_per_node, which each node may have its own of; 0 if it is not a number, such as `gpu`."""
+    number = os.environ.get("PET_NPROC_PER_NODE", "1")
+    for at, argument in enumerate(argv):
         name, _, value = argument.partition("=")
         if name.replace("_", "-") == "--nproc-per-node":
-            value = value or sys.argv[at + 1]
-            return int(value) * num_nodes if value.isdigit() else 0
-    return 0 if request else num_nodes
+            number = value or argv[at + 1]
+    return int(number) if number.isdigit() else 0

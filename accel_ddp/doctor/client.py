@@ -80,7 +80,6 @@ def _read_verdict(message: dict[str, Any]) -> Outcome:
         roster=sanitize.clean_roster(message["roster"]),
         paths=bounded_list(message["paths"], 1000),
         node_rank=whole_number(message["node"]),
-        ranks_per_node=whole_number(message.get("local", 1), sanitize.MOST_LOCAL_RANKS) or 1,
         deep_port=whole_number(message.get("deep_port")),
     )
 

@@ -90,7 +90,8 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
             if isinstance(reached, Finding):
                 return Outcome([*findings, reached])
         hello = {
-            "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks,
+            "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks, "rank": topology.rank,
+            "node_ranks": topology.num_node_ranks,
             "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
             "ip": local.data_ip, "interface": local.interface, "ports": probe_server.ports, "needed": options.checkpoint_bytes,
             "open": firewall_advice(f"TCP {topology.main_port}"), "deep": options.deep,

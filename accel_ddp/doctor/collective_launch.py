@@ -23,7 +23,8 @@ def run_collectives(outcome: Outcome, options: list[str], seconds: float) -> tup
     The ranks of all nodes write the same report. `seconds` is their time limit.
     """
     main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    node_rank, num_local = outcome.node_rank or 0, outcome.ranks_per_node
+    node_rank, counts = outcome.node_rank or 0, outcome.ranks_of_nodes
+    num_local, first_rank = counts[node_rank], sum(counts[:node_rank])
     base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
     base |= socket_interface_variables(outcome.interface, main["ip"])  # as the preflight of a recipe sets them
     processes, results = [], []
@@ -33,13 +34,13 @@ def run_collectives(outcome: Outcome, options: list[str], seconds: float) -> tup
             for local_rank in range(num_local):
                 results.append(folder / f"{local_rank}.json")
                 env = {
-                    **base, "RANK": str(node_rank * num_local + local_rank),
-                    "WORLD_SIZE": str(len(outcome.roster) * num_local), "LOCAL_RANK": str(local_rank),
+                    **base, "RANK": str(first_rank + local_rank),
+                    "WORLD_SIZE": str(sum(counts)), "LOCAL_RANK": str(local_rank),
                     "LOCAL_WORLD_SIZE": str(num_local), "GROUP_RANK": str(node_rank), "MASTER_ADDR": main["ip"],
                     "MASTER_PORT": str(outcome.deep_port),
                 }  # fmt: skip
                 command = [sys.executable, "-m", "accel_ddp.doctor.collectives", "--result", str(results[-1])]
-                command += ["--seconds", str(seconds), *options]
+                command += ["--seconds", str(seconds), "--ranks_of_nodes", ",".join(map(str, counts)), *options]
                 with open(folder / f"{local_rank}.txt", "w") as output:
                     processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
             deadline = time.monotonic() + seconds + _GRACE_SECONDS
@@ -60,7 +61,7 @@ def run_collectives(outcome: Outcome, options: list[str], seconds: float) -> tup
         for local_rank, end in enumerate(ends):
             output = (folder / f"{local_rank}.txt").read_text(errors="replace").strip().splitlines()
             saw = f"its process {end} and wrote no report{f'; its last line of output: {output[-1][:300]}' if output else ''}"
-            rank = node_rank * num_local + local_rank
+            rank = first_rank + local_rank
             findings.append(Finding("E_COLLECTIVE_FAILED", saw, _FIX, host=HOST, node=node_rank, rank=rank))
         return [], findings, {}
 

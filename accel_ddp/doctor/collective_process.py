@@ -39,8 +39,10 @@ class RankProcess:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.monotonic()
         self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank, self.ranks_per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        self.node = int(os.environ.get("GROUP_RANK", self.rank // self.ranks_per_node))
+        self.local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        counts = map(int, options.ranks_of_nodes.split(",")) if options.ranks_of_nodes else [num_local] * self.num_ranks
+        self.nodes = [node for node, count in enumerate(counts) for _ in range(count)]  # of each rank
+        self.node = int(os.environ.get("GROUP_RANK", self.nodes[self.rank]))
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.step, self.step_began = 0, self.began
         self.num_collectives = 0  # that this rank has entered
@@ -63,7 +65,7 @@ class RankProcess:
         """Return a finding about a rank, by default this one. Only rank 0 has the hosts of the other ranks."""
         rank = self.rank if rank is None else rank
         host = HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"]
-        about = {"host": host, "node": self.node if rank == self.rank else rank // self.ranks_per_node}
+        about = {"host": host, "node": self.node if rank == self.rank else self.nodes[rank]}
         about |= {name: self.facts[rank][name] for name in about} if self.facts else {}
         severity = "error" if code.startswith("E_") else "warning"
         return {"code": code, "severity": severity, **about, "rank": rank, "saw": saw, "fix": fix or CODES[code].fix}

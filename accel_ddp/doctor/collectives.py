@@ -260,7 +260,7 @@ class CollectiveChecks(RankProcess):
         compute = step_ms / 1000 if step_ms else 6 * parameters * ITEMS * TOKENS / (UTILISATION * flops)
         hop = self.latency / (2 * (self.num_ranks - 1))
         table = self.figures["table"] = [
-            expected_step(num_nodes, self.ranks_per_node, 4 * parameters, compute, self.bus, hop)
+            expected_step(num_nodes, round(num_nodes * self.num_ranks / self.num_nodes), 4 * parameters, compute, self.bus, hop)
             for num_nodes in sorted({self.num_nodes, 2, 4, 8, 16})
         ]
         sizes = f"{format_si(4 * parameters)}B of gradients, {format_si(compute)}s of computing"
@@ -310,6 +310,7 @@ def main() -> None:
     parser.add_argument("--model_bytes", type=float)
     parser.add_argument("--step_ms", type=float)
     parser.add_argument("--megabytes", type=int)
+    parser.add_argument("--ranks_of_nodes", default="", help="number of ranks of each node, for example 2,1")
     options = parser.parse_args()
     if sys.platform == "linux":  # if the doctor is killed, its ranks are killed too
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

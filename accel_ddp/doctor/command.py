@@ -15,6 +15,8 @@ from accel_ddp.doctor.collective_launch import run_collectives
 from accel_ddp.doctor.host import HOST
 from accel_ddp.doctor.options import CheckOptions, model_bytes, options_of_script
 from accel_ddp.doctor.preflight import print_progress
+from accel_ddp.environment.launcher import check_rank_variables
+from accel_ddp.environment.mpi import is_world_of_mpi
 from accel_ddp.environment.topology import Topology, find_topology, is_local_main, topology_of_this_rank
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.net.messages import find_free_port
@@ -23,21 +25,26 @@ ABOUT = """Finds out what is wrong with the cluster. Run the same command on eve
 
 The checks go from the simple to the complex: this machine alone, the connection to the main node, what differs between
 the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronisation, and the
-share of a step that communication takes. Options of `accelerate launch` are accepted as they are. Values that are not
-given come from the environment (MASTER_ADDR, NODE_RANK ... and those of torchrun, Slurm and Kubeflow), and then from
---config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
+share of a step that communication takes. Options of `accelerate launch` and of torchrun are accepted as they are. Values
+that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and those of torchrun, mpirun, Slurm and
+Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options of `accel-ddp doctor`, which `accel-ddp tune` shares, and return the parser."""
-    node = parser.add_argument_group("the position of this node, as for accelerate launch")
+    node = parser.add_argument_group("the position of this node, as for accelerate launch or torchrun")
     node.add_argument("--config_file", default="", help="an accelerate config, for example accelerate_configs/2node.yaml")
-    node.add_argument("--machine_rank", type=int, help="0 on the main node; 1, 2 ... on the others")
-    node.add_argument("--num_machines", type=int, help="number of nodes")
-    node.add_argument("--num_processes", type=int, help="number of ranks, the total over all nodes")
-    node.add_argument("--main_process_ip", help="address of the main node")
-    node.add_argument("--main_process_port", type=int, help="a port of the main node that the others can reach (29500)")
-    node.add_argument("--rdzv_backend", help="c10d: the nodes need no --machine_rank")
+    add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
+    add("machine_rank", "node_rank", type=int, help="0 on the main node; 1, 2 ... on the others")
+    add("num_machines", "nnodes", help="number of nodes")
+    add("num_processes", type=int, help="number of ranks of accelerate, the total over all nodes, the same on each")
+    add("nproc_per_node", help="number of ranks of torchrun on this node, which may be another one on each node")
+    add("main_process_ip", "master_addr", help="address of the main node")
+    add("main_process_port", "master_port", type=int, help="a port of the main node that the others can reach (29500)")
+    add("rdzv_backend", help="c10d: the nodes need no --machine_rank")
+    add("rdzv_endpoint", metavar="HOST:PORT", help="address and port of the main node, as for torchrun")
+    for name in ("rdzv_id", "rdzv_conf", "max_restarts", "monitor_interval"):  # they do not change what is checked
+        add(name, help=argparse.SUPPRESS)
     node.add_argument("--mixed_precision", help=argparse.SUPPRESS)
     node.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     for flag in ("--multi_gpu", "--same_network"):
@@ -60,6 +67,11 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     checks.add_argument("--output_dir", default="", help="where checkpoints will be written")
     checks.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
+
+
+def spellings(*names: str) -> list[str]:
+    """Return options with underscores and with hyphens, because accelerate and torchrun accept both."""
+    return list(dict.fromkeys(f"--{one}" for name in names for one in (name, name.replace("_", "-"))))
 
 
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
@@ -86,11 +98,23 @@ def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
 
 def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology, CheckOptions]:
     """Return the topology and what to check, from parsed options and a script with its arguments."""
-    names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        topology = topology_of_this_rank()
-    else:
-        topology = find_topology({name: getattr(given, name) for name in names}, given.config_file)
+    names = ("machine_rank", "num_machines", "num_processes", "nproc_per_node", "main_process_ip", "main_process_port",
+             "rdzv_backend")  # fmt: skip
+    typed = {name: getattr(given, name) for name in names}
+    if given.rdzv_endpoint:
+        address, _, port = given.rdzv_endpoint.partition("]" if "[" in given.rdzv_endpoint else ":")  # IPv6 is in brackets
+        typed |= {"main_process_ip": address.lstrip("["), "main_process_port": port.lstrip(":") or typed["main_process_port"]}
+    if given.num_processes and given.nproc_per_node:
+        raise UserError(
+            f"--num_processes {given.num_processes} and --nproc_per_node {given.nproc_per_node}: the first is the total of `accelerate "
+            "launch`, the second the number of torchrun on this node. Give the one of your launcher."
+        )
+    topology = topology_of_this_rank()
+    is_typed = any(value is not None for value in typed.values()) or given.config_file
+    if not is_typed and is_world_of_mpi():
+        check_rank_variables()
+    if "TORCHELASTIC_RUN_ID" not in os.environ and (is_typed or not topology.is_launched):
+        topology = find_topology(typed, given.config_file)
         topology.accelerate_config |= {name: getattr(given, name) for name in ("mixed_precision", "cpu") if getattr(given, name)}
     resolve_main = lambda: host.resolve(topology.main_address)
     if topology.num_nodes == 1 and host.is_local_address(host.call_with_timeout(resolve_main, 5, "127.0.0.1")):
@@ -116,9 +140,10 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
             print("\n".join(lines), flush=True)
 
     if topology.num_nodes > 1:
-        node = "a node" if topology.node_rank is None else f"machine_rank {topology.node_rank}"
-        main_node = f"{topology.main_address}:{topology.main_port}"
-        show(f"accel-ddp doctor: {node} of {topology.num_nodes} on {HOST}, main node {main_node}")
+        node = f"{'a node' if topology.node_rank is None else f'machine_rank {topology.node_rank}'} of {topology.num_nodes}"
+        if topology.rank is not None:
+            node = f"rank {topology.rank} of {topology.num_ranks}"
+        show(f"accel-ddp doctor: {node} on {HOST}, main node {topology.main_address}:{topology.main_port}")
     else:
         show(f"accel-ddp doctor: one node, {HOST}")
     # Progress goes to stderr, also with --json.

@@ -19,6 +19,10 @@ _WARNINGS = {
 _HARMLESS_VERSIONS = {"python"}  # neither pickles nor results depend on it
 _MAY_LACK = ("code", "accelerate")  # groups: there may be no git, or a setting has its default
 _CLOCK_SECONDS = 5.0
+_UNEQUAL = (
+    "For different numbers of ranks on the nodes, start torchrun with its own --nproc_per_node on each node, or use "
+    "`accel-ddp launch`: `accelerate launch` divides num_processes by num_machines"
+)
 
 
 def describe_values(values: list[str], members: list[dict[str, Any]]) -> str:
@@ -39,28 +43,50 @@ def _sort_members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(members, key=lambda m: (m["node"], m["local_rank"], m["ip"], m["pid"]))
 
 
-def check_counts(members: list[dict[str, Any]]) -> list[Finding]:
-    """Return findings for numbers of nodes and ranks that differ between the nodes."""
+def check_counts(members: list[dict[str, Any]], is_complete: bool = False) -> list[Finding]:
+    """Return findings for numbers of nodes and ranks that contradict each other.
+
+    `members` has one process of each node, and `is_complete` states that these are all nodes. Nodes may have different numbers of
+    ranks, but not under `accelerate launch`, which divides the total by the number of nodes.
+    """
     found = []
     members = _sort_members(members)
-    for key, name in (("nodes", "num_machines"), ("ranks", "num_processes"), ("local_ranks", "number of ranks per node")):
+    names = {"nodes": "num_machines", "ranks": "WORLD_SIZE" if _counts_ranks(members) else "num_processes"}
+    for key, name in names.items():
+        if key == "nodes" and _counts_ranks(members):
+            continue  # estimates
         if len({m[key] for m in members if m[key]}) > 1:
             saw = f"{name} differs: {describe_values([str(m[key]) for m in members], members)}"
-            fix = f"use the same {name} on every node; num_processes is the total over all nodes"
+            fix = f"use the same {name} on every node"
+            if name == "num_processes":
+                fix += f"; it is the total over all nodes. {_UNEQUAL}"
             found.append(Finding("E_COUNTS", saw, fix))
+    total, counts = max((m["ranks"] for m in members), default=0), list(count_ranks(members).values())
+    if not found and is_complete and total and sum(counts) != total and any(m["node_ranks"] for m in members):
+        saw = f"the nodes start {sum(counts)} ranks, but the total is {total}: "
+        saw += describe_values([f"{count} ranks" for count in counts], members)
+        fix = (
+            "use numbers whose sum is the total: WORLD_SIZE, or num_processes of `accelerate launch`, is the total over all nodes"
+        )
+        found.append(Finding("E_COUNTS", saw, f"{fix}. {_UNEQUAL}"))
     return found
+
+
+def _counts_ranks(members: list[dict[str, Any]]) -> bool:
+    return all(m["rank"] is not None for m in members)
 
 
 def check_duplicates(members: list[dict[str, Any]]) -> list[Finding]:
     """Return a finding for each machine rank (and local rank) that several processes have."""
     found = []
     members = _sort_members(members)
+    if _counts_ranks(members):
+        return _check_duplicate_ranks(members)
     holders: dict[tuple[Any, int], list[dict[str, Any]]] = {}
     for member in members:
         holders.setdefault((member["node"], member["local_rank"]), []).append(member)
     for (node, local_rank), same in holders.items():
         if len(same) > 1:
-            names = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
             taken = {m["node"] for m in members}
             free = [n for n in range(max(m["nodes"] for m in members)) if n not in taken]
             if len(free) == 1:
@@ -73,8 +99,23 @@ def check_duplicates(members: list[dict[str, Any]]) -> list[Finding]:
                     "--main_process_port"
                 )
             which = f"machine_rank {node}" + (f", local rank {local_rank}" if local_rank else "")
-            found.append(Finding("E_DUPLICATE", f"{which} is used by {names}", fix, node=node))
+            found.append(Finding("E_DUPLICATE", f"{which} is used by {_name_processes(same)}", fix, node=node))
     return found
+
+
+def _check_duplicate_ranks(members: list[dict[str, Any]]) -> list[Finding]:
+    holders: dict[int, list[dict[str, Any]]] = {}
+    for member in members:
+        holders.setdefault(member["rank"], []).append(member)
+    fix = "set another RANK for each process; end what is left of an earlier run; a second job needs another MASTER_PORT"
+    return [
+        Finding("E_DUPLICATE", f"rank {rank} is used by {_name_processes(same)}", fix)
+        for rank, same in sorted(holders.items()) if len(same) > 1
+    ]  # fmt: skip
+
+
+def _name_processes(members: list[dict[str, Any]]) -> str:
+    return " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in members[:8])
 
 
 def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[str]]:
@@ -105,7 +146,9 @@ def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[st
 def _compare_gpus(members: list[dict[str, Any]], found: list[Finding], rows: list[tuple[str, list[str], str]]) -> None:
     known = [m for m in members if m["facts"].get("gpus") is not None and not m["facts"].get("wants_cpu")]
     gpus = [f"{len(m['facts']['gpus'])} x {m['facts']['gpus'][0]}" if m["facts"]["gpus"] else "no GPU" for m in known]
-    if len(set(gpus)) <= 1:
+    kinds = {one for m in known for one in m["facts"]["gpus"]}
+    is_planned = len(kinds) == 1 and all(len(m["facts"]["gpus"]) == m["node_ranks"] for m in known)  # one rank for each GPU
+    if len(set(gpus)) <= 1 or is_planned:
         return
     if "no GPU" in gpus:
         saw = f"some nodes have GPUs and some have none: {describe_values(gpus, known)}"
@@ -138,12 +181,14 @@ def _format_rows(members: list[dict[str, Any]], rows: list[tuple[str, list[str],
     return format_table(header, [[label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows])
 
 
-def ranks_per_node(members: list[dict[str, Any]]) -> int:
-    """Return the number of ranks per node if a node gives it, and otherwise the number of GPUs per node, at least 1."""
+def count_ranks(members: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the number of ranks of each node: its own number (torchrun), or the same for all nodes (accelerate).
+
+    Without any number it is the number of GPUs of the node that has the fewest, at least 1.
+    """
     ranks, nodes = max((m["ranks"] for m in members), default=0), max((m["nodes"] for m in members), default=1)
-    if ranks // nodes:
-        return ranks // nodes
-    return min((len(m["facts"].get("gpus") or []) for m in members), default=0) or 1
+    same = ranks // nodes or min((len(m.get("facts", {}).get("gpus") or []) for m in members), default=0) or 1
+    return {m["node"]: m["node_ranks"] or same for m in members}
 
 
 def check_storage(members: list[dict[str, Any]], folders: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:

@@ -16,8 +16,9 @@ from typing import Any
 from accel_ddp.doctor import compare, paths, sanitize, timeouts
 from accel_ddp.doctor.discovery import Responder
 from accel_ddp.doctor.host import HOST
-from accel_ddp.doctor.members import Member, find_missing, findings_of_members, local_mains
+from accel_ddp.doctor.members import Member, count_expected, find_missing, findings_of_members, local_mains, number_nodes
 from accel_ddp.doctor.report import ERROR, Finding, has_errors, sort_findings
+from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.net import messages
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class Coordinator:
             await self._reject_late(member)
             return
         self.members.append(member)
+        number_nodes(self.members)
         self.changed.set()
         try:
             member.hello["facts"] = facts = sanitize.clean_facts(await messages.receive(reader, timeouts.FACTS))
@@ -168,9 +170,11 @@ class Coordinator:
             now = time.monotonic()
             for member in [m for m in self.members if m.is_gone]:
                 self.members.remove(member)
+                number_nodes(self.members)
                 await self._print_everywhere(f"{member.name} has closed its connection.")
             missing, errors = find_missing(self.members), self._early_errors()
-            is_enough = len(local_mains(self.members)) >= min((m.hello["nodes"] for m in self.members), default=1)
+            num_connected, num_expected, kind = count_expected(self.members)
+            is_enough = num_connected >= num_expected
             lacks_local_rank = any(one.startswith("local") for one in missing)
             is_complete = self.members and (not missing or (errors and is_enough and not lacks_local_rank))
             without_facts = [member for member in self.members if not member.has_facts]
@@ -194,13 +198,13 @@ class Coordinator:
                 connected = ", ".join(f"{m.hello['node']} {m.hello['host']}" for m in mains[:_FEW])
                 if missing and waited >= self.wait_seconds:
                     return [self._report_missing(one, connected) for one in missing]
-                num_nodes = max(m.hello["nodes"] for m in self.members)
+                num_all = max(m.hello[kind] for m in self.members)
                 what = ", ".join(missing) or f"the facts of {', '.join(member.name for member in without_facts[:8])}"
                 hint = (
                     f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}" if missing else ""
                 )
                 await self._print_everywhere(
-                    f"waiting for {what} ({len(mains)} of {num_nodes} nodes are connected: {connected}), {waited:.0f} of "
+                    f"waiting for {what} ({num_connected} of {num_all} {kind} are connected: {connected}), {waited:.0f} of "
                     f"{self.wait_seconds:.0f} s.{hint}"
                 )
             if now - kept_alive_at > KEEPALIVE_SECONDS:
@@ -275,15 +279,19 @@ class Coordinator:
         mains = local_mains(self.members)
         hellos = sorted((member.hello for member in mains if member.has_facts), key=lambda m: m["node"])
         findings += findings_of_members(self.members)
-        findings += [*compare.check_duplicates([m.hello for m in self.members]), *compare.check_counts(hellos)]
+        is_complete = not find_missing(self.members)
+        findings += [*compare.check_duplicates([m.hello for m in self.members]), *compare.check_counts(hellos, is_complete)]
         lines: list[str] = []
         table: list[str] = []
         probes: list[dict[str, Any]] = []
-        roster = [{name: m[name] for name in ("node", "host", "ip", "ports", "interface", "open")} for m in hellos]
-        is_whole = not find_missing(self.members) and len(hellos) == len(mains) and not compare.check_duplicates(hellos)
+        counts, copied = compare.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open")
+        roster = [{**{name: m[name] for name in copied}, "ranks": counts[m["node"]]} for m in hellos]
+        is_whole = is_complete and len(hellos) == len(mains) and not compare.check_duplicates(hellos)
         if is_whole:
             names = ", ".join(f"{m['node']} {m['host']} ({m['ip']})" for m in roster[:_FEW])
             lines.append(f"nodes       {len(mains)} of {len(mains)} are connected: {names}{' ...' * (len(roster) > _FEW)}")
+            if len(set(counts.values())) > 1:
+                lines.append(f"            {describe_ranks([(m['host'], m['ranks']) for m in roster])}")
             differences, table = compare.compare_facts([m for m in hellos if m["facts"]["versions"]])
             findings += differences
             if len(mains) > 1:
@@ -305,11 +313,10 @@ class Coordinator:
         self.verdict = {
             "do": "verdict", "verdict": [finding.as_dict() for finding in findings[:_MOST_FINDINGS]], "table": table,
             "lines": lines, "roster": roster, "paths": probes if len(roster) <= _FEW else [],
-            "local": compare.ranks_per_node(hellos),
             "deep_port": messages.find_free_port(self.ip) if runs_collectives else None,
         }  # fmt: skip
-        expected = min((m["nodes"] for m in hellos), default=1)
-        await self._send_verdict(expects_more=not ended_early and len(mains) < expected)
+        num_connected, num_expected, _ = count_expected(self.members)
+        await self._send_verdict(expects_more=not ended_early and num_connected < num_expected)
 
     async def _check_paths(self, roster: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Finding]]:
         """Return the probes of all nodes, and a finding for each node that did not send any."""

@@ -78,14 +78,13 @@ def check_gpus(
     if value is not None and gpus and not visible:
         return [], found
     has = f"{len(gpus)} GPUs" if value is None else f"{len(visible)} of {len(gpus)} GPUs visible (CUDA_VISIBLE_DEVICES={value})"
-    if gpus and topology.ranks_per_node > len(visible) * topology.num_local_processes:  # each task of Slurm may see one GPU
-        found.append(
-            local_finding(
-                topology, "E_GPU_COUNT", f"{topology.ranks_per_node} ranks on this node ({topology.describe('num_processes')} "
-                f"is the total over {topology.num_nodes} nodes), but {has}",
-                f"use --num_processes {topology.num_nodes * max(1, len(visible))}",
-            )
-        )  # fmt: skip
+    ranks = topology.ranks_of_this_node
+    if gpus and ranks > len(visible) * topology.num_local_processes:  # each task of Slurm may see one GPU
+        reason = f" ({topology.describe('num_processes')} is the total over {topology.num_nodes} nodes)"
+        fix = f"use --num_processes {topology.num_nodes * max(1, len(visible))}"
+        if topology.num_node_ranks:
+            reason, fix = "", f"start {max(1, len(visible))} here (--nproc_per_node {max(1, len(visible))} of torchrun)"
+        found.append(local_finding(topology, "E_GPU_COUNT", f"{ranks} ranks on this node{reason}, but {has}", fix))
     for index in visible:
         found += _check_one(topology, index, gpus[index])
     return visible, [*found, *(_check_torch(topology, len(gpus), driver) if gpus else [])]

@@ -34,13 +34,14 @@ def check_topology(topology: Topology, ip: str) -> list[Finding]:
 def _check_process_counts(topology: Topology) -> list[Finding]:
     found = []
     num_nodes, num_ranks = topology.num_nodes, topology.num_ranks
-    if num_nodes > 1 and num_ranks and num_ranks % num_nodes:
+    if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
         below = num_ranks // num_nodes * num_nodes
         found.append(
             local_finding(
                 topology, "E_PROCESSES", f"{topology.describe('num_processes')} is the total over all nodes and is not a "
                 f"multiple of {topology.describe('num_machines')}: accelerate would start {below} and print nothing about it",
-                f"use num_processes {below or num_nodes} or {below + num_nodes}",
+                f"use num_processes {below or num_nodes} or {below + num_nodes}; for different numbers of ranks on the nodes, use "
+                "torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`",
             )
         )  # fmt: skip
     kind = str(topology.accelerate_config.get("distributed_type", ""))

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_ddp.doctor.report import Finding
+from accel_ddp.environment.topology import find_nodes
 from accel_ddp.net import messages
 
 _MOST_NAMED = 16  # missing nodes
@@ -42,8 +43,37 @@ def local_mains(members: list[Member]) -> list[Member]:
     return sorted((member for member in members if member.is_local_main), key=lambda member: member.hello["node"])
 
 
+def counts_ranks(members: list[Member]) -> bool:
+    """Return whether the user has set RANK and WORLD_SIZE: how many nodes there are follows from the ranks that connect."""
+    return bool(members) and all(member.hello["rank"] is not None for member in members)
+
+
+def number_nodes(members: list[Member]) -> None:
+    """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
+    if counts_ranks(members):
+        ordered = sorted(members, key=lambda member: member.hello["rank"])
+        hellos = [member.hello for member in ordered]
+        for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
+            hello["node"] = node
+
+
+def count_expected(members: list[Member]) -> tuple[int, int, str]:
+    """Return how many nodes are connected, how many are expected at least, and the word for them.
+
+    These are ranks instead of nodes if the user has set RANK and WORLD_SIZE.
+    """
+    if counts_ranks(members):
+        return len(members), min(member.hello["ranks"] for member in members), "ranks"
+    return len(local_mains(members)), min((member.hello["nodes"] for member in members), default=1), "nodes"
+
+
 def find_missing(members: list[Member]) -> list[str]:
     """Return the machine ranks that have not connected, and the missing local ranks of nodes that have."""
+    if counts_ranks(members):
+        there = {member.hello["rank"] for member in members}
+        ranks = [rank for rank in range(max(member.hello["ranks"] for member in members)) if rank not in there]
+        more = [f"{len(ranks) - _MOST_NAMED} more ranks"] if len(ranks) > _MOST_NAMED else []
+        return [*(f"rank {rank}" for rank in ranks[:_MOST_NAMED]), *more]
     connected: dict[int, set[int]] = {}
     local_sizes: dict[int, int] = {}
     for member in members:
@@ -64,6 +94,10 @@ def findings_of_members(members: list[Member]) -> list[Finding]:
 
     E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
     """
-    found = [finding for member in members for finding in member.hello["findings"]]
+    found = []
+    for member in members:
+        # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
+        node = {"node": member.hello["node"]} if member.hello["rank"] is not None else {}
+        found += [replace(finding, **node) for finding in member.hello["findings"]]
     has_main = any(member.hello["node"] == 0 for member in members)
     return [finding for finding in found if not (has_main and finding.code == "E_MAIN_IS_HERE")]

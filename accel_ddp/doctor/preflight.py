@@ -13,7 +13,7 @@ from accel_ddp.doctor.cluster import check_cluster
 from accel_ddp.doctor.host import HOST, local_finding
 from accel_ddp.doctor.options import CheckOptions, options_of_config
 from accel_ddp.doctor.report import Finding, Outcome
-from accel_ddp.environment.launcher import check_requested_world, warn_about_independent_tasks
+from accel_ddp.environment.launcher import check_rank_variables, check_requested_world, warn_about_independent_tasks
 from accel_ddp.environment.topology import Topology, topology_of_this_rank
 from accel_ddp.errors import UserError
 from accel_ddp.watch.outcome import IS_RESTART
@@ -22,6 +22,7 @@ from accel_ddp.watch.outcome import IS_RESTART
 def run_preflight(cfg: TrainConfig) -> None:
     """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank."""
     topology = topology_of_this_rank()
+    check_rank_variables()
     if cfg.preflight == "off" or topology.num_nodes <= 1:
         check_requested_world()
         warn_about_independent_tasks()

@@ -41,10 +41,9 @@ class Outcome:
     findings: list[Finding]
     lines: list[str] = field(default_factory=list)  # what was checked successfully
     table: list[str] = field(default_factory=list)  # what differs between the nodes
-    roster: list[dict[str, Any]] = field(default_factory=list)  # node rank, host and address of each node
+    roster: list[dict[str, Any]] = field(default_factory=list)  # node rank, host, address and number of ranks of each node
     paths: list[dict[str, Any]] = field(default_factory=list)  # measurements of each pair of nodes
     node_rank: int | None = None
-    ranks_per_node: int = 1
     deep_port: int | None = None  # port for the process group of the collective checks; None: they must not run
     about: str = ""  # one line about this node
     interface: str = ""  # network interface that leads to the main node
@@ -52,6 +51,11 @@ class Outcome:
     @property
     def has_errors(self) -> bool:
         return has_errors(self.findings)
+
+    @property
+    def ranks_of_nodes(self) -> list[int]:
+        """Return the number of ranks of each node, in the order of the nodes."""
+        return [peer["ranks"] for peer in sorted(self.roster, key=lambda peer: peer["node"])]
 
 
 def has_errors(findings: list[Finding]) -> bool:

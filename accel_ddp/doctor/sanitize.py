@@ -32,6 +32,8 @@ def clean_hello(message: dict[str, Any]) -> dict[str, Any]:
     hello = {
         "node": whole_number(message.get("node"), MOST_NODES),
         "nodes": whole_number(message["nodes"], MOST_NODES),
+        "rank": whole_number(message.get("rank"), MOST_NODES * MOST_LOCAL_RANKS),
+        "node_ranks": whole_number(message.get("node_ranks", 0), MOST_LOCAL_RANKS) or 0,
         "ranks": whole_number(message["ranks"], MOST_NODES * MOST_LOCAL_RANKS),
         "local_rank": whole_number(message["local_rank"], MOST_LOCAL_RANKS),
         "local_ranks": whole_number(message["local_ranks"], MOST_LOCAL_RANKS),
@@ -92,6 +94,7 @@ def clean_roster(value: Any) -> list[dict[str, Any]]:
             "ip": str(ipaddress.ip_address(peer["ip"])),
             "ports": [whole_number(port, 65535) for port in bounded_list(peer["ports"], 2)],
             "interface": printable(peer["interface"], 300), "open": printable(peer["open"]),
+            "ranks": whole_number(peer.get("ranks", 1), MOST_LOCAL_RANKS) or 1,
         }
         for peer in bounded_list(value, MOST_NODES)
     ]  # fmt: skip

@@ -7,14 +7,13 @@ BUCKET_BYTES = 25e6  # of DDP
 PARAMETERS, ITEMS, TOKENS, UTILISATION = 110_000_000, 8, 128, 0.4
 
 
-def expected_step(num_nodes: int, ranks_per_node: int, size: float, compute: float, bus: float, hop: float) -> dict[str, float]:
+def expected_step(num_nodes: int, ranks: int, size: float, compute: float, bus: float, hop: float) -> dict[str, float]:
     """Return the expected times of a step, and the share of it in which a rank computes.
 
     `size` is the bytes of gradients, `compute` the seconds of computing per step, `bus` the bus bandwidth in bytes per second
     and `hop` the seconds of one hop in the ring. `worst` is the share if nothing overlaps, `best` if communication is hidden
     behind the backward pass.
     """
-    ranks = num_nodes * ranks_per_node
     communication = 2 * (ranks - 1) / ranks * size / bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
     exposed = max(0.0, communication - compute * 2 / 3)  # the backward pass is two thirds of the computing
     shares = {"worst": compute / (compute + communication), "best": compute / (compute + exposed)}

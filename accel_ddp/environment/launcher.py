@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.environment.mpi import is_world_of_mpi
 from accel_ddp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,24 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     return {**base, **given}
 
 
+def check_rank_variables() -> None:
+    """Raise UserError if there are several ranks, but not all variables by which they find each other."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
+    ]
+    if not num_ranks.isdigit() or int(num_ranks) < 2 or not missing:
+        return
+    if is_world_of_mpi():
+        raise UserError(
+            f"mpirun has started {num_ranks} ranks on several nodes, but {missing[0]} is not set, so that they cannot find the node of "
+            "rank 0. Type mpirun -x MASTER_ADDR=10.0.0.1 with the address of the first host."
+        )
+    raise UserError(
+        f"WORLD_SIZE is {num_ranks}, but {missing[0]} is not set. Start with `accelerate launch` or torchrun, which set both."
+    )
+
+
 def check_requested_world() -> None:
     """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
 
@@ -109,9 +128,10 @@ def check_requested_world() -> None:
     if processes != below:
         raise UserError(
             f"num_processes {processes} (the total over all nodes) is not a multiple of num_machines {machines}: accelerate "
-            f"has started {started} instead. Use num_processes {below or machines} or {below + machines}."
+            f"has started {started} instead. Use num_processes {below or machines} or {below + machines}. For different numbers of "
+            "ranks on the nodes, start torchrun with its own --nproc_per_node on each node, or use `accel-ddp launch`."
         )
-    if processes != started:
+    if processes != started and not (processes == 1 and is_world_of_mpi()):
         raise UserError(
             f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu: true and distributed_type "
             "MULTI_CPU or NO start one process, which would train alone. Use --config_file accelerate_configs/1node.yaml "

@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp.environment.launcher import PER_NODE_SETTINGS, find_accelerate_request, read_accelerate_config
+from accel_ddp.environment.mpi import adopt_mpi_world
 from accel_ddp.errors import UserError
 
 
 @dataclass(kw_only=True)
 class Topology:
-    """The position of this process in the cluster. `num_ranks` and `main_address` are as given, not verified."""
+    """The position of this process in the cluster. Numbers and `main_address` are as given, not verified."""
 
     node_rank: int | None  # machine_rank; None: the rendezvous assigns it (c10d)
     num_nodes: int  # num_machines
     num_ranks: int  # num_processes, the total over all nodes; 0: not given
+    num_node_ranks: int = 0  # ranks of this node if the launcher accepts another number on each node (torchrun); 0: not given
+    rank: int | None = None  # of this process, if the user has set RANK and WORLD_SIZE; the nodes of the ranks are not known then
     main_address: str  # main_process_ip
     main_port: int  # main_process_port
     local_rank: int = 0
@@ -34,8 +37,9 @@ class Topology:
         self.coordinator_ports = self.coordinator_ports or (self.main_port,)
 
     @property
-    def ranks_per_node(self) -> int:
-        return self.num_ranks // self.num_nodes if self.num_nodes else 0
+    def ranks_of_this_node(self) -> int:
+        """Return how many ranks this node starts, or 0 if that is not known. Accelerate starts the same number on every node."""
+        return self.num_node_ranks or (self.num_ranks // self.num_nodes if self.num_nodes else 0)
 
     @property
     def other_ports(self) -> int:
@@ -54,6 +58,7 @@ class Topology:
         """Return accelerate's name of a value, the value and its source, for example `machine_rank 1 (NODE_RANK)`."""
         value = {
             "machine_rank": self.node_rank, "num_machines": self.num_nodes, "num_processes": self.num_ranks,
+            "nproc_per_node": self.num_node_ranks,
             "main_process_ip": self.main_address, "main_process_port": self.main_port,
         }[name]  # fmt: skip
         source = self.sources.get(name, "")
@@ -81,8 +86,10 @@ def is_local_main() -> bool:
 def find_topology(options: dict[str, Any] | None = None, config_file: str = "") -> Topology:
     """Return the topology that options, variables and the accelerate config describe.
 
-    Raises UserError if a value is not a number or the file cannot be read.
+    `options` has accelerate's names, and `nproc_per_node` of torchrun, which may differ between nodes. Raises UserError if a value
+    is not a number or the file cannot be read.
     """
+    adopt_mpi_world()
     config = read_accelerate_config(config_file)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -104,7 +111,12 @@ def find_topology(options: dict[str, Any] | None = None, config_file: str = "") 
 
     num_nodes = _parse_number(values, sources, "num_machines", 1)
     per_node = _parse_number(values, sources, "per_node", 0)
-    if sources.get("num_processes", "").startswith("--") or not per_node:
+    is_auto = values.get("nproc_per_node") in ("auto", "gpu", "cpu")  # torchrun counts; the number is not known here
+    own = 0 if is_auto else _parse_number(values, sources, "nproc_per_node", 0)
+    if "nproc_per_node" in values:
+        num_ranks = own if num_nodes == 1 else 0
+        sources["num_processes"] = "--nproc_per_node"
+    elif sources.get("num_processes", "").startswith("--") or not per_node:
         is_given = values.get("num_processes") not in (None, "auto", -1)
         num_ranks = _parse_number(values, sources, "num_processes", 0) if is_given else 0
     else:
@@ -115,7 +127,7 @@ def find_topology(options: dict[str, Any] | None = None, config_file: str = "") 
     local_rank, num_local_processes = _find_local_rank()
     return Topology(
         node_rank=None if assigns_ranks else _parse_number(values, sources, "machine_rank", 0), num_nodes=num_nodes,
-        num_ranks=num_ranks, main_address=str(values.get("main_process_ip") or "127.0.0.1"),
+        num_ranks=num_ranks, num_node_ranks=own, main_address=str(values.get("main_process_ip") or "127.0.0.1"),
         main_port=_parse_number(values, sources, "main_process_port", 29500), local_rank=local_rank,
         num_local_processes=num_local_processes, accelerate_config=config, sources=sources,
     )  # fmt: skip
@@ -127,6 +139,7 @@ def topology_of_this_rank() -> Topology:
     Only the variables of a rank (RANK, WORLD_SIZE ...) are read. The wizard's config and Slurm's variables are also present
     around processes that train alone on purpose.
     """
+    adopt_mpi_world()
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in needed}
     if not all(values.values()) or not all(values[name].isdigit() for name in needed if name != "MASTER_ADDR"):
@@ -134,19 +147,69 @@ def topology_of_this_rank() -> Topology:
         return Topology(node_rank=0, num_nodes=1, num_ranks=1, main_address="127.0.0.1", main_port=29500)
     rank, world_size, local_rank, local_size, port = (int(values[name]) for name in needed if name != "MASTER_ADDR")
     local_size = max(1, local_size)
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world_size // local_size))
     request = find_accelerate_request()
     topology = Topology(
-        node_rank=int(os.environ.get("GROUP_RANK") or rank // local_size), num_nodes=num_nodes,
-        num_ranks=local_size * num_nodes, main_address=values["MASTER_ADDR"], main_port=port, local_rank=local_rank,
-        num_local_processes=local_size, is_launched=True,
-        accelerate_config={name: value for name, value in request.items() if name not in PER_NODE_SETTINGS},
-        sources={"machine_rank": "RANK", "num_processes": "LOCAL_WORLD_SIZE", "main_process_ip": "MASTER_ADDR"},
+        node_rank=estimate_node(rank, local_rank, local_size), num_nodes=estimate_num_nodes(world_size, local_size),
+        num_ranks=world_size, num_node_ranks=local_size, rank=None if "GROUP_RANK" in os.environ else rank,
+        main_address=values["MASTER_ADDR"], main_port=port, local_rank=local_rank, num_local_processes=local_size,
+        is_launched=True, accelerate_config={name: value for name, value in request.items() if name not in PER_NODE_SETTINGS},
+        sources={"machine_rank": "RANK", "num_processes": "WORLD_SIZE", "main_process_ip": "MASTER_ADDR"},
     )  # fmt: skip
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's own store listens on the main port
         first = topology.other_ports
         topology.coordinator_ports = (first, first + 1, first + 2)
     return topology
+
+
+def estimate_node(rank: int, local_rank: int, local_size: int) -> int:
+    """Return the node of a rank: as its launcher states, or if only RANK and the like are set, an estimate.
+
+    Node 0 is always recognised. The numbers of other nodes are right if every node has as many ranks as this one.
+    """
+    if node := os.environ.get("GROUP_RANK"):
+        return int(node)
+    return 0 if rank == local_rank else max(1, rank // max(1, local_size))
+
+
+def estimate_num_nodes(world_size: int, local_size: int) -> int:
+    """Return the number of nodes: as the launcher states, or an estimate, which is 1 only if there is no other node."""
+    if nodes := os.environ.get("GROUP_WORLD_SIZE"):
+        return int(nodes)
+    return -(-world_size // max(1, local_size))
+
+
+def find_nodes(ranks: list[tuple[str, int, int]]) -> list[int]:
+    """Return the node of each rank, from the host, the local rank and the number of local ranks of each, in the order of ranks.
+
+    Ranks of a host with the same local rank are on different nodes: some tests and containers have several nodes with one name.
+    """
+    nodes: dict[tuple[str, int, int], int] = {}
+    places: dict[tuple[str, int, int], int] = {}
+    found = []
+    for place in ranks:
+        host, _, local_size = place
+        places[place] = places.get(place, -1) + 1
+        found.append(nodes.setdefault((host, local_size, places[place]), len(nodes)))
+    return found
+
+
+def describe_ranks(nodes: list[tuple[str, int]]) -> str:
+    """Return how many ranks there are on which node. `nodes` has the host and the number of ranks of each node, in their order.
+
+    For example `2 nodes x 1 rank`, or for different numbers `3 ranks (2 on node0, 1 on node1)`.
+    """
+    numbers: dict[int, list[int]] = {}
+    for at, (_, number) in enumerate(nodes):
+        numbers.setdefault(number, []).append(at)
+    if len(numbers) == 1:
+        number = nodes[0][1]
+        return f"{len(nodes)} node{'s' * (len(nodes) > 1)} x {number} rank{'s' * (number > 1)}"
+    has_names = len({host for host, _ in nodes}) == len(nodes)
+    name = lambda at: nodes[at][0] if has_names else f"node {at}"
+    parts = [(number, name(at)) for at, (_, number) in enumerate(nodes)]
+    if len(nodes) > 3:
+        parts = [(number, name(at[0]) if len(at) == 1 else f"{len(at)} nodes") for number, at in numbers.items()]
+    return f"{sum(number for _, number in nodes)} ranks ({', '.join(f'{number} on {where}' for number, where in parts)})"
 
 
 def _read_rank_variables(values: dict[str, Any], sources: dict[str, str]) -> None:
@@ -161,8 +224,9 @@ def _read_rank_variables(values: dict[str, Any], sources: dict[str, str]) -> Non
     except ValueError:
         return
     if local_size > 0:
-        values["machine_rank"], sources["machine_rank"] = rank // local_size, "RANK"
-        values["num_machines"], sources["num_machines"] = max(1, world_size // local_size), "WORLD_SIZE"
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        values["machine_rank"], sources["machine_rank"] = estimate_node(rank, local_rank, local_size), "RANK"
+        values["num_machines"], sources["num_machines"] = estimate_num_nodes(world_size, local_size), "WORLD_SIZE"
 
 
 def _find_local_rank() -> tuple[int, int]:

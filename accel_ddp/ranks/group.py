@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from accel_ddp.config import TrainConfig, options_that_must_match
-from accel_ddp.environment.launcher import cpu_is_wanted
+from accel_ddp.environment.launcher import check_rank_variables, cpu_is_wanted
+from accel_ddp.environment.topology import find_nodes
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.attempts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
@@ -29,18 +30,15 @@ log = logging.getLogger(__name__)
 
 def connect(cfg: TrainConfig, precision: str) -> bool:
     """Open the process group and return whether this run trains on GPUs. The answer or error is the same on every rank."""
-    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(
-                f"WORLD_SIZE is {process.num_ranks}, but {name} is not set. Start with `accelerate launch` or torchrun, which set both."
-            )
+    check_rank_variables()
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     end_if_stopped()
     root = _open_store(cfg, timeout)
     mine = {
         "host": process.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
-        "local": process.local_ranks, "rank": process.rank, "nonce": secrets.token_hex(8), "run": read_earlier_run(),
-        "node": process.node, "monitor": _start_monitor(cfg) if process.is_local_main else None, "token": secrets.token_hex(16),
+        "rank": process.rank, "node": process.node, "local_rank": process.local_rank, "local": process.local_ranks,
+        "nonce": secrets.token_hex(8), "token": secrets.token_hex(16), "run": read_earlier_run(),
+        "monitor": _start_monitor(cfg) if process.is_local_main else None,
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
     }  # fmt: skip
     try:
@@ -49,6 +47,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
     process.store = dist.PrefixStore("accel_ddp", attempt)
+    _number_nodes(ranks)
     _join_monitors(ranks)
     process.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
@@ -81,6 +80,17 @@ def _main_ip() -> str:
     return socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
 
 
+def _number_nodes(ranks: list[dict]) -> None:
+    """Set the nodes of all ranks. Launchers number the nodes; otherwise the numbers follow from the hosts and local ranks."""
+    if "GROUP_RANK" not in os.environ:
+        for rank, node in zip(ranks, find_nodes([(rank["host"], rank["local_rank"], rank["local"]) for rank in ranks])):
+            rank["node"] = node
+    nodes: dict[int, list[str]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank["node"], []).append(rank["host"])
+    process.node, process.nodes = ranks[process.rank]["node"], [(hosts[0], len(hosts)) for _, hosts in sorted(nodes.items())]
+
+
 def _join_monitors(ranks: list[dict]) -> None:
     """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
     monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
@@ -95,7 +105,7 @@ def _join_monitors(ranks: list[dict]) -> None:
             for node, monitor in monitors.items()
         ]
         places = [{name: rank[name] for name in ("rank", "node", "host", "pid")} for rank in ranks]
-        process.link.send({"roster": roster, "ranks": places, "token": ranks[0]["token"]})
+        process.link.send({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": process.node})
 
 
 def watch_single_rank(cfg: TrainConfig) -> None:
@@ -142,8 +152,9 @@ def _check_gpus(ranks: list[dict]) -> bool:
     if crowded:
         rank = crowded[0]
         raise UserError(
-            f"{rank['host']} has {rank['gpus']} GPU{'s' * (rank['gpus'] > 1)} for {rank['local']} ranks. num_processes is the total "
-            "over all nodes: use the number of nodes times the GPUs of one node."
+            f"{rank['host']} has {rank['gpus']} GPU{'s' * (rank['gpus'] > 1)} for {rank['local']} ranks. num_processes of `accelerate "
+            "launch` is the total over all nodes: use the number of nodes times the GPUs of one node. --nproc_per_node of torchrun is "
+            "the number of GPUs of its own node."
         )
     if without and not cpu_is_wanted():
         print_on_main(f"No rank of {len(ranks)} has a GPU. Training on CPUs over gloo.")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.environment.launcher import is_started_by_accelerate
+from accel_ddp.environment.mpi import adopt_mpi_world
+from accel_ddp.environment.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.watch.page import Heartbeat
 
@@ -44,11 +46,13 @@ class Process:
     """This rank, its place among the others, and its connections to them."""
 
     def __init__(self) -> None:
+        adopt_mpi_world()
         env = os.environ
         self.host = socket.gethostname()
         self.rank, self.num_ranks = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank, self.local_ranks = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-        self.node = int(env.get("GROUP_RANK") or self.rank // max(1, self.local_ranks))
+        self.node = estimate_node(self.rank, self.local_rank, self.local_ranks)  # `group.connect` sets the right one
+        self.nodes = [(self.host, self.num_ranks)]  # host and number of ranks of each node, set by `group.connect`
         self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
         # The pid of `accelerate launch` or torchrun, whose death ends this rank too. 0: the parent is a shell or another program.
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in env or is_started_by_accelerate() else 0

@@ -81,7 +81,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
         print(f"preflight: {report.summarize(outcome.findings)}. The tuning was not started.", flush=True)
         return 1
     nodes = len(outcome.roster)
-    if nodes * outcome.ranks_per_node == 1:
+    if sum(outcome.ranks_of_nodes) == 1:
         raise UserError(ONE_RANK)
     print(f"preflight: {f'{nodes} nodes have' if nodes > 1 else 'this node has'} no errors", flush=True)
     return await connect_and_tune(outcome, make_token(outcome.deep_port, "accel-ddp tune", checks.secret), options)
@@ -118,10 +118,10 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
     try:
         if node == 0:
             await coordinator.open(main_ip, port)
-            tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_per_node, main_ip).run())
+            tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
         allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
         environment = _worker_environment(outcome.interface, main_ip)
-        processes = WorkerProcesses(node, nodes, outcome.ranks_per_node, main_ip, environment, allowed)
+        processes = WorkerProcesses(node, outcome.ranks_of_nodes, main_ip, environment, allowed)
         code = await Agent(processes, options.out).run(main_ip, port, token, describe_node(node, options.out), interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)

@@ -24,6 +24,8 @@ DEFAULT_OUT = "accelerate_configs"
 _DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
 _LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
                    "--mixed_precision", "--rdzv_backend")  # fmt: skip
+_TORCHRUN_OPTIONS = ("--nnodes", "--nproc_per_node", "--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
+                     "--rdzv_conf", "--max_restarts", "--monitor_interval")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -124,12 +126,17 @@ def _tokens_of_recipe(cfg: TrainConfig | None) -> int:
 
 
 def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -> str:
-    """Return the `accelerate launch` command of the user's run, which is the same on every node."""
-    options: list[str] = []
-    for index, word in enumerate(own_words):
-        name, equals, _ = word.partition("=")
-        if name in _LAUNCH_OPTIONS:
-            options += [word] if equals else own_words[index : index + 2]
-    machine_rank = "--machine_rank $NODE_RANK" if nodes > 1 else ""
+    """Return the command of the user's run: torchrun if there is one of its own options, and otherwise `accelerate launch`.
+
+    The command is the same on every node, except for --nproc_per_node.
+    """
+    names = [f"--{word[2:].partition('=')[0].replace('-', '_')}" if word.startswith("--") else "" for word in own_words]
+    is_torchrun = any(name in _TORCHRUN_OPTIONS and name not in _LAUNCH_OPTIONS for name in names)
+    known, options = _TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS, []
+    for index, (word, name) in enumerate(zip(own_words, names)):
+        if name in known:
+            options += [word] if "=" in word else own_words[index : index + 2]
+    rank = f"{'--node_rank' if is_torchrun else '--machine_rank'} $NODE_RANK" if nodes > 1 else ""
+    launcher = "torchrun" if is_torchrun else "accelerate launch"
     script = shlex.join(script_words) or "recipes/classify.py"
-    return " ".join(filter(None, ["accelerate launch", shlex.join(options), machine_rank, script]))
+    return " ".join(filter(None, [launcher, shlex.join(options), rank, script]))

@@ -26,9 +26,11 @@ class WorkerProcesses:
     """
 
     def __init__(
-        self, node: int, nodes: int, local_ranks: int, main_ip: str, environment: dict[str, str], allowed_variables: set[str]
+        self, node: int, ranks_of_nodes: list[int], main_ip: str, environment: dict[str, str], allowed_variables: set[str]
     ):
-        self.node, self.nodes, self.local_ranks, self.main_ip = node, nodes, local_ranks, main_ip
+        self.node, self.main_ip = node, main_ip
+        self.local_ranks, self.ranks = ranks_of_nodes[node], sum(ranks_of_nodes)
+        self.first_rank = sum(ranks_of_nodes[:node])
         self.environment, self.allowed_variables = environment, allowed_variables
         self.processes: list[asyncio.subprocess.Process] = []
         self.running: asyncio.Future | None = None
@@ -46,9 +48,9 @@ class WorkerProcesses:
             (folder / "spec").write_text(json.dumps(spec))
             self.processes, readers = [], []
             for local_rank in range(self.local_ranks):
-                rank = self.node * self.local_ranks + local_rank
+                rank = self.first_rank + local_rank
                 env = {
-                    **self.environment, **variables, "RANK": str(rank), "WORLD_SIZE": str(self.nodes * self.local_ranks),
+                    **self.environment, **variables, "RANK": str(rank), "WORLD_SIZE": str(self.ranks),
                     "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.local_ranks), "GROUP_RANK": str(self.node),
                     "MASTER_ADDR": self.main_ip, "MASTER_PORT": str(port),
                     "NCCL_DEBUG": "INFO" if spec["read_nccl_log"] else "WARN", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV",
@@ -66,7 +68,7 @@ class WorkerProcesses:
             await asyncio.gather(*readers)
         except OSError as error:
             self.kill()
-            failed = {"trial": trial, "rank": self.node * self.local_ranks, "code": 1, "output": f"cannot be started: {error}"}
+            failed = {"trial": trial, "rank": self.first_rank, "code": 1, "output": f"cannot be started: {error}"}
             send_event({"event": "worker_exit", **failed})
         finally:
             self.kill()

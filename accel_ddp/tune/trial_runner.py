@@ -34,9 +34,9 @@ class _State:
 
 
 class TrialRunner:
-    def __init__(self, coordinator: Coordinator, local_ranks: int, main_ip: str, trial_seconds: float):
+    def __init__(self, coordinator: Coordinator, ranks: int, main_ip: str, trial_seconds: float):
         self.coordinator, self.main_ip, self.trial_seconds = coordinator, main_ip, trial_seconds
-        self.nodes, self.ranks = coordinator.nodes, coordinator.nodes * local_ranks
+        self.nodes, self.ranks = coordinator.nodes, ranks
         self.number = 0  # of the current trial
         self.startup_seconds = FIRST_STARTUP_SECONDS  # until all ranks are connected, in the trial with the fastest start
         self.usual_seconds = 0.0  # duration of a trial, for the decision whether there is time for another

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.tune import results, shapes
 from accel_ddp.tune.coordinator import Coordinator, TuningEnded
 from accel_ddp.tune.ddp import DdpTuner
@@ -28,10 +29,10 @@ Files = dict[str, str]  # name -> content
 
 
 class Tuner:
-    def __init__(self, coordinator: Coordinator, options: TuneOptions, local_ranks: int, main_ip: str):
-        self.coordinator, self.options, self.local_ranks = coordinator, options, local_ranks
+    def __init__(self, coordinator: Coordinator, options: TuneOptions, ranks_of_nodes: list[int], main_ip: str):
+        self.coordinator, self.options, self.ranks_of_nodes = coordinator, options, ranks_of_nodes
         self.nodes = coordinator.nodes
-        self.runner = TrialRunner(coordinator, local_ranks, main_ip, options.trial_seconds)
+        self.runner = TrialRunner(coordinator, sum(ranks_of_nodes), main_ip, options.trial_seconds)
 
     async def run(self) -> None:
         """Tune, and end the agents of all nodes with an exit code, whatever happens."""
@@ -52,7 +53,7 @@ class Tuner:
         """Measure, and write the best values to files. Raises TuningEnded if the tuning cannot be completed."""
         began, minutes = time.monotonic(), self.options.minutes
         await self.coordinator.print_on_all(
-            f"tuning {self.nodes * self.local_ranks} ranks on {self.nodes} node{'s' * (self.nodes > 1)} "
+            f"tuning {sum(self.ranks_of_nodes)} ranks on {self.nodes} node{'s' * (self.nodes > 1)} "
             f"({self.coordinator.hosts}), for at most {minutes:g} minute{'s' * (minutes != 1)} (--minutes)"
         )
         gradients = await self.read_gradients()
@@ -140,9 +141,11 @@ class Tuner:
         largest = max(best.milliseconds)
         best_time = results.format_time(best.milliseconds[largest])
         default_time = results.format_time(default.milliseconds.get(largest, math.nan))
-        ranks = f"{self.nodes} node{'s' * (self.nodes > 1)} ({self.coordinator.hosts}) x {self.local_ranks} "
-        ranks += f"rank{'s' * (self.local_ranks > 1)}"
-        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
+        hosts = [str(self.coordinator.members[node].info["host"]) for node in range(self.nodes)]
+        ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
+        header = [
+            f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks} ({self.coordinator.hosts}), {transport.device}, {transport.version}"
+        ]
         header.append(f"all-reduce of {results.format_size(largest)}: {best_time} ms")
         if best is default:
             header[-1] += " with the default settings"

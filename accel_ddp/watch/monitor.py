@@ -177,7 +177,8 @@ class Monitor:
     # ---- other nodes
 
     def _connect(self, message: dict[str, Any]) -> None:
-        """Connect to the other nodes. `roster` are all nodes, and `ranks` all ranks."""
+        """Connect to the other nodes. `roster` are all nodes, `ranks` all ranks, and `node` is the number of this node."""
+        self.node = self.ranks.node = message.get("node", self.node)
         for entry in message["ranks"]:
             if entry["node"] != self.node:
                 self.remote[entry["rank"]] = RankView(entry["rank"], entry["node"], entry["host"], entry["pid"])
