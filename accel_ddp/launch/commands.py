@@ -36,17 +36,23 @@ def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = 
     if "--output_dir" in options[-1:] or given == "":
         raise UserError("--output_dir needs a value.")
     run_folder = given or f"{cluster.output.rstrip('/')}/{name}"
-    if given is None and _uses_package(script):
+    if given is None and uses_package(script):
         options += ["--output_dir", run_folder]
     return Job(name=name, script=script, options=tuple(options), run_folder=run_folder)
 
 
-def _uses_package(script: str) -> bool:
+def uses_package(script: str) -> bool:
     """Return whether a script understands the options of a recipe. A script that exists only on the nodes does."""
     try:
         return "accel_ddp" in Path(script).read_text(errors="replace")
     except OSError:
         return True
+
+
+def has_option(name: str, options: Iterable[str]) -> bool:
+    """Return whether the options of a recipe contain --NAME or --no_NAME."""
+    names = {word.partition("=")[0].replace("-", "_") for word in options if word.startswith("--")}
+    return bool(names & {f"__{name}", f"__no_{name}"})
 
 
 def _value_of(name: str, options: list[str]) -> str | None:

@@ -120,6 +120,24 @@ def _words(value: Any) -> list[str]:
     return [str(word) for word in value]
 
 
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in value):
+        raise _Wrong("must be a list of names, for example [wandb]")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _Wrong("must be lines of KEY: value")
+    return value
+
+
+def _labels(value: Any) -> dict[str, str]:
+    if not all(isinstance(text, str) for text in _table(value).values()):
+        raise _Wrong("must be lines of NAME: text")
+    return value
+
+
 def _variables(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise _Wrong("must be lines of NAME: value")
@@ -158,8 +176,9 @@ _TABLES: dict[str, dict[str, Check]] = {
         "requeue": _flag, "options": _words,
     },
     "kubernetes": {
-        "namespace": _name, "runtime": _name, "kind": _choice("TrainJob", "Job"), "volume_claim": _name, "mount": _text,
-        "shared_memory": _text, "grace_seconds": _number(1), "secrets": _words, "cpu": _number(1), "memory": _text,
+        "context": _text, "namespace": _name, "kind": _choice("TrainJob", "Job"), "volume_claim": _name, "mount": _text,
+        "shared_memory": _text, "grace_seconds": _number(1), "secrets": _names, "cpu": _number(1), "memory": _text,
+        "labels": _labels, "pod": _table,
     },
 }  # fmt: skip
 _KEYS: dict[str, Check] = {
@@ -358,7 +377,7 @@ def read_env_file(path: Path, name: str) -> dict[str, str]:
     return found
 
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|_PW$", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|CREDENTIAL|AUTH|_PW$", re.IGNORECASE)
 
 
 def shown_value(name: str, value: str) -> str:
