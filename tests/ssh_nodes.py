@@ -31,7 +31,7 @@ from tests.nodes import PATH, Node, Nodes, NotPossible, best_kind, run, tool
 
 PREFIX = "accel-ddp-ssh-"
 USER = "trainer"
-SMALL_DISK = 256  # KiB
+SMALL_DISK = 8192  # KiB
 STAGE = "/run/machine"  # in the mount namespace of a machine
 
 SSH_CONFIG = """
