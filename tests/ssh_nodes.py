@@ -182,7 +182,6 @@ class Machines:
         for folder in ("tmp", "small", "work"):
             (home / folder).mkdir()
         copy_repository(home / "work")
-        self.kept = {".ssh": None, "tmp": set(), "small": None, "work": set(os.listdir(home / "work"))}
         for name in ("key", "other_key"):
             run([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", USER, "-f", str(home / ".ssh" / name)])
         shutil.copy(home / ".ssh" / "key.pub", home / ".ssh" / "authorized_keys")
@@ -279,13 +278,14 @@ class Machines:
                 machine.wait()
             machine.node.link(True)
             machine.node.firewall()
+            run(machine.command([tool("ip"), "neigh", "flush", "all"], user=False))
             for path in machine.home.iterdir():
-                if path.name not in self.kept:
+                if path.name not in (".ssh", "tmp", "small", "work"):
                     remove(path)
-                elif (names := self.kept[path.name]) is not None:
-                    for entry in path.iterdir():
-                        if entry.name not in names:
-                            remove(entry)
+            for entry in (machine.home / "tmp").iterdir():
+                remove(entry)
+            script = "git reset -q --hard copied && git clean -qfdx -e __pycache__"  # compiled files stay valid
+            run(machine.command(["sh", "-c", script]))
             for entry in machine.path("small").iterdir():
                 remove(entry)
 
@@ -334,7 +334,12 @@ def copy_repository(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "init.defaultBranch=main", "-c", "gc.auto=0"]
-    for words in (["init", "-q"], ["add", "--all"], ["commit", "-q", "--no-verify", "-m", "A copy for tests."]):
+    for words in (
+        ["init", "-q"],
+        ["add", "--all"],
+        ["commit", "-q", "--no-verify", "-m", "A copy for tests."],
+        ["tag", "copied"],
+    ):
         subprocess.run([*git, *words], cwd=folder, check=True, stdin=subprocess.DEVNULL)
 
 
