@@ -115,7 +115,7 @@ def _flag(value: Any) -> bool:
 
 
 def _words(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(word, (str, int)) for word in value):
+    if not isinstance(value, list) or not all(type(word) in (str, int) for word in value):  # YAML reads an unquoted yes as true
         raise _Wrong("must be a list of words, for example [-F, my_ssh_config]")
     return [str(word) for word in value]
 
@@ -279,7 +279,8 @@ def _apply(values: dict[str, Any], change: str) -> None:
 
 
 def _fail(file: Path, key: str, value: Any, reason: str) -> None:
-    shown = "" if "env" in key.split(".")[-1] else f" {value!r}"  # a variable may be a secret
+    may_be_secret = "env" in key.split(".")[-1] or "{" in repr(value)  # variables, or a table that may contain them
+    shown = "" if may_be_secret else f" {value!r}"
     raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
 
 
@@ -301,7 +302,7 @@ def _nearest(word: Any, known: Iterable[str]) -> str:
              "master_addr": "main_address", "master_port": "main_port", "num_nodes": "nodes", "output_dir": "output",
              "max_restarts": "restarts", "time": "time_limit", "environment": "env", "code": "folder"}  # fmt: skip
     known = list(known)
-    found = [other[word]] if other.get(word) in known else difflib.get_close_matches(str(word), known, n=1)
+    found = [other[str(word)]] if other.get(str(word)) in known else difflib.get_close_matches(str(word), known, n=1)
     return f" Did you mean {found[0]}?" if found else ""
 
 

@@ -1,0 +1,425 @@
+"""`accel-ddp launch` on machines with a real sshd, as an unprivileged user. No process is left on any machine after any test."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.conftest import BIN, Ended, Running, free_port
+from tests.ssh_nodes import Machines
+
+SCRIPT = "tests/programs/launched.py"
+TRAINS = "tests/programs/trains.py"
+ODD = [
+    "two words",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id) \\ \\n",
+    "line\nline",
+    "ü 漢",
+    "",
+    "*",
+    "--x=a b",
+    "-",
+    "{}",
+    "~",
+    "a;b&c|d",
+]
+SECRET = "wandb-0123456789abcdef"
+# Nodes with different numbers of processes are started by torchrun, which is twice as fast as Accelerate.
+UNEQUAL = [{"host": "node0", "processes": 2}, "node1"]
+
+
+def accel_ddp(*words: object) -> list:
+    return [BIN / "accel-ddp", *words]
+
+
+def start(machines: Machines, *words: object, **env: str) -> Running:
+    """Start `accel-ddp launch` on the laptop."""
+    return machines.laptop.start_command(accel_ddp("launch", *words), **env)
+
+
+def launch(machines: Machines, *words: object, timeout: float = 180, **env: str) -> Ended:
+    return start(machines, *words, **env).ended(timeout)
+
+
+def in_terminal(machines: Machines, *words: object) -> pexpect.spawn:
+    """Start `accel-ddp launch` in a terminal on the laptop."""
+    command = [str(word) for word in machines.laptop.command(accel_ddp("launch", *words))]
+    return pexpect.spawn(
+        command[0], command[1:], env=machines.laptop.environment(), encoding="utf-8", timeout=120, dimensions=(40, 200),
+        codec_errors="replace",
+    )  # fmt: skip
+
+
+def ranks_of(machines: Machines) -> list[int]:
+    """Return the pids of the ranks that run SCRIPT or TRAINS on any machine, without launchers and guards."""
+    found = []
+    for machine in machines.nodes:
+        for pid, words in machine.processes().items():
+            if (
+                re.search(r"python\S* (-u )?\S*tests/programs/\w+\.py", words)
+                and "torchrun" not in words
+                and "accelerate" not in words
+            ):
+                found.append(pid)
+    return found
+
+
+def received(text: str) -> list[dict]:
+    """Return what the ranks of SCRIPT have printed, ordered by rank."""
+    found = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"argv"' in line]
+    return sorted(found, key=lambda one: int(one["world"][0]))
+
+
+def nothing_left(machines: Machines, seconds: float = 10) -> None:
+    left = machines.left(seconds)
+    assert left == [], "these processes are left:\n" + "\n".join(left)
+
+
+@contextlib.contextmanager
+def watched(machines: Machines) -> Iterator[set[str]]:
+    """Collect every command line that any process of any machine has meanwhile."""
+    seen, is_over = set(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.03):
+            seen.update(line.split(" ", 2)[2] for line in machines.processes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def logs(machines: Machines, job: str, output: str = "work/runs") -> dict[str, str]:
+    """Return the text of the log of each node that has one, by the name of the file, without the folders of other nodes."""
+    found = {}
+    for machine in machines.nodes:
+        for path in (machine.home / output / job / "launch").glob("*.log"):
+            found[f"{machine.name}/{path.name}"] = path.read_text()
+    return found
+
+
+# -- before the start ------------------------------------------------------------------------------------------------------------
+
+
+def block_port(machines: Machines, keys: dict) -> None:
+    node = machines.nodes[0]
+    code = (
+        f"import socket, time; s = socket.create_server(('', {keys['main_port']})); print('ready', flush=True); time.sleep(600)"
+    )
+    machines.listener = node.start_command([sys.executable, "-c", code])
+    machines.listener.until("ready")
+
+
+def other_package(machines: Machines, keys: dict) -> None:
+    machines.write(machines.nodes[1], "work/accelerate-1.0.0.dist-info/METADATA", "Name: accelerate\nVersion: 1.0.0\n")
+
+
+def other_python(machines: Machines, keys: dict) -> None:
+    """Give node1 a virtual environment with another Python, in which all packages can be imported."""
+    other = next((path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()), None)
+    version = subprocess.run(
+        [other, "-c", "import platform; print(platform.python_version())"], capture_output=True, text=True
+    ).stdout
+    if other is None or version.split() == [".".join(map(str, sys.version_info[:3]))]:
+        pytest.skip("there is no second version of Python on this machine")
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    for name, program in {"python": "", "accelerate": BIN / "accelerate", "torchrun": BIN / "torchrun"}.items():
+        text = f'#!/bin/sh\nPYTHONPATH="{packages}:$PYTHONPATH" exec {other} {program} "$@"\n'
+        machines.write(machines.nodes[1], f"other/bin/{name}", text).chmod(0o755)
+    keys["nodes"] = ["node0", {"host": "node1", "venv": "~/other"}]
+
+
+def other_commit(machines: Machines, keys: dict) -> None:
+    node = machines.nodes[1]
+    machines.write(node, f"work/{SCRIPT}", (node.work / SCRIPT).read_text() + "\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
+    node.run(*git, "commit", "-qam", "Another state.").well()
+
+
+def full_disk(machines: Machines, keys: dict) -> None:
+    machines.nodes[1].fill_disk()
+
+
+def missing_script(machines: Machines, keys: dict) -> None:
+    (machines.nodes[1].work / SCRIPT).unlink()
+
+
+def block_node1(machines: Machines, keys: dict) -> None:
+    machines.nodes[0].block_from(machines.nodes[1], ports=str(keys["main_port"]))
+
+
+def second_address(machines: Machines, keys: dict) -> None:
+    """Give node0 an address that exists only there, as a bridge of docker has."""
+    words = ["ip", "address", "replace", "172.17.0.1/16", "dev", "lo"]
+    subprocess.run(machines.nodes[0].command(words, user=False), check=True)
+
+
+def cut_node1(machines: Machines, keys: dict) -> None:
+    machines.nodes[1].node.link(False)
+
+
+def stop_sshd(machines: Machines, keys: dict) -> None:
+    machines.nodes[1].sshd.terminate()
+    machines.nodes[1].sshd.wait()
+
+
+# name: (changes of the description, what is done before, words of the message)
+MISTAKES: dict[str, tuple[dict, Callable[[Machines, dict], object] | None, list[str]]] = {
+    "unreachable host": ({"ssh": {"connect_seconds": 2}}, cut_node1, ["node1", "time"]),
+    "no sshd": ({}, stop_sshd, ["node1", "Connection refused"]),
+    "unknown name": ({"nodes": ["node0", "node9"]}, None, ["node9", "resolve"]),
+    "wrong key": ({"ssh": {"options": ["-F", "~/.ssh/config_wrong_key"]}}, None, ["node0", "Permission denied"]),
+    "unknown host key": ({"ssh": {"options": ["-F", "~/.ssh/config_unknown_host"]}}, None, ["node1", "[Hh]ost key"]),
+    "other Python": ({}, other_python, ["node1", "[Pp]ython", r"\d\.\d+\.\d+"]),
+    "other package": ({}, other_package, ["node1", "accelerate", r"1\.0\.0"]),
+    "other commit": ({}, other_commit, ["node1", "commit|code"]),
+    "missing folder": ({"nodes": ["node0", {"host": "node1", "folder": "~/absent"}]}, None, ["node1", "absent"]),
+    "missing venv": ({"nodes": ["node0", {"host": "node1", "venv": "~/absent"}]}, None, ["node1", "absent"]),
+    "missing script": ({}, missing_script, ["node1", SCRIPT]),
+    "full disk": ({"output": "~/small"}, full_disk, ["node1", "small", "No space left"]),
+    "port in use": ({}, block_port, ["node0", "port", "in use"]),
+    "the same machine twice": ({"nodes": ["node0", "same-as-node0"]}, None, ["node0", "same-as-node0", "same machine"]),
+    "an address that node1 cannot reach": ({}, block_node1, ["node1", r"10\.77\.0\.1"]),
+    "an address of node0 alone": ({"main_address": "172.17.0.1"}, second_address, ["node1", r"172\.17\.0\.1"]),
+    "an address of another node": ({"main_address": "10.77.0.2"}, None, ["node0", r"10\.77\.0\.2"]),
+    "fewer GPUs": ({"gpus_per_node": 8}, None, ["node0|node1", "8", "GPU"]),
+    "typo": ({"main_prot": 1}, None, ["main_prot", "main_port", "cluster.yaml"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_before_anything_starts(machines, name):
+    changes, prepare, expected = MISTAKES[name]
+    keys = {"main_port": free_port(), **{key: value for key, value in changes.items()}}
+    if "-F" in str(keys.get("ssh")):
+        keys["ssh"] = {"options": ["-F", keys["ssh"]["options"][1].replace("~", str(machines.home))]}
+    if prepare:
+        prepare(machines, keys)
+    folder = machines.laptop.home / ".ssh"
+    known_hosts = {path.name: path.read_bytes() for path in folder.glob("known_hosts*")}
+    began = time.monotonic()
+    with watched(machines) as commands:
+        ended = launch(machines, machines.describe(**keys), SCRIPT, "end", timeout=60)
+    if name == "port in use":
+        machines.listener.kill()
+        machines.listener.ended()
+    assert re.findall(r"^error:", ended.text, re.MULTILINE) == ["error:"], ended.text
+    assert ended.codes == [2], ended.text
+    for word in expected:
+        assert re.search(word, ended.text), f"{word!r} is missing in: {ended.text}"
+    assert "Traceback" not in ended.text
+    assert not [words for words in commands if re.search(r"bin/(torchrun|accelerate) ", words)]
+    assert {path.name: path.read_bytes() for path in folder.glob("known_hosts*")} == known_hosts
+    assert time.monotonic() - began < 30
+    nothing_left(machines)
+
+
+# -- jobs that end by themselves -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_variables_and_output_arrive_unchanged_and_no_secret_is_visible(machines):
+    """Use Accelerate, a jump host, and code that exists only on the laptop before rsync copies it."""
+    machines.write(machines.laptop, "work/secret.env", f"WANDB_API_KEY={SECRET}\nTEST_COMMON='of all nodes'\n")
+    machines.write(machines.laptop, "work/my scripts/new.py", (machines.laptop.work / SCRIPT).read_text())
+    nodes = [{"host": "node0", "env": {"TEST_OWN": "it's $HOME"}}, {"host": "behind", "env_file": "own.env"}]
+    machines.write(machines.laptop, "work/own.env", "TEST_COMMON=of node1\n")
+    file = machines.describe(nodes, env_file="secret.env", copy="rsync", name="cluster.yaml")
+    with watched(machines) as commands:
+        ended = launch(machines, "--name", "odd", file, "my scripts/new.py", "end", *ODD).well()
+    first, second = received(ended.text)
+    assert first["argv"] == second["argv"] == ODD
+    assert (first["world"], second["world"]) == (["0", "0", "2", "1"], ["1", "0", "2", "1"])
+    assert first["variables"] == {"TEST_COMMON": "of all nodes", "TEST_OWN": "it's $HOME"}
+    assert second["variables"] == {"TEST_COMMON": "of node1"}
+    assert first["secret"] == second["secret"] == len(SECRET)
+    assert {first["user"], second["user"]} == {machines.uid}
+    assert first["folder"] == str(machines.home / "work")
+    assert re.search(r"^\[behind.*1\] rank 1 prints an error$", ended.text, re.MULTILINE), ended.text
+    written = logs(machines, "odd")
+    assert set(written) == {"node0/node0.log", "node1/behind.log"}
+    assert [len(received(text)) for text in written.values()] == [1, 1], "the log of a node has the output of its own ranks"
+    assert "rank 1 prints an error" in written["node1/behind.log"]
+    assert not [words for words in commands if SECRET in words]
+    assert SECRET not in ended.text + "".join(written.values())
+    for machine in machines.nodes:
+        for path in (machine.work / "runs").rglob("*"):
+            assert not path.is_file() or SECRET not in path.read_text(errors="replace"), path
+    nothing_left(machines)
+
+
+def test_a_dry_run_prints_the_commands_and_starts_nothing(machines):
+    machines.write(machines.laptop, "work/secret.env", f"WANDB_API_KEY={SECRET}\n")
+    file = machines.describe(main_port=29777, env_file="secret.env")
+    with watched(machines) as commands:
+        ended = launch(machines, "--dry_run", file, SCRIPT, "end", *ODD).well()
+    for rank in (0, 1):
+        assert re.search(
+            rf"accelerate launch .*--machine_rank {rank} --main_process_ip \S+ --main_process_port 29777", ended.text
+        )
+    assert shlex.join(["end", *ODD]) in ended.text
+    assert SECRET not in ended.text
+    assert not [words for words in commands if words.startswith("ssh ")]
+    nothing_left(machines)
+
+
+def test_if_one_node_fails_all_are_stopped_and_the_cause_is_printed_last(machines):
+    """Three nodes with 2, 1 and 1 processes. The last rank fails, and the others would wait for ten minutes."""
+    nodes = [{"host": "node0", "processes": 2}, "node1", "node2"]
+    began = time.monotonic()
+    ended = launch(machines, machines.describe(nodes), SCRIPT, "fail", timeout=120)
+    assert ended.codes[0] not in (0, 75, 130), ended.text
+    assert [one["world"] for one in received(ended.text)] == [
+        ["0", "0", "4", "2"], ["1", "1", "4", "2"], ["2", "0", "4", "1"], ["3", "0", "4", "1"],
+    ]  # fmt: skip
+    causes = [line for line in ended.text.splitlines() if line.startswith("error:")]
+    assert len(causes) == 1, ended.text
+    assert "node2" in causes[0]
+    assert ended.text.strip().splitlines()[-1] == causes[0], ended.text
+    assert time.monotonic() - began < 60
+    nothing_left(machines)
+
+
+# -- stops -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_on_all_nodes_and_the_resumed_job_continues(machines):
+    words = [machines.describe(), TRAINS, "--step_seconds", "0.2", "--steps", "400", "--save_every", "1000", "--eval_every", "0"]
+    terminal = in_terminal(machines, *words)
+    terminal.expect(r"step\s+3/400")
+    terminal.sendintr()
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 75, terminal.before
+    nothing_left(machines)
+    (checkpoint,) = (machines.nodes[0].work / "runs" / "trains").glob("step_*")
+    assert f"Step {int(checkpoint.name[5:])} of 400 is saved" in "".join(logs(machines, "trains").values())
+    assert {name: json.loads(path.read_text())["state"] for name, path in states(machines, "trains").items()} == {
+        "node0": "ended", "node1": "ended",
+    }  # fmt: skip
+
+
+def states(machines: Machines, job: str) -> dict[str, Path]:
+    return {machine.name: path for machine in machines.nodes for path in (machine.work / "runs" / job / "launch").glob("*.json")}
+
+
+def test_a_second_ctrl_c_ends_a_job_at_once_that_ignores_the_first(machines):
+    terminal = in_terminal(machines, machines.describe(UNEQUAL), SCRIPT, "ignore")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    time.sleep(1)
+    terminal.sendintr()
+    time.sleep(3)
+    assert len(ranks_of(machines)) == 3
+    began = time.monotonic()
+    terminal.sendintr()
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus not in (0, 75, None), terminal.before
+    nothing_left(machines, 5)
+    assert time.monotonic() - began < 10
+
+
+def kill_launcher(machines: Machines, terminal: pexpect.spawn) -> None:
+    terminal.kill(signal.SIGKILL)
+
+
+def close_terminal(machines: Machines, terminal: pexpect.spawn) -> None:
+    terminal.close(force=False)
+
+
+def stop_launcher(machines: Machines, terminal: pexpect.spawn) -> None:
+    """Stop every process of the laptop, as if it slept."""
+    for pid in machines.laptop.processes():
+        os.kill(pid, signal.SIGSTOP)
+
+
+def stop_only_launcher(machines: Machines, terminal: pexpect.spawn) -> None:
+    """Stop the launcher and leave ssh running, which still answers the keepalive messages of ssh."""
+    terminal.kill(signal.SIGSTOP)
+
+
+def cut_links(machines: Machines, terminal: pexpect.spawn) -> None:
+    machines.laptop.node.link(False)
+
+
+def cut_one_link(machines: Machines, terminal: pexpect.spawn) -> None:
+    machines.nodes[1].block_from(machines.laptop)
+    machines.laptop.block_from(machines.nodes[1])
+
+
+WAYS = [kill_launcher, close_terminal, stop_launcher, stop_only_launcher, cut_links, cut_one_link]
+DEFAULT_WAYS = [kill_launcher, cut_links]
+
+
+@pytest.mark.parametrize("way", [way if way in DEFAULT_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_a_job_ends_on_every_node_within_30_s_after_its_launcher_is_gone(machines, way):
+    terminal = in_terminal(machines, machines.describe(UNEQUAL), SCRIPT, "wait")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    time.sleep(1)
+    sleeping = [line for line in machines.processes() if line.endswith("sleep 600")]
+    assert len(sleeping) == 3, "the ranks have started processes that have left their session"
+    began = time.monotonic()
+    way(machines, terminal)
+    machines.until(lambda: not [line for line in machines.processes() if "sshd" not in line and not line.startswith("node3")], 30,
+                   "the end of all processes on the nodes")  # fmt: skip
+    assert time.monotonic() - began < 30
+    machines.laptop.node.link(True)
+    machines.laptop.node.firewall()
+    for pid in machines.laptop.processes():
+        os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(OSError):
+        terminal.expect(pexpect.EOF, timeout=60)
+    terminal.close()
+    assert terminal.exitstatus != 0
+    nothing_left(machines, 60)  # sshd itself closes a connection that was cut when it sends the next packet
+
+
+# -- detached jobs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
+    file = machines.describe(UNEQUAL)
+    launch(machines, "--detach", "--name", "long", file, SCRIPT, "wait").well()
+    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    assert not machines.laptop.processes()
+
+    elsewhere = machines.nodes[2]
+    machines.write(elsewhere, f"work/{file}", (machines.laptop.work / file).read_text())
+    status = elsewhere.run(*accel_ddp("status", file)).well().text
+    for word in ("long", "node0", "node1", "running"):
+        assert word in status
+    following = elsewhere.start_command(accel_ddp("logs", "-f", file, "--name", "long"))
+    following.until("rank 2 prints an error")
+
+    again = launch(machines, "--name", "long", file, SCRIPT, "end", timeout=60)
+    assert again.codes != [0]
+    (message,) = [line for line in again.text.splitlines() if line.startswith("error:")]
+    assert re.search(r"long.*running", message), again.text
+    assert "stop" in message
+    assert len(ranks_of(machines)) == 3, "the job that runs is not disturbed"
+
+    stopped = elsewhere.run(*accel_ddp("stop", file, "--name", "long"))
+    assert stopped.codes == [0], stopped.text
+    followed = following.ended(30)
+    assert {line for line in followed.text.splitlines() if "prints an error" in line}, followed.text
+    nothing_left(machines)
+    status = machines.laptop.run(*accel_ddp("status", file)).text
+    assert "ended" in status
+    assert "running" not in status
+    nothing_left(machines)
