@@ -7,7 +7,8 @@ from types import ModuleType
 from accel_ddp import recipe_files
 from accel_ddp.errors import UserError
 from accel_ddp.launch.commands import Job, make_job
-from accel_ddp.launch.description import NAME, Cluster, read_description
+from accel_ddp.launch.description import Cluster, read_description
+from accel_ddp.launch.keys import NAME
 
 _LAUNCH = """usage: accel-ddp launch [options] CLUSTER.yaml RECIPE [options of the recipe]
 

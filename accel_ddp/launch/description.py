@@ -1,6 +1,5 @@
 """Reads and validates cluster.yaml, the description of a cluster and of how jobs run there."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -8,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
-
-BACKENDS = ("ssh", "slurm", "kubernetes", "local")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+from accel_ddp.launch.keys import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key, Wrong, nearest_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,139 +61,6 @@ class Cluster:
         return any(node.gpus for node in self.nodes)
 
 
-class _Wrong(Exception):
-    """The reason why a value is not accepted."""
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise _Wrong("must be a text that is not empty")
-    if "\n" in value or "\0" in value:
-        raise _Wrong("must be one line")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not NAME.fullmatch(_text(value)):
-        raise _Wrong("must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
-    return value
-
-
-def _host(value: Any) -> str:
-    if _text(value).startswith("-") or re.search(r"[\s'\"`$;|&<>\\/]", value):
-        raise _Wrong("must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address")
-    return value
-
-
-def _number(at_least: int, at_most: int = 1 << 31) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
-            limit = f" and at most {at_most}" if at_most < 1 << 31 else ""
-            raise _Wrong(f"must be a whole number of at least {at_least}{limit}")
-        return value
-
-    return check
-
-
-def _choice(*names: str) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
-        value = "off" if value is False and "off" in names else value  # YAML reads an unquoted off as false
-        if value not in names:
-            raise _Wrong(f"must be one of: {', '.join(names)}.{_nearest(value, names)}")
-        return value
-
-    return check
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _Wrong("must be true or false")
-    return value
-
-
-def _words(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(type(word) in (str, int) for word in value):  # YAML reads an unquoted yes as true
-        raise _Wrong("must be a list of words, for example [-F, my_ssh_config]")
-    return [str(word) for word in value]
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in value):
-        raise _Wrong("must be a list of names, for example [wandb]")
-    return value
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise _Wrong("must be lines of KEY: value")
-    return value
-
-
-def _labels(value: Any) -> dict[str, str]:
-    if not all(isinstance(text, str) for text in _table(value).values()):
-        raise _Wrong("must be lines of NAME: text")
-    return value
-
-
-def _variables(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _Wrong("must be lines of NAME: value")
-    found = {}
-    for name, content in value.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise _Wrong(f"{name!r} is not the name of a variable")
-        if isinstance(content, bool) or not isinstance(content, (str, int, float)):
-            raise _Wrong(f'the value of {name} must be a text; write it in quotes, for example {name}: "true"')
-        found[name] = str(content)
-    return found
-
-
-def _seconds(value: Any) -> int:
-    """Return the seconds of HH:MM:SS, D-HH:MM:SS or a number of seconds. YAML reads an unquoted 12:00:00 as a number."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(value))
-    if not found:
-        raise _Wrong('must be HH:MM:SS or D-HH:MM:SS, for example "12:00:00"')
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds):
-        raise _Wrong("must be longer than 0 s")
-    return total
-
-
-Check = Callable[[Any], Any]
-_NODE_KEYS: dict[str, Check] = {
-    "host": _host, "gpus": _number(0, 64), "processes": _number(1, 1024), "env": _variables, "env_file": _text,
-    "folder": _text, "venv": _text, "interface": _text,
-}  # fmt: skip
-_TABLES: dict[str, dict[str, Check]] = {
-    "ssh": {"options": _words, "connect_seconds": _number(1, 600)},
-    "slurm": {
-        "partition": _text, "account": _text, "qos": _text, "gres": _text, "signal_seconds": _number(10, 65535),
-        "requeue": _flag, "options": _words,
-    },
-    "kubernetes": {
-        "context": _text, "namespace": _name, "kind": _choice("TrainJob", "Job"), "volume_claim": _name, "mount": _text,
-        "shared_memory": _text, "grace_seconds": _number(1), "secrets": _names, "cpu": _number(1), "memory": _text,
-        "labels": _labels, "pod": _table,
-    },
-}  # fmt: skip
-_KEYS: dict[str, Check] = {
-    "name": _name, "backend": _choice(*BACKENDS), "nodes": lambda value: value, "gpus_per_node": _number(0, 64),
-    "processes_per_node": _number(1, 1024), "main_address": _host, "main_port": _number(1024, 65535), "interface": _text,
-    "folder": _text, "copy": _choice("none", "rsync", "git"), "venv": _text, "image": _text, "env_file": _text,
-    "env": _variables, "output": _text, "restarts": _number(0), "time_limit": _seconds, "accelerate_config": _text,
-    "doctor": _choice("quick", "full", "off"), "spot": _choice("none", "aws"), **dict.fromkeys(_TABLES, lambda value: value),
-}  # fmt: skip
-# Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.
-_NOT_FOR = {
-    "ssh": ("image", "slurm", "kubernetes"),
-    "local": ("image", "copy", "spot", "ssh", "slurm", "kubernetes"),
-    "slurm": ("image", "copy", "spot", "doctor", "ssh", "kubernetes"),
-    "kubernetes": ("copy", "spot", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
-}
-
-
 def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
     """Return the cluster that a file describes. `changes` are texts KEY=VALUE or TABLE.KEY=VALUE, which replace keys of the file.
 
@@ -211,14 +75,14 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
         raise UserError(
             f"{file}: the key backend is missing. Write one of: {', '.join(f'backend: {name}' for name in BACKENDS)}."
         )
-    _check_keys(values, _KEYS, "", fail)
-    for table, checks in _TABLES.items():
+    _check_keys(values, KEYS, "", fail)
+    for table, checks in TABLES.items():
         if table in values:
             if not isinstance(values[table], dict):
                 fail(table, values[table], f"must contain lines of KEY: value. Its keys are: {', '.join(checks)}")
             values[table] = _check_keys(values[table], checks, f"{table}.", fail)
     backend = values["backend"]
-    for key in _NOT_FOR[backend]:
+    for key in NOT_FOR[backend]:
         if key in values:
             fail(key, values[key], f"has no effect with backend: {backend}. Remove it")
     if "nodes" not in values:
@@ -284,26 +148,16 @@ def _fail(file: Path, key: str, value: Any, reason: str) -> None:
     raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
 
 
-def _check_keys(values: dict[str, Any], checks: dict[str, Check], prefix: str, fail: Callable) -> dict[str, Any]:
+def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fail: Callable) -> dict[str, Any]:
     for key, value in values.items():
         if key not in checks:
-            near = _nearest(str(key), checks)
+            near = nearest_key(str(key), checks)
             fail(f"{prefix}{key}", value, f"is not a key.{near} The keys are: {', '.join(checks)}")
         try:
-            values[key] = checks[key](value)
-        except _Wrong as error:
+            values[key] = checks[key].check(value)
+        except Wrong as error:
             fail(f"{prefix}{key}", value, str(error))
     return values
-
-
-def _nearest(word: Any, known: Iterable[str]) -> str:
-    # A user who writes hosts or gpu means nodes or gpus_per_node, which are not similar as texts.
-    other = {"hosts": "nodes", "gpus": "gpus_per_node", "gpu": "gpus_per_node", "port": "main_port", "address": "main_address",
-             "master_addr": "main_address", "master_port": "main_port", "num_nodes": "nodes", "output_dir": "output",
-             "max_restarts": "restarts", "time": "time_limit", "environment": "env", "code": "folder"}  # fmt: skip
-    known = list(known)
-    found = [other[str(word)]] if other.get(str(word)) in known else difflib.get_close_matches(str(word), known, n=1)
-    return f" Did you mean {found[0]}?" if found else ""
 
 
 def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tuple[Node, ...], tuple[str, ...]]:
@@ -335,7 +189,7 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
         one = {"host": one} if isinstance(one, str) else one
         if not isinstance(one, dict):
             fail(f"nodes[{rank}]", one, "must be a host, or a table with the key host")
-        one = _check_keys(dict(one), _NODE_KEYS, prefix, fail)
+        one = _check_keys(dict(one), NODE_KEYS, prefix, fail)
         if "host" not in one:
             fail(f"nodes[{rank}]", one, "the key host is missing")
         gpus = one.get("gpus", values.get("gpus_per_node"))
