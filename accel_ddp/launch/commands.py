@@ -38,6 +38,8 @@ def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = 
     run_folder = given or f"{cluster.output.rstrip('/')}/{name}"
     if given is None and uses_package(script):
         options += ["--output_dir", run_folder]
+    if cluster.doctor == "off" and uses_package(script) and not has_option("preflight", options):
+        options += ["--preflight", "off"]
     return Job(name=name, script=script, options=tuple(options), run_folder=run_folder)
 
 
