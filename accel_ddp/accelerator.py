@@ -92,6 +92,8 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # with it Accelerate treats N ranks without GPUs as one world
     if threads := _num_threads(cfg, use_gpu):
         torch.set_num_threads(threads)
+        if not use_gpu and process.num_ranks > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # without it Accelerate sets another number, after a warning
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)

@@ -246,9 +246,12 @@ class Jobs:
 
     def launchers(
         self, launcher: str, num_nodes: int, *arguments: object, backend: str = "static", max_restarts: int = 0,
-        script: Path = FAULTY, **env: str,
+        script: Path = FAULTY, ranks: list[int] | None = None, **env: str,
     ) -> Callable[[int], subprocess.Popen]:  # fmt: skip
-        """Return a function that starts the launcher of a node, which may be called again for the same node."""
+        """Return a function that starts the launcher of a node, which may be called again for the same node.
+
+        `ranks` is the number of ranks of each node under torchrun.
+        """
         address = self.cluster.nodes[0].address if num_nodes > 1 else "127.0.0.1"
         port = free_port()
 
@@ -259,7 +262,8 @@ class Jobs:
                 words += ["--rdzv_backend", backend, "--max_restarts", max_restarts, "--mixed_precision", "no"]
                 words += ["--dynamo_backend", "no"]
             else:
-                words = [BIN / "torchrun", "--nnodes", num_nodes, "--nproc_per_node", 2 // num_nodes, "--node_rank", number]
+                own = ranks[number] if ranks else 2 // num_nodes
+                words = [BIN / "torchrun", "--nnodes", num_nodes, "--nproc_per_node", own, "--node_rank", number]
                 words += ["--max_restarts", max_restarts]
                 if backend == "static":
                     words += ["--master_addr", address, "--master_port", port]

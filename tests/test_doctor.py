@@ -144,7 +144,7 @@ def test_1e_ranks_started_by_srun_report_the_missing_one_before_torch_is_importe
     nodes.require("host names")
     ended = DoctorRun(nodes, {0: [sys.executable, "-X", "importtime", RECIPE, "--preflight_wait", 3]}, {0: srun_variables(0)})
     assert ended.codes == {0: 2}
-    assert "error: preflight: 1 error\nE_MISSING  machine_rank 1 did not connect within 3 s" in ended.texts[0]
+    assert "error: preflight: 1 error\nE_MISSING  rank 1 did not connect within 3 s" in ended.texts[0]
     assert "import time" in ended.texts[0]
     assert not re.search(r"\| *torch$", ended.texts[0], re.MULTILINE)
 
@@ -336,7 +336,7 @@ def test_3b_two_nodes_are_machine_rank_1(nodes):
 def test_3c_srun_starts_rank_0_twice(nodes):
     nodes.require("host names")
     ended = DoctorRun(nodes, {n: [sys.executable, RECIPE] for n in (0, 1)}, {0: srun_variables(0), 1: srun_variables(0)})
-    ended.reports("E_DUPLICATE", "machine_rank 0 is used by node0", exit_code=2)
+    ended.reports("E_DUPLICATE", "rank 0 is used by node0", "set another RANK for each process", exit_code=2)
 
 
 def test_4_counts_that_differ(nodes):
@@ -349,7 +349,7 @@ def test_4_counts_that_differ(nodes):
     alone.reports("E_COUNTS", "num_machines differs: 2 on node0")
     alone.reports("E_MACHINE_RANK", "[node1, machine_rank 1]")
     odd = run_doctor(nodes, "--num_processes", 3)  # 4b
-    odd.reports("E_PROCESSES", "is not a multiple of num_machines 2", "use num_processes 2 or 4")
+    odd.reports("E_PROCESSES", "is not a multiple of num_machines 2", "use num_processes 2 or 4", "torchrun")
     cpu = run_doctor(nodes, "--cpu")  # 4e
     cpu.reports("E_TRAINS_ALONE", "--cpu with num_machines 2", "MULTI_GPU")
 
@@ -467,12 +467,16 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
 
 
 def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
-    """Two ranks on each of two nodes: one rank per node prints, and every rank has an exit code."""
+    """Two ranks on one node and one on the other: one rank per node prints, and every rank has an exit code."""
     nodes.require("host names")
-    torchrun = [BIN / "torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", MAIN, "--master_port", "29500"]
-    ended = DoctorRun(nodes, {n: [*torchrun, "--node_rank", n, "-m", "accel_ddp.doctor", "--no_deep"] for n in (0, 1)}, {}, 120)
+    torchrun = [BIN / "torchrun", "--nnodes", "2", "--master_addr", MAIN, "--master_port", "29500"]
+    own = {0: ["--nproc_per_node", 2, "--node_rank", 0], 1: ["--nproc-per-node=1", "--node-rank", 1]}
+    ended = DoctorRun(nodes, {n: [*torchrun, *own[n], "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
     assert ended.codes == {0: 0, 1: 0}, ended.texts
-    assert ended.texts[1].count("verdict: healthy") == 1
+    for text in ended.texts.values():
+        assert text.count("verdict: healthy") == 1
+        assert "gloo: 3 ranks on 2 nodes (node0, node1)" in text
+        assert "DDP: gradients are the average of all ranks'" in text
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
     assert ended.codes == {0: 0, 1: 0}, ended.texts

@@ -562,3 +562,19 @@ def test_a_step_that_fails_three_times_stops_the_job(two, tmp_path):
         assert None not in codes
         assert 0 not in codes
         assert job.text(1).count("injects exception at step 8") == 3
+
+
+@pytest.mark.parametrize(("places", "dies"), [([0, 0, 1], 1), ([0, 1, 1], 2), ([0, 1, 0], 2)], ids=str)
+def test_ranks_whose_variables_are_set_by_hand_find_their_nodes(two, tmp_path, places, dies):
+    """RANK and the like do not state how many nodes there are. In the last case the ranks are distributed in turn."""
+    two.cluster.require("host names")
+    with two.ranks(places, "--global_batch_size", 6, "--steps", 100, "--output_dir", tmp_path / "run") as job:
+        job.until_step(2)
+        kill(job.rank_pid(dies))
+        assert None not in job.codes(60)
+        counts = f"{places.count(0)} on node0, {places.count(1)} on node1"
+        assert f"6 items per step = 3 ranks ({counts}) x 2 per micro-batch" in job.text(0)
+        assert "preflight: 2 nodes are alike and reach each other" in job.text(0)
+        for node in {node.name: node for node in job.nodes}.values():
+            died = re.findall(r"RANK_DIED: (rank \d+ \(\w+), pid", job.text_of_node(node))
+            assert died == [f"rank {dies} (node{places[dies]}"], job.all_output()

@@ -117,7 +117,8 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
         topology = find_topology(typed, given.config_file)
         topology.accelerate_config |= {name: getattr(given, name) for name in ("mixed_precision", "cpu") if getattr(given, name)}
     resolve_main = lambda: host.resolve(topology.main_address)
-    if topology.num_nodes == 1 and host.is_local_address(host.call_with_timeout(resolve_main, 5, "127.0.0.1")):
+    is_alone = topology.num_nodes == 1 and topology.num_local_processes == 1
+    if is_alone and host.is_local_address(host.call_with_timeout(resolve_main, 5, "127.0.0.1")):
         topology.main_address, topology.main_port = "127.0.0.1", find_free_port("127.0.0.1")  # no other node connects to it
         topology.coordinator_ports = (topology.main_port,)
     options = options_of_script(script) if script else CheckOptions()
