@@ -14,24 +14,31 @@ from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, object_name, read_settings, render
 
+_TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
+_OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}
+
 
 def launch(cluster: Cluster, job: Job) -> int:
     """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
     settings, manifest = read_settings(cluster), render(cluster, job)
     kind, name = settings["kind"], object_name(job.name, len(cluster.nodes), settings["kind"])
-    kubectl = _Kubectl(cluster, settings)
+    kubectl = _Kubectl(cluster)
     if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
-        state = f" ({_state(kubectl.get(found[-1]))})" if len(found) > 1 else ""
+        one = kubectl.get(f"{_TYPES[kind]}/{name}")
+        state, delete = _state(one), f"accel-ddp stop {cluster.file} --name {job.name}"
+        if one is None:  # somebody has deleted only the job
+            state, delete = "without a job", f"kubectl --namespace {settings['namespace']} delete {found[0]}"
         raise UserError(
-            f"{found[-1]} exists in the namespace {settings['namespace']}{state}. `accel-ddp stop {cluster.file} --name {job.name}` "
-            "deletes it, and keeps its checkpoints. Or choose another name with --name."
+            f"{found[-1]} exists in the namespace {settings['namespace']} ({state}). `{delete}` deletes it, and keeps its "
+            "checkpoints. Or choose another name with --name."
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
-    try:
-        kubectl.run("create", "-f", "-", "-o", "name", text=manifest)
-    except UserError:
-        kubectl.run("delete", "-f", "-", "--ignore-not-found", "--wait=false", text=manifest, check=False)
-        raise
+    done = kubectl.start("create", "-f", "-", "-o", "name", text=manifest)
+    if done.returncode:
+        # Only what this command has created is deleted. An object of the same name may belong to somebody else.
+        for created in done.stdout.split():
+            kubectl.start("delete", created, "--ignore-not-found", "--wait=false")
+        raise UserError(kubectl.explain("create", done.stderr))
     follow = f"{cluster.file} --name {job.name}"
     print(f"submitted: {kind} {name} in the namespace {settings['namespace']}")
     print(f"  status:  accel-ddp status {follow}\n  output:  accel-ddp logs -f {follow}\n  stop:    accel-ddp stop {follow}")
@@ -54,62 +61,67 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
             fail(cluster, "kubernetes.secrets", secret, f"there is no such secret {namespace}. Create it: {create}")
 
 
-def status(cluster: Cluster, name: str) -> int:
-    """Print the state of a job and of its pods, and the last message of each pod that failed."""
-    settings, kubectl, resource = _find(cluster, name)
-    found = kubectl.get(resource)
-    if found is None:
-        raise _not_found(cluster, settings, resource)
-    print(f"{settings['kind']} {found['metadata']['name']} in the namespace {settings['namespace']}: {_state(found)}")
-    pods = json.loads(kubectl.run("get", "pods", "-l", f"{INSTANCE}={found['metadata']['name']}", "-o", "json"))["items"]
-    for pod in sorted(pods, key=_index):
+def status(cluster: Cluster, job: Job | None) -> int:
+    """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
+    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
+    if job is None:
+        text = kubectl.run("get", _TYPES[settings["kind"]], "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
+        found = json.loads(text)["items"]
+        for one in found:
+            print(f"{settings['kind']} {one['metadata']['name']}: {_state(one)}")
+        if not found:
+            print(f"no jobs in the namespace {settings['namespace']}")
+        return 0
+    one = kubectl.find(job)
+    print(f"{settings['kind']} {one['metadata']['name']} in the namespace {settings['namespace']}: {_state(one)}")
+    for pod in kubectl.pods(one):
         state, message = _pod_state(pod)
-        print(
-            f"node {_index(pod)}: pod {pod['metadata']['name']} on {pod.get('spec', {}).get('nodeName', 'no machine yet')}: {state}"
-        )
+        machine = pod.get("spec", {}).get("nodeName", "no machine yet")
+        print(f"node {_index(pod)}: pod {pod['metadata']['name']} on {machine}: {state}")
         for line in message.strip().splitlines()[-3:]:
             print(f"    {line}")
     return 0
 
 
-def logs(cluster: Cluster, name: str, follow: bool = False) -> int:
-    """Print the output of all pods of a job, each line with the name of its pod. Return the exit code of kubectl."""
-    settings, kubectl, resource = _find(cluster, name)
-    if kubectl.get(resource) is None:
-        raise _not_found(cluster, settings, resource)
-    label = f"{INSTANCE}={resource.partition('/')[2]}"
-    if not kubectl.run("get", "pods", "-l", label, "-o", "name").split():
-        raise UserError(f"{resource} has no pods yet. Try again, or see `accel-ddp status {cluster.file} --name {name}`.")
-    words = ["logs", "-l", label, "-c", CONTAINER, "--prefix", "--tail=-1", f"--max-log-requests={max(5, len(cluster.nodes))}"]
-    return kubectl.show(*words, *(["-f"] if follow else []))
+def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
+    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job."""
+    kubectl = _Kubectl(cluster)
+    one = kubectl.find(job)
+    name = one["metadata"]["name"]
+    if not kubectl.pods(one):
+        raise UserError(f"{name} has no pods yet. Try again, or see `accel-ddp status {cluster.file} --name {job.name}`.")
+    words = ["logs", "-l", f"{INSTANCE}={name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
+    code = kubectl.show(*words, f"--max-log-requests={max(5, len(cluster.nodes))}", *(["-f"] if follow else []))
+    if code or not follow:
+        return code
+    one = kubectl.find(job)
+    if _state(one).startswith("Complete"):
+        return 0
+    if not _state(one).startswith("Failed"):
+        print(f"{name} has not finished, and its pods have. Kubernetes starts new pods: type the command again.", file=sys.stderr)
+        return 0
+    print(f"{name}: {_state(one)}", file=sys.stderr)
+    ends = [_end(pod) for pod in kubectl.pods(one)]
+    codes = [end.get("exitCode", 0) for end in sorted(ends, key=lambda end: end.get("finishedAt", ""))]
+    return next(filter(None, codes), 1)
 
 
-def stop(cluster: Cluster, name: str) -> int:
+def stop(cluster: Cluster, job: Job, now: bool) -> int:
     """Delete a job. Its ranks save a checkpoint within the grace period. Return after the pods have ended."""
-    settings, kubectl, resource = _find(cluster, name)
-    if kubectl.get(resource) is None:
-        raise _not_found(cluster, settings, resource)
-    name = resource.partition("/")[2]
-    print(f"stopping {resource}: its ranks have {settings['grace_seconds']} s to save a checkpoint", flush=True)
+    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
+    name = kubectl.find(job)["metadata"]["name"]
+    resource, seconds = f"{_TYPES[settings['kind']]}/{name}", settings["grace_seconds"]
+    if now:
+        kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
+        kubectl.run("delete", "pods", "-l", f"{INSTANCE}={name}", "--grace-period=1", timeout=0)
+    else:
+        print(f"stopping {resource}: its ranks have {seconds} s to save a checkpoint", flush=True)
+        # A deletion in the foreground ends after that of the pods.
+        kubectl.run("delete", resource, "--ignore-not-found", "--cascade=foreground", f"--timeout={seconds + 60}s", timeout=0)
     # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses, and pods need the Service until they end.
-    wait = ["--cascade=foreground", f"--timeout={settings['grace_seconds'] + 60}s"]
-    kubectl.run("delete", resource, "--ignore-not-found", *wait, timeout=0)
-    other = "service" if settings["kind"] == "Job" else f"trainingruntime.{TRAINER}"
-    kubectl.run("delete", f"{other}/{name}", "--ignore-not-found")
-    print("stopped")
+    kubectl.run("delete", f"{_OTHERS[settings['kind']]}/{name}", "--ignore-not-found")
+    print(f"stopped: {resource}")
     return 0
-
-
-def _find(cluster: Cluster, name: str) -> tuple[dict[str, Any], "_Kubectl", str]:
-    """Return the settings, kubectl, and TYPE/NAME of a job."""
-    settings = read_settings(cluster)
-    types = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
-    name = object_name(name, len(cluster.nodes), settings["kind"])
-    return settings, _Kubectl(cluster, settings), f"{types[settings['kind']]}/{name}"
-
-
-def _not_found(cluster: Cluster, settings: dict[str, Any], resource: str) -> UserError:
-    return UserError(f"there is no {resource} in the namespace {settings['namespace']}. Check --name and {cluster.file}.")
 
 
 def _state(found: dict[str, Any] | None) -> str:
@@ -128,13 +140,20 @@ def _index(pod: dict[str, Any]) -> int:
     return int(found.get("batch.kubernetes.io/job-completion-index", 0))
 
 
+def _end(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return how the container of a pod has ended, or {} if it has not."""
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return next((one["state"]["terminated"] for one in containers if one.get("state", {}).get("terminated")), {})
+
+
 def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
     """Return the state of a pod and the message that explains it."""
     status = pod.get("status", {})
     state, message = status.get("phase", "Unknown"), status.get("message", "")
+    if end := _end(pod):
+        reason = end.get("message") or end.get("reason", "")
+        return f"{state}, exit code {end.get('exitCode')}", reason if end.get("exitCode") else ""
     for container in status.get("containerStatuses", []):
-        if ended := container.get("state", {}).get("terminated"):
-            return f"{state}, exit code {ended.get('exitCode')}", ended.get("message", "") or ended.get("reason", "")
         if waiting := container.get("state", {}).get("waiting"):
             return f"{state}, {waiting.get('reason', 'waiting')}", waiting.get("message", "")
     for condition in status.get("conditions", []):
@@ -146,20 +165,25 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
 class _Kubectl:
     """The user's kubectl, in the context and namespace of a description."""
 
-    def __init__(self, cluster: Cluster, settings: dict[str, Any]):
-        self.cluster, self.namespace = cluster, settings["namespace"]
+    def __init__(self, cluster: Cluster):
+        settings = read_settings(cluster)
+        self.cluster, self.kind, self.namespace = cluster, settings["kind"], settings["namespace"]
         context = [f"--context={settings['context']}"] if "context" in settings else []
         self.words = ["kubectl", *context, f"--namespace={self.namespace}"]
 
-    def run(self, *words: str, text: str = "", check: bool = True, timeout: int = 30) -> str:
-        """Return the output of a kubectl command with `text` as its input. Raises UserError with the reason why it failed."""
+    def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
+        """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
         limit = [f"--request-timeout={timeout}s"] if timeout else []
         try:
-            done = subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
+            return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
         except FileNotFoundError:
             raise _missing_kubectl() from None
-        if done.returncode and check:
-            raise UserError(self._explain(words[0], done.stderr))
+
+    def run(self, *words: str, text: str = "", timeout: int = 15) -> str:
+        """Return the output of a kubectl command. Raises UserError with the reason why it failed."""
+        done = self.start(*words, text=text, timeout=timeout)
+        if done.returncode:
+            raise UserError(self.explain(words[0], done.stderr))
         return done.stdout
 
     def show(self, *words: str) -> int:
@@ -182,7 +206,22 @@ class _Kubectl:
             return None
         return json.loads(text) if output == "json" else {}
 
-    def _explain(self, command: str, error: str) -> str:
+    def find(self, job: Job) -> dict[str, Any]:
+        """Return the TrainJob or Job of a job. Raises UserError if it does not exist."""
+        name = object_name(job.name, len(self.cluster.nodes), self.kind)
+        if (found := self.get(f"{_TYPES[self.kind]}/{name}")) is None:
+            raise UserError(
+                f"there is no {self.kind} {name} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
+            )
+        return found
+
+    def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the pods of a TrainJob or Job, in the order of their nodes."""
+        text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
+        return sorted(json.loads(text)["items"], key=_index)
+
+    def explain(self, command: str, error: str) -> str:
+        """Return the message for a kubectl command that failed with the output `error`."""
         lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
         shown = " ".join(lines)[-600:] or "it printed nothing"
         where = f"kubectl {command} failed"
@@ -201,7 +240,7 @@ class _Kubectl:
             return f"{where}: the API server does not accept your credentials. Check `kubectl config current-context`. {shown}"
         if re.search(r"context .* does not exist|no context exists", error):
             return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
-        if re.search("forbidden", error, re.IGNORECASE):
+        if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook
             return f"{where}: you may not do this in the namespace {self.namespace}. kubectl printed: {shown}"
         return f"{where}, the cluster has refused it: {shown}"
 

@@ -115,7 +115,8 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
     return settings
 
 
-def fail(cluster: Cluster, key: str, value: object, reason: str) -> None:
+def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
+    """Raise UserError with a key of the description, its value and the reason."""
     raise UserError(f"{cluster.file}: {key} {value}: {reason}.")
 
 
@@ -296,30 +297,27 @@ def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
     """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
     files = [job.script] if uses_torchrun(cluster) else [job.script, config_word(cluster)]
     folder = cluster.nodes[0].folder
+    place = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
     lines = [
         f"image={shlex.quote(cluster.image)}",
         'fail() { echo "error: the image $image $*" >&2; exit 2; }',
         f"for program in accel-ddp {words[0]}; do",
         '  command -v "$program" > /dev/null || fail "does not contain the program $program. Install accel_ddp in the image."',
         "done",
-        *(
-            [f"cd {shlex.quote(folder)} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"]
-            if folder
-            else []
-        ),
+        *([f"cd {place} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"] if folder else []),
         f"for file in {to_shell(files)}; do",
         '  [ -f "$file" ] || fail "has no file $file in the folder $PWD. Copy it into the image, or change the key folder."',
         "done",
-        f"exec {_wrap(words)}",
+        f"exec {_wrap(words, job.script)}",
     ]
     return ["/bin/sh", "-c", _escape("\n".join(lines) + "\n")]
 
 
-def _wrap(words: list[str]) -> str:
+def _wrap(words: list[str], script: str) -> str:
     """Return a shell command with one option per line."""
     lines = [to_shell(words[:1])]
     for word in words[1:]:
-        if word.startswith("--"):
+        if word.startswith("--") or word == script:
             lines.append(to_shell([word]))
         else:
             lines[-1] += f" {to_shell([word])}"
