@@ -1,6 +1,9 @@
 """The interruption notice of a spot instance is read from IMDSv2, here from a local server with the same rules."""
 
+import json
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from datetime import datetime, timedelta, timezone
@@ -9,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from accel_ddp.launch import spot
-from tests.conftest import free_port
+from tests.conftest import ROOT, clean_environment, free_port
 
 END = datetime(2026, 11, 16, 12, 34, 56, tzinfo=timezone.utc)
 NOTICE = '{"action": "terminate", "time": "2026-11-16T12:34:56Z"}'
@@ -228,3 +231,55 @@ def test_the_address_follows_the_variables_of_the_sdks():
     client = spot.Metadata(spot.endpoint(both))
     assert (client.host, client.port, client.path) == ("127.0.0.1", 1338, "/x")
     assert spot.Metadata("http://[fd00:ec2::254]").host == "fd00:ec2::254"
+
+
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(75))  # as ranks do after their checkpoint
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("has_service", [True, False])
+def test_a_guard_turns_the_notice_into_a_stop_of_the_job(has_service, service, tmp_path):
+    """Without a service, the launching machine receives the warning, and the job goes on until the launching machine stops it."""
+    service.status = 0 if has_service else 404
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env=clean_environment(AWS_EC2_METADATA_SERVICE_ENDPOINT=service.address),
+    )  # fmt: skip
+    words = [sys.executable, "-c", SAVES]
+    request = {
+        "words": words, "kinds": [""] * len(words), "env": {}, "run_folder": str(tmp_path), "host": "node", "job": "job", "rank": 0,
+        "processes": 1, "detach": False, "first_rank": 0, "time_limit": None, "spot": "aws", "terminal": None,
+    }  # fmt: skip
+
+    def send(**message) -> None:
+        guard.stdin.write(json.dumps(message) + "\n")
+        guard.stdin.flush()
+
+    def read(kind: str) -> dict:
+        while (message := json.loads(guard.stdout.readline()))["is"] != kind:
+            assert message["is"] != "failed", message
+        return message
+
+    with guard:
+        beats = threading.Event()
+        send(do="start", **request)
+        assert read("out")["lines"] == ["trains"]
+        beat = threading.Thread(target=lambda: [send(do="beat") for _ in iter(lambda: beats.wait(2), True)])
+        beat.start()
+        try:
+            service.documents[spot.NOTICE] = NOTICE
+            notice = read("notice")["text"]
+            if has_service:
+                assert notice == "node: AWS ends this spot instance at 12:34:56 UTC: the job saves a checkpoint and stops"
+            else:
+                assert "remove `spot: aws`" in notice
+                send(do="stop", why="the test ends")
+            assert read("end")["code"] == 75
+        finally:
+            beats.set()
+            beat.join()
+            guard.stdin.close()

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class JobOnNode:
         self.lines: dict[int | None, Lines] = {}
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
+        self.spot_watch: threading.Event | None = None
 
     async def start(self) -> str:
         """Start the launcher. Return an error, or "" if it runs."""
@@ -111,8 +113,10 @@ class JobOnNode:
         if request["spot"] == "aws":
             from accel_ddp.launch import spot
 
-            tell = lambda when: loop.call_soon_threadsafe(self.stop, f"the spot instance is interrupted at {when}")
-            spot.watch(tell)
+            self.spot_watch = spot.watch(
+                lambda when: loop.call_soon_threadsafe(self.stop, f"AWS ends this spot instance at {when:%H:%M:%S} UTC"),
+                lambda text: loop.call_soon_threadsafe(self.note, text),
+            )
         self.waiting = asyncio.ensure_future(self._wait())
         return ""
 
@@ -149,6 +153,8 @@ class JobOnNode:
         await reading
         for timer in self.timers:
             timer.cancel()
+        if self.spot_watch:
+            self.spot_watch.set()
         for descriptor in self.outputs.filenos():
             asyncio.get_running_loop().remove_reader(descriptor)
         for rank, data in self.outputs.drain():
