@@ -1,10 +1,13 @@
 """Compares and checks what the nodes report about themselves, before anything is started."""
 
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor import compare
 from accel_ddp.doctor.report import ERROR, format_findings
+from accel_ddp.launch.code import compare_code, describe_code
 from accel_ddp.launch.commands import Job, config_word, uses_torchrun
 from accel_ddp.launch.description import Cluster, Node
 
@@ -17,16 +20,32 @@ def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tupl
     errors += _same_machines(cluster, facts)
     if errors:
         return errors, []
+    # rsync has just made the files equal. In a folder that is also a repository of the node, the commit is not that of the files.
+    keys = ("package",) if cluster.copy == "rsync" else ("package", "commit", "total", "files")
+    text = compare_code({node.host: _only(keys, found["code"]) for node, found in zip(cluster.nodes, facts)})
+    errors += [text] if text else []
     members = [
         {"host": node.host, "node": node.rank, "local_rank": 0, "ip": "", "pid": 0, "clock": found["clock"],
-         "facts": {"versions": found["versions"], "code": found["code"], "driver": found["driver"]}}
+         "facts": {"versions": found["versions"], "driver": found["driver"]}}
         for node, found in zip(cluster.nodes, facts)
     ]  # fmt: skip
     findings, table = compare.compare_facts(members)
     wrong = [finding for finding in findings if finding.severity == ERROR]
     mild = [finding for finding in findings if finding.severity != ERROR]
-    text = [f"the nodes differ:\n{format_findings(wrong)}\n" + "\n".join(table)] if wrong else []
-    return text, [format_findings(mild)] if mild else []
+    errors += [f"the nodes differ:\n{format_findings(wrong)}\n" + "\n".join(table)] if wrong else []
+    return errors, [format_findings(mild)] if mild else []
+
+
+def compare_with_this_machine(job: Job, facts: list[dict[str, Any]]) -> list[str]:
+    """Return a warning if this machine has other code than the nodes: the user may have forgotten to copy a change."""
+    here = describe_code(Path.cwd(), job.script)
+    keys = ("commit", "total", "files")
+    text = compare_code({"the node": _only(keys, facts[0]["code"]), "this machine": _only(keys, here)})
+    return [f"the nodes use the code in their own folders, and {text}"] if text else []
+
+
+def _only(keys: Iterable[str], code: dict[str, Any]) -> dict[str, Any]:
+    return {key: code.get(key) for key in keys}
 
 
 def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any]) -> list[str]:

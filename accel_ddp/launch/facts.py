@@ -15,6 +15,7 @@ from accel_ddp import __version__, recipe_files
 from accel_ddp.doctor import facts as doctor_facts
 from accel_ddp.doctor import gpus
 from accel_ddp.errors import UserError
+from accel_ddp.launch.code import describe_code
 from accel_ddp.launch.record import Record
 
 
@@ -30,7 +31,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "machine": machine_identity(),
         "address": os.environ.get("SSH_CONNECTION", "").split()[2:3],
         "versions": doctor_facts.package_versions(),
-        "code": doctor_facts.code_versions(script) if script else {},
+        "code": describe_code(Path.cwd(), script),
         "driver": driver,
         "gpus": None if present is None else len(present),
         "gpu_error": gpu_error,

@@ -145,7 +145,7 @@ KEYS = {
     "name": Key(_name, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
     "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`: the "
                   "current folder)"),
-    "copy": Key(_choice("none", "rsync", "git"), "`none` compares the code of the nodes, `rsync` copies the folder of the recipe "
+    "copy": Key(_choice("none", "rsync", "git"), "`none` compares the code of the nodes, `rsync` copies the current folder "
                 "first, `git` sends the current commit"),
     "venv": Key(_text, "virtual environment, relative to `folder` or absolute; the default is `.venv` if it exists, else `python3`"),
     "image": Key(_text, "`kubernetes`: the container image"),

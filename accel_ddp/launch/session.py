@@ -15,7 +15,9 @@ from accel_ddp.launch import checks, commands
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.console import Console
+from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import Cluster, shown_value
+from accel_ddp.launch.ssh import ssh_words
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 15.0  # without a message the connection to a node is lost
@@ -95,13 +97,12 @@ class Session:
     async def _run(self) -> int:
         cluster, job = self.cluster, self.job
         if cluster.copy != "none":
-            from accel_ddp.launch.code import copy_code
-            from accel_ddp.launch.ssh import ssh_words
-
-            await asyncio.to_thread(copy_code, cluster, Path.cwd(), lambda node: ssh_words(cluster, node))
+            await copy_code(cluster, find_source(job.script, cluster.copy), lambda node: ssh_words(cluster, node))
         self.connections = await open_all(cluster)
         facts = await self._collect_facts()
         errors, warnings = checks.find_errors(cluster, job, facts)
+        if not errors and cluster.copy == "none" and cluster.backend == "ssh" and Path(job.script).is_file():
+            warnings += await asyncio.to_thread(checks.compare_with_this_machine, job, facts)
         for text in warnings:
             self.console.note(text)
         if errors:
