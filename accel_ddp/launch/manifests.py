@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch.commands import (
