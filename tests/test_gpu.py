@@ -5,6 +5,7 @@ Two NCCL nodes share one GPU. Each has its own NCCL_HOSTID, so that NCCL treats 
 
 import json
 import re
+import signal
 import socket
 import sys
 import time
@@ -14,9 +15,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.numpy import load_file
 
-from tests.conftest import PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
+from tests.conftest import BIN, PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
 from tests.test_comm_hooks import COMPRESSED, assert_compressed
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +86,44 @@ def test_two_nccl_nodes_learn_what_one_learns(tmp_path):
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
+
+
+def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_path):
+    """`accel-ddp launch` counts the GPUs of each node, and learns what one node learns. Ctrl-C saves on both."""
+    nodes = [{"host": f"node{node}", "env": {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo"}} for node in (0, 1)]
+    keys = {"backend": "local", "nodes": nodes, "gpus_per_node": 1, "main_port": free_port(), "output": str(tmp_path)}
+    description = tmp_path / "cluster.yaml"
+    description.write_text(yaml.safe_dump(keys))
+    launch = [BIN / "accel-ddp", "launch"]
+    exact = [
+        "--no_tf32",
+        "--mixed_precision",
+        "no",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.01",
+        "--steps",
+        "20",
+        "--micro_batch_size",
+        "4",
+    ]
+    one_node(*exact, "--output_dir", tmp_path / "one")
+    ended = run_all([[*launch, "--name", "two", description, CLASSIFY, *exact]], [on_gpu()]).well()
+    assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.text
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
+    running = Running([[*launch, "--name", "stopped", description, CLASSIFY, "--steps", "100000"]], [on_gpu()])
+    running.until("step    10/100000")
+    running.processes[0].send_signal(signal.SIGINT)
+    ended = running.ended()
+    assert ended.codes == [75], ended.text
+    assert list((tmp_path / "stopped").glob("step_*"))
+    keys["gpus_per_node"] = torch.cuda.device_count() + 1
+    description.write_text(yaml.safe_dump(keys))
+    ended = run_all([[*launch, "--name", "many", description, CLASSIFY]], [on_gpu()])
+    assert ended.codes == [2]
+    assert f"states {torch.cuda.device_count() + 1}" in ended.text
 
 
 @pytest.mark.parametrize("recipe", ["sft", "embed"])
