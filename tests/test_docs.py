@@ -154,6 +154,8 @@ def commands_in(text: str) -> list[list[str]]:
     for words in filter(None, commands):
         if words[:1] == ["srun"]:
             found += commands_in(words[words.index("-c") + 1])
+        elif words[0] == "mpirun":
+            found.append(words[next(at for at, word in enumerate(words) if word in ("python", "accel-ddp")) :])
         else:
             found.append(words[1:] if words[0] == "exec" else words)
     return found

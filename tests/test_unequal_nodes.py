@@ -214,7 +214,7 @@ def test_torchrun_states_the_ranks_of_its_own_node(environment):
 def test_tune_prints_the_launcher_of_the_user():
     own = ["--nnodes=2", "--nproc-per-node", "2", "--node_rank", "0", "--master_addr", "a", "--minutes", "1"]
     assert _launch_command(2, own, ["r.py"]) == (
-        "torchrun --nnodes=2 --nproc-per-node 2 --master_addr a --node_rank $NODE_RANK r.py"
+        "torchrun --nproc_per_node $NUMBER_OF_RANKS --nnodes=2 --master_addr a --node_rank $NODE_RANK r.py"
     )
     own = ["--num_machines", "2", "--main-process-ip", "a", "--machine_rank", "0"]
     assert _launch_command(2, own, ["r.py"]) == (

@@ -20,7 +20,8 @@ CODES = {
     # This node: its numbers and addresses.
     "E_PROCESSES": Code(
         "num_processes is not a multiple of num_machines, or accelerate started another number of processes.",
-        "use a multiple of num_machines for num_processes, which is the total over all nodes",
+        "use a multiple of num_machines for num_processes, which is the total over all nodes; for different numbers of ranks on the "
+        "nodes, use torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`",
     ),
     "E_TRAINS_ALONE": Code(
         "This node would train alone, because of --cpu, distributed_type MULTI_CPU or NO, or num_machines 1.",
@@ -82,7 +83,8 @@ CODES = {
     "E_OUT": Code("`accel-ddp tune` cannot write to its output folder.", "choose another --out on this node"),
     "E_GPU_COUNT": Code(
         "This node has fewer visible GPUs than ranks.",
-        "use --num_processes with the number of nodes times the visible GPUs of one node; check CUDA_VISIBLE_DEVICES",
+        "use --num_processes with the number of nodes times the visible GPUs of one node, or --nproc_per_node of torchrun with the "
+        "visible GPUs of this node; check CUDA_VISIBLE_DEVICES",
     ),
     "E_CUDA_VISIBLE_DEVICES": Code(
         "CUDA_VISIBLE_DEVICES names a GPU that does not exist.", "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist"
@@ -137,9 +139,13 @@ CODES = {
     ),
     "E_LEFT": Code("A node closed its connection during the checks.", "read the output of that node; start it again"),
     "E_SILENT": Code("A node did not answer a request in time.", "read the output of that node; start it again"),
-    "E_DUPLICATE": Code("Several nodes have the same machine_rank.", "give each node its own machine_rank"),
+    "E_DUPLICATE": Code(
+        "Several nodes have the same machine_rank, or several processes the same RANK.", "give each node its own machine_rank"
+    ),
     "E_COUNTS": Code(
-        "The number of nodes or ranks differs between the nodes.", "use the same num_machines and num_processes on every node"
+        "The number of nodes differs between the nodes, or the numbers of ranks contradict the total.",
+        "use the same num_machines and num_processes on every node; for different numbers of ranks on the nodes, use torchrun with its "
+        "own --nproc_per_node on each node, or `accel-ddp launch`",
     ),
     "E_VERSIONS": Code(
         "Package versions differ between the nodes.",

@@ -21,6 +21,7 @@ it with `set -a; . OUT/tuned.env; set +a` on every node) and OUT/tuned.yaml (for
 and the address of the main node come from the same options and environment variables as for `accel-ddp doctor`."""
 
 DEFAULT_OUT = "accelerate_configs"
+OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
 _DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
 _LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
                    "--mixed_precision", "--rdzv_backend")  # fmt: skip
@@ -128,15 +129,15 @@ def _tokens_of_recipe(cfg: TrainConfig | None) -> int:
 def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -> str:
     """Return the command of the user's run: torchrun if there is one of its own options, and otherwise `accelerate launch`.
 
-    The command is the same on every node, except for --nproc_per_node.
+    The command is the same on every node. OWN_RANKS stands for the value of --nproc_per_node.
     """
     names = [f"--{word[2:].partition('=')[0].replace('-', '_')}" if word.startswith("--") else "" for word in own_words]
     is_torchrun = any(name in _TORCHRUN_OPTIONS and name not in _LAUNCH_OPTIONS for name in names)
     known, options = _TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS, []
     for index, (word, name) in enumerate(zip(own_words, names)):
-        if name in known:
+        if name in known and name != "--nproc_per_node":
             options += [word] if "=" in word else own_words[index : index + 2]
     rank = f"{'--node_rank' if is_torchrun else '--machine_rank'} $NODE_RANK" if nodes > 1 else ""
-    launcher = "torchrun" if is_torchrun else "accelerate launch"
+    launcher = f"torchrun --nproc_per_node {OWN_RANKS}" if is_torchrun else "accelerate launch"
     script = shlex.join(script_words) or "recipes/classify.py"
     return " ".join(filter(None, [launcher, shlex.join(options), rank, script]))

@@ -15,7 +15,7 @@ from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.tune import results, shapes
 from accel_ddp.tune.coordinator import Coordinator, TuningEnded
 from accel_ddp.tune.ddp import DdpTuner
-from accel_ddp.tune.options import TuneOptions
+from accel_ddp.tune.options import OWN_RANKS, TuneOptions
 from accel_ddp.tune.results import DdpConfig, Transport, Trial
 from accel_ddp.tune.settings import SettingsTuner
 from accel_ddp.tune.shapes import Entries, Gradients
@@ -118,7 +118,8 @@ class Tuner:
         for node in range(self.nodes):
             out = shlex.quote(str(self.coordinator.members[node].info["out"]).rstrip("/"))
             config = f" --config {out}/tuned.yaml" if ddp_best else ""
-            text = f"To use the result, run on every node:\n  set -a; . {out}/{env_name}; set +a\n  {self.options.launch}{config}"
+            launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
+            text = f"To use the result, run on every node:\n  set -a; . {out}/{env_name}; set +a\n  {launch}{config}"
             await self.coordinator.send({"command": "print", "text": text}, only=node)
         if not is_complete:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
@@ -143,9 +144,8 @@ class Tuner:
         default_time = results.format_time(default.milliseconds.get(largest, math.nan))
         hosts = [str(self.coordinator.members[node].info["host"]) for node in range(self.nodes)]
         ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
-        header = [
-            f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks} ({self.coordinator.hosts}), {transport.device}, {transport.version}"
-        ]
+        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
+        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
         header.append(f"all-reduce of {results.format_size(largest)}: {best_time} ms")
         if best is default:
             header[-1] += " with the default settings"
