@@ -21,7 +21,7 @@ from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_f
 __all__ = ["launch", "logs", "render", "status", "stop"]
 
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
-SUBMIT_SECONDS = 4.0  # for Slurm's scheduler to start a job or to state why it waits
+SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
 RESEND_SECONDS = 5.0  # a rank that is still importing its packages ignores the signal of a stop
 # A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
@@ -222,14 +222,19 @@ def _explain_refusal(cluster: Cluster, text: str) -> str:
 
 
 def _report_start(number: str) -> int:
-    """Print whether the job runs or why it waits. Return 1 if it has failed at once or may never start."""
-    deadline = time.monotonic() + SUBMIT_SECONDS
+    """Print whether the job runs or why it waits. Return 1 if it may never start, and its exit code if it has failed at once."""
+    began = time.monotonic()
     while True:
         one = _show(number)
+        waited = time.monotonic() - began
         is_usual = one is None or one.reason.split(",")[0] in USUAL_REASONS
-        if one is None or one.state != "PENDING" or (not is_usual and time.monotonic() > deadline - SUBMIT_SECONDS / 2):
+        if one is None or waited > SUBMIT_SECONDS:
             break
-        if time.monotonic() > deadline:
+        if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
+            is_known = not is_usual and waited > SUBMIT_SECONDS / 2
+        else:  # the checks of the nodes at the begin of the script take less than a second
+            is_known = not one.is_active or (one.state == "RUNNING" and one.run_time >= "00:00:02")
+        if is_known:
             break
         time.sleep(0.25)
     if one is None:
@@ -247,13 +252,12 @@ def _report_start(number: str) -> int:
     if one.is_active or one.code == 0:
         print(f"state:   {one.describe()}")
         return 0
-    hint = (
-        ""
-        if one.log.exists()
-        else f" There is no log: {one.host} cannot write {one.log}. Is this folder on a disk that all nodes share?"
-    )
-    print(f"error: job {number} {one.describe()} at once: {one.reason}.{hint}", file=sys.stderr)
-    return 1
+    print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
+    if one.log.exists():
+        print("".join(one.log.read_text(errors="replace").splitlines(keepends=True)[-20:]), end="", file=sys.stderr)
+    else:
+        print(f"{one.host} cannot write {one.log}. Put this folder on a disk that all nodes share.", file=sys.stderr)
+    return one.code
 
 
 def _unavailable_nodes() -> str:
@@ -333,13 +337,13 @@ def _show_all(number: str) -> list[SlurmJob]:
 
 
 def _parse(line: str) -> SlurmJob:
-    values = dict(re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line))
+    values = {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line)}
     code, _, by_signal = values.get("ExitCode", "0:0").partition(":")
     return SlurmJob(
         number=values["JobId"], name=values.get("JobName", ""), state=values.get("JobState", "?"), reason=values.get("Reason", ""),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=int(code) or (128 + int(by_signal) if int(by_signal or 0) else 0), restarts=int(values.get("Restarts", 0)),
-        host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "").strip()),
+        host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
     )  # fmt: skip
 
 
