@@ -93,7 +93,10 @@ def test_bash_accepts_the_script(tmp_path):
     for script in variants(tmp_path):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         if shutil.which("shellcheck"):
-            done = subprocess.run(["shellcheck", "-"], input=script, text=True, capture_output=True)
+            # Not reported: values in single quotes, functions that run on other nodes, and a file that is not here.
+            done = subprocess.run(
+                ["shellcheck", "--exclude=SC2016,SC2317,SC1091", "-"], input=script, text=True, capture_output=True
+            )
             assert done.returncode == 0, done.stdout
 
 

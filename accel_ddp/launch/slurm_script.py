@@ -144,29 +144,25 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
         words.append(Shell("${SLURM_RESTART_COUNT:+--resume=auto}"))
     lines = [
         "# ---- These functions run on each node.",
-        "# shellcheck disable=SC2317",
         "fail() {",
         '    echo "error: $(hostname): $1" >&2',
         f"    exit {USER_ERROR}",
         "}",
         "",
-        "# shellcheck disable=SC2317",
         "enter() {",
         '    cd "$FOLDER" || fail "folder $FOLDER: this node cannot enter it. Put the code there, or change the key folder."',
     ]
     if cluster.nodes[0].venv:
         lines += [
             '    [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."',
-            "    # shellcheck disable=SC1091",
             '    . "$VENV/bin/activate"',
         ]
     else:
-        lines += ["    # shellcheck disable=SC1091", "    if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"]
+        lines.append("    if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi")
     return [
         *lines,
         "}",
         "",
-        "# shellcheck disable=SC2317",
         "check() {",
         "    enter",
         f"    command -v {launcher} >/dev/null ||",
@@ -178,7 +174,6 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
         f'{cluster.nodes[0].processes}. Set the key slurm.cpu." >&2',
         "}",
         "",
-        "# shellcheck disable=SC2016,SC2317",
         "train() {",
         "    # Slurm signals every process. USR2 would end the launcher, so the launcher ignores it. The ranks handle it.",
         '    trap "" USR2',
