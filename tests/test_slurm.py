@@ -93,9 +93,9 @@ def test_bash_accepts_the_script(tmp_path):
     for script in variants(tmp_path):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         if shutil.which("shellcheck"):
-            # Not reported: values in single quotes, functions that run on other nodes, and a file that is not here.
+            # Not reported: values in single quotes, a loop over one name, functions that run on nodes, and a file that is not here.
             done = subprocess.run(
-                ["shellcheck", "--exclude=SC2016,SC2317,SC1091", "-"], input=script, text=True, capture_output=True
+                ["shellcheck", "--exclude=SC2016,SC2043,SC2317,SC1091", "-"], input=script, text=True, capture_output=True
             )
             assert done.returncode == 0, done.stdout
 
@@ -436,6 +436,26 @@ def test_tasks_of_an_array_run_on_the_same_nodes_at_once(user):
     assert seeds == [0, 1]
     names = sorted(path.name for path in (user.home / "runs" / "job" / "launch").iterdir())
     assert names == ["job.sh", f"slurm-{number}_0.log", f"slurm-{number}_1.log"]
+
+
+@pytest.mark.slurm
+def test_one_task_of_an_array_is_queued_again_and_stop_ends_all(user):
+    """The number of the last task is also that of the whole array, which must not be queued again with it."""
+    file = user.describe(slurm='{options: ["--array=0-1"]}')
+    number = user.launch(file, "--steps", 500, "--step_seconds", 0.5)
+    for task in (0, 1):
+        user.wait_for_step(2, f"job/{task}")
+    last = next(task for task in (0, 1) if user.cluster.job(f"{number}_{task}")["JobId"] == number)
+    user.cluster.run("scancel", "--signal=USR2", f"{number}_{last}")
+    user.wait_for_requeue(f"{number}_{last}", 1)
+    other = user.cluster.job(f"{number}_{1 - last}")
+    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
+    step = user.step(f"job/{last}")
+    user.wait_for_step(step + 2, f"job/{last}")
+    assert user.run("status", file).stdout.count("running on node[0-1]") == 2
+    stopped = user.run("stop", file).stdout
+    for task in (0, 1):
+        assert f"job {number}_{task} (job): ended with exit code 75 (FAILED). It has saved a checkpoint" in stopped
 
 
 @pytest.mark.slurm

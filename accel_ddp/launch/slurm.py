@@ -66,7 +66,7 @@ ACTIVE = (
 class SlurmJob:
     """A job, or a task of an array, as `scontrol show job` describes it."""
 
-    number: str
+    number: str  # of a task of an array: ARRAY_TASK
     name: str
     state: str
     reason: str
@@ -321,9 +321,10 @@ def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
     done = _call(*words, f"--name={name}") if name else _call(*words)
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
-    found = [one for number in dict.fromkeys(done.stdout.split()) for one in _show_all(number)]
+    # The number of the last task of an array is that of the whole array, so that a task may be found twice.
+    found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
     folder = code_folder(cluster)
-    return [one for one in found if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
+    return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
 
 
 def _show(number: str) -> SlurmJob | None:
@@ -331,7 +332,7 @@ def _show(number: str) -> SlurmJob | None:
 
 
 def _show_all(number: str) -> list[SlurmJob]:
-    """Return a job, or all tasks of an array. It is empty if Slurm has forgotten the job, by default 5 minutes after its end."""
+    """Return a job, or all tasks of an array. Slurm removes a job, by default 5 minutes after its end."""
     done = _call("scontrol", "--oneliner", "show", "job", number)
     return [_parse(line) for line in done.stdout.splitlines() if "JobId=" in line]
 
@@ -339,8 +340,10 @@ def _show_all(number: str) -> list[SlurmJob]:
 def _parse(line: str) -> SlurmJob:
     values = {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line)}
     code, _, by_signal = values.get("ExitCode", "0:0").partition(":")
+    task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
+    number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=values["JobId"], name=values.get("JobName", ""), state=values.get("JobState", "?"), reason=values.get("Reason", ""),
+        number=number, name=values.get("JobName", ""), state=values.get("JobState", "?"), reason=values.get("Reason", ""),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=int(code) or (128 + int(by_signal) if int(by_signal or 0) else 0), restarts=int(values.get("Restarts", 0)),
         host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
@@ -356,7 +359,7 @@ def _log_files(cluster: Cluster, job: Job) -> list[Path]:
 
 
 def _last_job(cluster: Cluster, job: Job) -> SlurmJob | None:
-    """Return the job of the newest log, which has ended. None: Slurm has forgotten it."""
+    """Return the job of the newest log, which has ended. None: Slurm does not store it any more."""
     for file in _log_files(cluster, job)[-1:]:
         return _show(file.stem.removeprefix("slurm-"))
     return None

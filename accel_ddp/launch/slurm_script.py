@@ -217,13 +217,15 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
         "on_each_node train",
         "code=$?",
     ]
+    # The id of the last task is also that of the whole array.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if is_array(cluster) else '"$SLURM_JOB_ID"'
     if is_batch:
         lines += [
             f"# {STOPPED}: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.",
             "# `accel-ddp stop` sets Requeue=0 before it stops the ranks.",
-            f'if [ "$code" = {STOPPED} ] && scontrol show job "$SLURM_JOB_ID" | grep -q Requeue=1; then',
+            f'if [ "$code" = {STOPPED} ] && scontrol show job {job} | grep -q Requeue=1; then',
             '    echo "the job is queued again: restart $((${SLURM_RESTART_COUNT:-0} + 1))"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            f"    scontrol requeue {job}",
             "fi",
         ]
     return [*lines, 'exit "$code"']
