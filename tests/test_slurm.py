@@ -256,6 +256,19 @@ def test_wrong_descriptions_are_refused(tmp_path):
         read_description(file)
 
 
+def test_the_page_shows_the_script_as_it_is(tmp_path, monkeypatch):
+    texts = dict(
+        re.findall(r"^```(yaml|text)\n(.*?)^```$", (ROOT / "docs" / "slurm.md").read_text(), re.MULTILINE | re.DOTALL)[:2]
+    )
+    monkeypatch.chdir(ROOT)
+    Path(tmp_path, "cluster.yaml").write_text(texts["yaml"])
+    cluster = read_description(tmp_path / "cluster.yaml")
+    script = render(cluster, make_job(cluster, "recipes/own_model.py", ["--steps", "6000", "--lr", "1e-3"]))
+    assert texts["text"] == script.replace(str(tmp_path / "cluster.yaml"), "cluster.yaml").replace(
+        str(ROOT), "/home/me/accel_ddp"
+    )
+
+
 def launch_here(*words: object, **variables: str) -> subprocess.CompletedProcess:
     env = {name: value for name, value in clean_environment(**variables).items() if not name.startswith("SLURM_")}
     return subprocess.run([*CLI, *map(str, words)], env=env, cwd=ROOT, capture_output=True, text=True)
@@ -529,7 +542,7 @@ def test_stop_ends_a_job_that_is_still_starting_and_stop_now_one_that_trains(use
     assert user.cluster.job(number)["Restarts"] == "0"
     number = user.launch(file, "--steps", 500, "--step_seconds", 0.5, "--resume")
     user.wait_for_step(1)
-    assert f"job {number} (job): ended with exit code" in user.run("stop", "--now", file).stdout
+    assert user.run("stop", "--now", file).stdout == f"job {number} (job): cancelled\n"
     assert user.cluster.job(number)["JobState"] == "CANCELLED"
 
 
@@ -554,7 +567,7 @@ def test_a_job_that_may_never_start_is_reported(user):
     user.cluster.admin("scontrol", "update", "NodeName=node1", "State=DRAIN", "Reason=fan is broken")
     drained = user.run("launch", user.describe("drained"), TRAINS, check=False)
     assert drained.returncode == 1
-    assert "waits and may never start: " in drained.stderr
+    assert "waits and may never start: Nodes required for job are DOWN, DRAINED" in drained.stderr
     assert "node1 is drained (fan is broken)" in drained.stderr
     assert "accel-ddp stop" in drained.stdout
     assert "waiting (" in user.run("status", user.describe("drained")).stdout

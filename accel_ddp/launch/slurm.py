@@ -88,6 +88,8 @@ class SlurmJob:
             return f"waiting ({self.reason})"
         if self.is_active:
             return f"{self.state.lower()} on {self.nodes} for {self.run_time}"
+        if self.state == "CANCELLED":
+            return "cancelled"
         return f"ended with exit code {self.code} ({self.state})"
 
 
@@ -211,7 +213,7 @@ def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
-    reason = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
+    reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
     key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
@@ -343,7 +345,8 @@ def _parse(line: str) -> SlurmJob:
     task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
     number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=number, name=values.get("JobName", ""), state=values.get("JobState", "?"), reason=values.get("Reason", ""),
+        number=number, name=values.get("JobName", ""), state=values.get("JobState", "?"),
+        reason=values.get("Reason", "").replace("_", " "),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=int(code) or (128 + int(by_signal) if int(by_signal or 0) else 0), restarts=int(values.get("Restarts", 0)),
         host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
