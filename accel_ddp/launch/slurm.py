@@ -18,8 +18,6 @@ from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_folder, render, split_environment
 
-__all__ = ["launch", "logs", "render", "status", "stop"]
-
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
