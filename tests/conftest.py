@@ -18,7 +18,7 @@ import pytest
 
 from tests import forking
 
-pytest_plugins = ["tests.nodes", "tests.parallel", "tests.ssh_nodes"]
+pytest_plugins = ["tests.nodes", "tests.parallel", "tests.ssh_nodes", "tests.slurm_cluster"]
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"

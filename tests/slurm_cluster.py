@@ -172,9 +172,9 @@ class SlurmCluster:
         return subprocess.run(command, env=self.environment(), capture_output=True, text=True).stdout.split()
 
     def job(self, number: object) -> dict[str, str]:
-        """Return what `scontrol show job` prints, as name and value. Slurm forgets a job 300 s after its end."""
+        """Return what `scontrol show job` prints, as name and value. Slurm removes a job 300 s after its end."""
         text = self.admin("scontrol", "--oneliner", "show", "job", number)
-        return dict(re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", text.splitlines()[0]))
+        return {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", text.splitlines()[0])}
 
     def wait(self, is_true: Callable[[], object], what: str, seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds

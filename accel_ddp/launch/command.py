@@ -1,6 +1,7 @@
 """`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -51,7 +52,7 @@ def launch(words: list[str]) -> int:
     check_name(given.name)
     cluster = read_description(file, given.set)
     job = make_job(cluster, recipe, options, given.name)
-    check_options(job)
+    check_options(cluster, job)
     if given.is_printed and cluster.backend in ("ssh", "local"):
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
@@ -70,13 +71,18 @@ def launch(words: list[str]) -> int:
     return backend.launch(cluster, job)
 
 
-def check_options(job: Job) -> None:
+def check_options(cluster: Cluster, job: Job) -> None:
     """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked."""
     if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
         return
     from accel_ddp.doctor.options import load_recipe_config
 
-    load_recipe_config([job.script, *job.options])
+    options: Iterable[str] = job.options
+    if cluster.backend == "slurm":
+        from accel_ddp.launch.slurm_script import is_array
+
+        options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
+    load_recipe_config([job.script, *options])
 
 
 def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:

@@ -143,8 +143,8 @@ KEYS = {
     "gpus_per_node": Key(_number(0, 64), "GPUs of each node; 0 trains on CPUs"),
     "processes_per_node": Key(_number(1, 1024), "ranks of each node; the default is one for each GPU, and 1 without GPUs"),
     "name": Key(_name, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
-    "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`: the "
-                  "current folder)"),
+    "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`, `slurm`: "
+                  "the current folder)"),
     "copy": Key(_choice("none", "rsync", "git"), "`none` compares the code of the nodes, `rsync` copies the current folder "
                 "first, `git` sends the current commit"),
     "venv": Key(_text, "virtual environment, relative to `folder` or absolute; the default is `.venv` if it exists, else `python3`"),
@@ -186,6 +186,8 @@ TABLES = {
         "account": Key(_text, "`--account`"),
         "qos": Key(_text, "`--qos`"),
         "gres": Key(_text, "`--gres` instead of the number of GPUs, for example gpu:a100:8"),
+        "cpu": Key(_number(1), "CPUs of each node, `--cpus-per-task`; without this key, most clusters give one"),
+        "memory": Key(_text, "memory of each node, `--mem`, for example 128G"),
         "signal_seconds": Key(_number(10, 65535), "how long before the time limit the job is asked to save (120)"),
         "requeue": Key(_flag, "whether the job is queued again after a preemption or the time limit (true)"),
         "options": Key(_words, "further options of sbatch, for example [--exclusive]"),

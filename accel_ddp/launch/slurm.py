@@ -18,10 +18,8 @@ from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_folder, render, split_environment
 
-__all__ = ["launch", "logs", "render", "status", "stop"]
-
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
-SUBMIT_SECONDS = 4.0  # for Slurm's scheduler to start a job or to state why it waits
+SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
 RESEND_SECONDS = 5.0  # a rank that is still importing its packages ignores the signal of a stop
 # A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
@@ -66,7 +64,7 @@ ACTIVE = (
 class SlurmJob:
     """A job, or a task of an array, as `scontrol show job` describes it."""
 
-    number: str
+    number: str  # of a task of an array: ARRAY_TASK
     name: str
     state: str
     reason: str
@@ -88,6 +86,8 @@ class SlurmJob:
             return f"waiting ({self.reason})"
         if self.is_active:
             return f"{self.state.lower()} on {self.nodes} for {self.run_time}"
+        if self.state == "CANCELLED":
+            return "cancelled"
         return f"ended with exit code {self.code} ({self.state})"
 
 
@@ -211,7 +211,7 @@ def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
-    reason = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
+    reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
     key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
@@ -222,14 +222,19 @@ def _explain_refusal(cluster: Cluster, text: str) -> str:
 
 
 def _report_start(number: str) -> int:
-    """Print whether the job runs or why it waits. Return 1 if it has failed at once or may never start."""
-    deadline = time.monotonic() + SUBMIT_SECONDS
+    """Print whether the job runs or why it waits. Return 1 if it may never start, and its exit code if it has failed at once."""
+    began = time.monotonic()
     while True:
         one = _show(number)
+        waited = time.monotonic() - began
         is_usual = one is None or one.reason.split(",")[0] in USUAL_REASONS
-        if one is None or one.state != "PENDING" or (not is_usual and time.monotonic() > deadline - SUBMIT_SECONDS / 2):
+        if one is None or waited > SUBMIT_SECONDS:
             break
-        if time.monotonic() > deadline:
+        if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
+            is_known = not is_usual and waited > SUBMIT_SECONDS / 2
+        else:  # the checks of the nodes at the begin of the script take less than a second
+            is_known = not one.is_active or (one.state == "RUNNING" and one.run_time >= "00:00:02")
+        if is_known:
             break
         time.sleep(0.25)
     if one is None:
@@ -247,13 +252,12 @@ def _report_start(number: str) -> int:
     if one.is_active or one.code == 0:
         print(f"state:   {one.describe()}")
         return 0
-    hint = (
-        ""
-        if one.log.exists()
-        else f" There is no log: {one.host} cannot write {one.log}. Is this folder on a disk that all nodes share?"
-    )
-    print(f"error: job {number} {one.describe()} at once: {one.reason}.{hint}", file=sys.stderr)
-    return 1
+    print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
+    if one.log.exists():
+        print("".join(one.log.read_text(errors="replace").splitlines(keepends=True)[-20:]), end="", file=sys.stderr)
+    else:
+        print(f"{one.host} cannot write {one.log}. Put this folder on a disk that all nodes share.", file=sys.stderr)
+    return one.code
 
 
 def _unavailable_nodes() -> str:
@@ -317,9 +321,10 @@ def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
     done = _call(*words, f"--name={name}") if name else _call(*words)
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
-    found = [one for number in dict.fromkeys(done.stdout.split()) for one in _show_all(number)]
+    # The number of the last task of an array is that of the whole array, so that a task may be found twice.
+    found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
     folder = code_folder(cluster)
-    return [one for one in found if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
+    return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
 
 
 def _show(number: str) -> SlurmJob | None:
@@ -327,19 +332,22 @@ def _show(number: str) -> SlurmJob | None:
 
 
 def _show_all(number: str) -> list[SlurmJob]:
-    """Return a job, or all tasks of an array. It is empty if Slurm has forgotten the job, by default 5 minutes after its end."""
+    """Return a job, or all tasks of an array. Slurm removes a job, by default 5 minutes after its end."""
     done = _call("scontrol", "--oneliner", "show", "job", number)
     return [_parse(line) for line in done.stdout.splitlines() if "JobId=" in line]
 
 
 def _parse(line: str) -> SlurmJob:
-    values = dict(re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line))
+    values = {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line)}
     code, _, by_signal = values.get("ExitCode", "0:0").partition(":")
+    task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
+    number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=values["JobId"], name=values.get("JobName", ""), state=values.get("JobState", "?"), reason=values.get("Reason", ""),
+        number=number, name=values.get("JobName", ""), state=values.get("JobState", "?"),
+        reason=values.get("Reason", "").replace("_", " "),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=int(code) or (128 + int(by_signal) if int(by_signal or 0) else 0), restarts=int(values.get("Restarts", 0)),
-        host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "").strip()),
+        host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
     )  # fmt: skip
 
 
@@ -352,7 +360,7 @@ def _log_files(cluster: Cluster, job: Job) -> list[Path]:
 
 
 def _last_job(cluster: Cluster, job: Job) -> SlurmJob | None:
-    """Return the job of the newest log, which has ended. None: Slurm has forgotten it."""
+    """Return the job of the newest log, which has ended. None: Slurm does not store it any more."""
     for file in _log_files(cluster, job)[-1:]:
         return _show(file.stem.removeprefix("slurm-"))
     return None

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from accel_ddp.errors import STOPPED, USER_ERROR, UserError
-from accel_ddp.launch.commands import Job, Shell, launcher_words, node_environment, uses_torchrun
+from accel_ddp.launch.commands import Job, Shell, has_option, launcher_words, node_environment, uses_torchrun
 from accel_ddp.launch.description import Cluster, read_env_file, shown_value
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
@@ -66,13 +66,15 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
     node, slurm, seconds = cluster.nodes[0], cluster.slurm, signal_seconds(cluster)
     log = str(launch_folder(cluster, job)).replace("%", "%%") + f"/slurm-{'%A_%a' if is_array(cluster) else '%j'}.log"
     is_requeued = slurm.get("requeue", True)
-    gres = slurm.get("gres", f"gpu:{node.gpus}" if node.gpus else "")
+    gres = slurm.get("gres", f"gpu:{min(node.gpus, node.processes)}" if node.gpus else "")
     options = [
         ("job-name", job.name, ""),
         *((key, slurm[key], "") for key in ("partition", "account", "qos") if key in slurm),
         ("nodes", len(cluster.nodes), ""),
         ("ntasks-per-node", 1, "One launcher runs on each node, and starts the ranks of this node."),
         *([("gres", gres, "")] if gres else []),
+        *([("cpus-per-task", slurm["cpu"], "")] if "cpu" in slurm else []),
+        *([("mem", slurm["memory"], "")] if "memory" in slurm else []),
         *([("time", _slurm_time(cluster.time_limit), "")] if cluster.time_limit else []),
         ("signal", f"USR2@{seconds}", f"{seconds} s before the time limit, the ranks save a checkpoint and stop."),
         (
@@ -138,40 +140,40 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
     words = launcher_words(
         cluster, job, node_rank=Shell('"$SLURM_NODEID"'), address=Shell('"$MAIN_ADDRESS"'), port=Shell('"$MAIN_PORT"')
     )
-    is_ours = any(re.match(r"--output[_-]dir(=|$)", word) for word in job.options)
-    if is_ours and not any(re.match(r"--resume(=|$)", word) for word in job.options):
+    if has_option("output_dir", job.options) and not has_option("resume", job.options):
         words.append(Shell("${SLURM_RESTART_COUNT:+--resume=auto}"))
     lines = [
         "# ---- These functions run on each node.",
-        "# shellcheck disable=SC2317",
         "fail() {",
         '    echo "error: $(hostname): $1" >&2',
         f"    exit {USER_ERROR}",
         "}",
         "",
-        "# shellcheck disable=SC2317",
         "enter() {",
         '    cd "$FOLDER" || fail "folder $FOLDER: this node cannot enter it. Put the code there, or change the key folder."',
     ]
     if cluster.nodes[0].venv:
         lines += [
             '    [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."',
-            "    # shellcheck disable=SC1091",
             '    . "$VENV/bin/activate"',
         ]
+    else:
+        lines.append("    if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi")
     return [
         *lines,
         "}",
         "",
-        "# shellcheck disable=SC2317",
         "check() {",
         "    enter",
         f"    command -v {launcher} >/dev/null ||",
         f'        fail "the PATH of this node has no {launcher}. Set the key venv to an environment with accel_ddp."',
         '    [ -f "$SCRIPT" ] || fail "there is no $SCRIPT in $FOLDER on this node."',
+        "    # Slurm gives a task one CPU by default. nproc returns OMP_NUM_THREADS if it is set.",
+        "    cpus=$(env -u OMP_NUM_THREADS nproc)",
+        f'    [ "$cpus" -ge {cluster.nodes[0].processes} ] || echo "warning: $(hostname): CPUs of the job: $cpus, ranks: '
+        f'{cluster.nodes[0].processes}. Set the key slurm.cpu." >&2',
         "}",
         "",
-        "# shellcheck disable=SC2016,SC2317",
         "train() {",
         "    # Slurm signals every process. USR2 would end the launcher, so the launcher ignores it. The ranks handle it.",
         '    trap "" USR2',
@@ -197,8 +199,8 @@ def _command_lines(words: list[str], has_tasks: bool) -> list[str]:
 def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
     nodes = len(cluster.nodes)
     options = [f'--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --nodelist="$nodes"']
-    # SLURM_EXPORT_ENV of a user must not keep the variables from the ranks, and one task must not be bound to one core.
-    options.append("--export=ALL --cpu-bind=none --kill-on-bad-exit=0" + (" --label" if nodes > 1 else ""))
+    # With SBATCH_EXPORT=NONE in the environment of the user, srun would not give the variables of the script to the tasks either.
+    options.append("--export=ALL --kill-on-bad-exit=0" + (" --label" if nodes > 1 else ""))
     if not is_batch:
         # Ctrl-C reaches the ranks at once. A shell of `srun --pty` has already taken all resources of the allocation.
         options.append("--disable-status ${SLURM_STEP_ID:+--overlap}")
@@ -215,13 +217,15 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
         "on_each_node train",
         "code=$?",
     ]
+    # The id of the last task is also that of the whole array.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if is_array(cluster) else '"$SLURM_JOB_ID"'
     if is_batch:
         lines += [
             f"# {STOPPED}: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.",
             "# `accel-ddp stop` sets Requeue=0 before it stops the ranks.",
-            f'if [ "$code" = {STOPPED} ] && scontrol show job "$SLURM_JOB_ID" | grep -q Requeue=1; then',
+            f'if [ "$code" = {STOPPED} ] && scontrol show job {job} | grep -q Requeue=1; then',
             '    echo "the job is queued again: restart $((${SLURM_RESTART_COUNT:-0} + 1))"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            f"    scontrol requeue {job}",
             "fi",
         ]
     return [*lines, 'exit "$code"']
@@ -249,7 +253,10 @@ def launch_folder(cluster: Cluster, job: Job) -> Path:
 
 def split_environment(cluster: Cluster) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that the script contains, and those that only the environment of sbatch contains."""
-    every = node_environment(cluster, cluster.nodes[0])
+    node = cluster.nodes[0]
+    every = node_environment(cluster, node)
+    if "CUDA_VISIBLE_DEVICES" not in node.env:
+        every.pop("CUDA_VISIBLE_DEVICES", None)  # Slurm chooses the GPUs
     from_files = {name for file in cluster.env_files for name in read_env_file(Path(file), file)}
     sent = {name: value for name, value in every.items() if name in from_files or shown_value(name, value) != value}
     return {name: value for name, value in every.items() if name not in sent}, sent
