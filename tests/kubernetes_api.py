@@ -41,6 +41,8 @@ def typed_errors(one: dict[str, Any]) -> list[str]:
 
     names = {"TrainJob": "TrainerV1alpha1TrainJob", "TrainingRuntime": "TrainerV1alpha1TrainingRuntime", "Job": "IoK8sApiBatchV1Job",
              "Service": "IoK8sApiCoreV1Service"}  # fmt: skip
+    if one["kind"] not in names:
+        return []
     try:
         read = getattr(models, names[one["kind"]]).from_dict(one)
     except (ValidationError, ValueError) as error:

@@ -12,6 +12,7 @@ import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -250,7 +251,7 @@ def test_options_of_the_user_are_kept(tmp_path):
 # ---- the command of a pod runs
 
 
-def environments_of(objects: list[dict], nodes: list, port: int, **more: str) -> list[dict[str, str]]:
+def environments_of(objects: list[dict], nodes: list, **more: str) -> list[dict[str, str]]:
     """Return the variables of the pods, as the manifest and the controllers set them."""
     (container,) = pod_of(objects)["containers"]
     own = {one["name"]: expand(one["value"], {}) for one in container["env"]}
@@ -264,7 +265,7 @@ def environments_of(objects: list[dict], nodes: list, port: int, **more: str) ->
             controller |= {
                 "PET_NODE_RANK": str(index),
                 "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
-                "PET_MASTER_PORT": str(port),
+                "PET_MASTER_PORT": "29500",
             }
         found.append(clean_environment(**own, **controller, **more))
     return found
@@ -273,12 +274,24 @@ def environments_of(objects: list[dict], nodes: list, port: int, **more: str) ->
 def hosts_of(objects: list[dict], nodes: list) -> dict[str, str]:
     """Return the names that the headless service gives to pods."""
     name, is_job = objects[-1]["metadata"]["name"], objects[-1]["kind"] == "Job"
-    return {f"{name}-{'' if is_job else 'node-0-'}{node.number}.{name}": node.address for node in nodes}
+    return {f"{name}-{'' if is_job else 'node-0-'}{index}.{name}": node.address for index, node in enumerate(nodes)}
 
 
 def weights(folder: Path) -> dict[str, bytes]:
     path = folder / "step_00000012"
     return {name: (path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def start_pods(file: Path, nodes: list, *options: str, only: int | None = None) -> Running:
+    """Run the command of the container in manifests on nodes, with the variables and host names that controllers set."""
+    objects = manifest(file, *options, recipe=TRAINS)
+    (container,) = pod_of(objects)["containers"]
+    for node in nodes:
+        node.hosts(hosts_of(objects, nodes))
+    commands = [node.command([expand(word, {}) for word in container["command"]]) for node in nodes]
+    environments = environments_of(objects, nodes, OMP_NUM_THREADS="1")
+    started = slice(None) if only is None else slice(only, only + 1)
+    return Running(commands[started], environments[started])
 
 
 @pytest.fixture(scope="module")
@@ -299,29 +312,39 @@ def test_an_evicted_pod_saves_and_pods_that_are_started_again_continue_with_the_
 ):
     nodes.require("hosts files")
     pair = nodes.nodes[:2]
-
-    def start(kind: str) -> Running:
-        """Run the command of the container in manifests on two nodes, with the variables and names that controllers set."""
-        port = 29500 if kind == "TrainJob" else 29600
-        objects = manifest(
-            describe(tmp_path, kind, gpus_per_node=0, mount=str(tmp_path), main_port=port), *options, recipe=TRAINS
-        )
-        (container,) = pod_of(objects)["containers"]
-        for node in pair:
-            node.hosts(hosts_of(objects, pair))
-        commands = [node.command([expand(word, {}) for word in container["command"]]) for node in pair]
-        return Running(commands, environments_of(objects, pair, port, OMP_NUM_THREADS="1"))
-
     options = ["--step_seconds", "0.2", "--save_every", "100"]
-    running = start(first)
+    running = start_pods(describe(tmp_path, first, gpus_per_node=0, mount=str(tmp_path)), pair, *options)
     running.until("step  3/12")
     os.kill(running.processes[1].pid, signal.SIGTERM)  # as a kubelet, which signals the process of the container
     ended = running.ended()
     assert ended.codes == [75, 75], f"Kubernetes starts both pods again\n{ended.text}"
     assert "stopped: requested by SIGTERM on rank 1" in ended.text
     assert [node.pids() for node in pair] == [[], []]
-    assert "resumed at step" in start(second).ended().well().text
+    again = start_pods(describe(tmp_path, second, gpus_per_node=0, mount=str(tmp_path)), pair, *options).ended().well()
+    assert "resumed at step" in again.text
     assert [node.pids() for node in pair] == [[], []]
+    assert weights(tmp_path / "runs" / "classify") == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_pod_is_replaced_on_another_machine_with_another_address(lost, nodes, tmp_path, uninterrupted):
+    """With `restarts`, the launchers of the other pods wait for it. Its name stays the same."""
+    nodes.require("hosts files")
+    first, second, spare = nodes.nodes
+    file = describe(tmp_path, "Job", gpus_per_node=0, mount=str(tmp_path), restarts=1)
+    options = ["--step_seconds", "0.3", "--save_every", "2"]
+    running = start_pods(file, [first, second], *options)
+    running.until("step  5/12")
+    for process in psutil.Process(running.processes[lost].pid).children(recursive=True):
+        process.kill()
+    running.processes[lost].kill()
+    pair = [spare, second] if lost == 0 else [first, spare]
+    replacement = start_pods(file, pair, *options, only=lost)
+    ended = replacement.ended().well()
+    others = running.ended()
+    assert others.codes[1 - lost] == 0, others.text
+    assert "restart 1 of 1" in ended.text + others.text
     assert weights(tmp_path / "runs" / "classify") == uninterrupted
 
 
@@ -496,6 +519,18 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     refused(launch(), "its access modes are ReadWriteOnce. Several nodes need ReadWriteMany")
     file = describe(tmp_path, context="elsewhere")
     refused(launch(), "kubernetes.context is not a context of kubectl")
+    (tmp_path / "secret.env").write_text(f"WANDB_API_KEY={SECRET_VALUE}\n")
+    file = describe(tmp_path, env_file="secret.env")
+    done = launch()
+    refused(done, "env_file .*secret.env: its values would be readable in the manifest")
+    advised = re.search(r"Type: (kubectl .*?)  Then", done.stderr)[1]
+    subprocess.run(
+        advised, shell=True, check=True, env={**os.environ, "KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path)}
+    )
+    file = describe(tmp_path, secrets=["classify-env"])
+    assert launch().returncode == 0
+    assert SECRET_VALUE not in str([one for one in api.objects.values() if one["kind"] != "Secret"])
+    assert command("stop", file).returncode == 0
     file = describe(tmp_path)
     api.add("trainingruntimes", {"metadata": {"name": "classify"}, "spec": {}})
     refused(launch(), r"trainingruntime.*exists .*\(without a job\). `kubectl --namespace default delete trainingruntime")
