@@ -248,6 +248,17 @@ def test_options_of_the_user_are_kept(tmp_path):
     assert "cd \"$HOME\"/'my code' ||" in command
 
 
+def test_the_manifest_on_the_page_is_the_one_that_is_printed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    file = Path("accelerate_configs/clusters/kubernetes.yaml")
+    assert f"```yaml\n{file.read_text().partition(chr(10))[2]}```\n" in page
+    cluster = read_description(file)
+    options = re.search(r"--print cluster.yaml recipes/classify.py (.*)", page)[1].split()
+    text = render(cluster, make_job(cluster, "recipes/classify.py", options)).replace("from kubernetes.yaml", "from cluster.yaml")
+    assert f"```text\n{text}```\n" in page
+
+
 # ---- the command of a pod runs
 
 
