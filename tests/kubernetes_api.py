@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -97,6 +98,13 @@ class Api:
         folder = next(folder for folder, kinds in KINDS.items() if plural in kinds)
         one = {"apiVersion": folder.removeprefix("/apis/").removeprefix("/api/"), "kind": KINDS[folder][plural], **one}
         self.objects[folder, plural, namespace, one["metadata"]["name"]] = one
+
+    def wait_for(self, path: str, seconds: float = 60) -> None:
+        """Wait until a request has come whose path contains `path`."""
+        deadline = time.monotonic() + seconds
+        while not any(path in request for request in list(self.requests)):
+            assert time.monotonic() < deadline, f"no request for {path}: {self.requests}"
+            time.sleep(0.05)
 
     def names(self) -> list[str]:
         """Return all objects that jobs consist of, as KIND/NAME."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -31,7 +32,7 @@ WORDS = ["it's", "$(HOSTNAME)", "$$", "$$(X)", "a  b", '"', "$HOME", "`id`", "\\
 def describe(place: Path, kind: str = "TrainJob", **more: object) -> Path:
     """Write a description and return its file. The keys of the table `kubernetes` may be given directly."""
     tables = {"namespace", "volume_claim", "mount", "shared_memory", "grace_seconds", "secrets", "cpu", "memory", "labels", "pod",
-              "context"}  # fmt: skip
+              "context", "resources"}  # fmt: skip
     table = {"kind": kind, "volume_claim": "runs", **{key: value for key, value in more.items() if key in tables}}
     values = {"name": "classify", "backend": "kubernetes", "nodes": 2, "gpus_per_node": 8, "image": "registry.example.com/a:1"}
     values |= {key: value for key, value in more.items() if key not in tables} | {"kubernetes": table}
@@ -75,7 +76,15 @@ def job_spec_of(objects: list[dict]) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
-    more = {"secrets": ["wandb"], "cpu": 16, "memory": "128Gi", "grace_seconds": 120, "namespace": "team", "restarts": 3}
+    more = {
+        "resources": {"vpc.amazonaws.com/efa": 4},
+        "secrets": ["wandb"],
+        "cpu": 16,
+        "memory": "128Gi",
+        "grace_seconds": 120,
+        "namespace": "team",
+        "restarts": 3,
+    }
     file = describe(tmp_path, kind, time_limit="12:00:00", labels={"kueue.x-k8s.io/queue-name": "gpus"}, **more)
     objects = manifest(file, "--lr", "1e-5")
     pod, spec = pod_of(objects), job_spec_of(objects)
@@ -93,7 +102,7 @@ def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
     env = {one["name"]: one["value"] for one in container["env"]}
     assert pod["terminationGracePeriodSeconds"] == 120 > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
-    amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8"}
+    amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}
     assert spec["activeDeadlineSeconds"] == 12 * 3600
     rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in spec["podFailurePolicy"]["rules"]]
@@ -215,6 +224,7 @@ SECRET_VALUE = "s3cr3t-value"
         ({"output": "../up"}, "the output folder ../up/classify is not on the volume"),
         ({"name": "1st"}, "the name '1st' cannot be the name of a TrainJob"),
         ({"name": "a" * 50}, "at most 48 characters"),
+        ({"env": {"PET_NNODES": "3"}}, "env PET_NNODES: is reserved for torchrun and Kubeflow Trainer"),
         ({"main_port": 29501}, "main_port 29501: has no effect on a TrainJob"),
         ({"pod": {"volumes": []}}, "kubernetes.pod volumes: is set by accel-ddp"),
         ({"secrets": "wandb"}, r"kubernetes.secrets 'wandb': must be a list of names, for example \[wandb\]"),
@@ -449,11 +459,17 @@ def refused(done: subprocess.CompletedProcess, message: str) -> None:
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
 
 
-def pod(index: int, phase: str, **state: object) -> dict:
+def pod(index: int, phase: str, name: str = "", created: str = "", **state: object) -> dict:
     labels = {"app.kubernetes.io/instance": "classify", "batch.kubernetes.io/job-completion-index": str(index)}
     status = {"phase": phase, "containerStatuses": [{"name": "node", "state": state}] if state else []}
     spec = {"nodeName": f"gpu-{index}", "containers": [{"name": "node"}]}
-    return {"metadata": {"name": f"classify-{index}", "namespace": "default", "labels": labels}, "spec": spec, "status": status}
+    metadata = {
+        "name": name or f"classify-{index}",
+        "namespace": "default",
+        "labels": labels,
+        "creationTimestamp": created or None,
+    }
+    return {"metadata": metadata, "spec": spec, "status": status}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -473,22 +489,40 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
         command("launch", file, "classify"), rf"exists in the namespace default \(not finished\). `accel-ddp stop {file} --name"
     )
     message = "error: the image a has no file recipes/classify.py"
-    api.add("pods", pod(1, "Running", running={}))
-    api.add(
-        "pods", pod(0, "Failed", terminated={"exitCode": 2, "message": f"one\n{message}", "finishedAt": "2026-01-01T00:00:00Z"})
-    )
-    one = next(one for one in api.objects.values() if one["kind"] == kind)
-    one["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 2"}]}
-    shown = command("status", file).stdout
-    assert shown.splitlines() == [
-        f"{kind} classify in the namespace default: Failed (PodFailurePolicy: exit code 2)",
+    end = {"exitCode": 2, "message": f"one\n{message}", "finishedAt": "2026-01-01T00:00:00Z"}
+    replaced = pod(0, "Failed", terminated={"exitCode": 75}, name="classify-0-old", created="2026-01-01T00:00:00Z")
+    api.add("pods", pod(1, "Pending", waiting={"reason": "ImagePullBackOff", "message": "no such image"}))
+    api.add("pods", pod(0, "Failed", terminated=end, created="2026-01-01T00:00:09Z"))
+    api.add("pods", replaced)
+    assert command("status", file).stdout.splitlines() == [
+        f"{kind} classify in the namespace default: not finished",
         "node 0: pod classify-0 on gpu-0: Failed, exit code 2", "    one", f"    {message}",
-        "node 1: pod classify-1 on gpu-1: Running",
+        "node 1: pod classify-1 on gpu-1: Pending, ImagePullBackOff", "    no such image",
     ]  # fmt: skip
-    api.logs |= {"classify-0": "step 1\n", "classify-1": "step 1\n"}
-    followed = command("logs", "-f", file)
+    api.logs |= {"classify-0": "step 1\n", "classify-1": "step 1\n", "classify-0-old": "step 1\n"}
+    assert command("logs", file).stdout == "[pod/classify-0/node] step 1\n", (
+        "only pods that have started, and the newest of each node"
+    )
+
+    def end_job() -> None:
+        """The second pod starts after `logs -f` has begun, and the job fails."""
+        api.wait_for("/pods/classify-0/log?container=node&follow=true")
+        api.add("pods", pod(1, "Running", running={}))
+        api.wait_for("/pods/classify-1/log?container=node&follow=true")
+        one = next(one for one in api.objects.values() if one["kind"] == kind)
+        one["status"] = {
+            "conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 2"}]
+        }
+
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(end_job)
+        followed = command("logs", "-f", file)
+        ending.result()
     assert followed.returncode == 2, "the exit code of the job"
     assert sorted(followed.stdout.splitlines()) == [f"[pod/classify-{index}/node] step 1" for index in (0, 1)]
+    assert followed.stderr.splitlines() == [
+        "waiting: pod classify-1: Pending, ImagePullBackOff: no such image", "classify: Failed (PodFailurePolicy: exit code 2)",
+    ]  # fmt: skip
 
     stopped = command("stop", file)
     assert stopped.returncode == 0, stopped.stderr
@@ -496,7 +530,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     assert api.names() == []
     deletions = [request.split("?")[0].split("/")[-2] for request in api.requests if request.startswith("DELETE")]
     assert deletions == [plural, {"TrainJob": "trainingruntimes", "Job": "services"}[kind]], "the job goes first"
-    refused(command("stop", file), f"there is no {kind} classify in the namespace default")
+    refused(command("stop", file), f"there is no {kind.lower()}.*/classify in the namespace default")
 
 
 def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp_path):
@@ -544,7 +578,9 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     assert command("stop", file).returncode == 0
     file = describe(tmp_path)
     api.add("trainingruntimes", {"metadata": {"name": "classify"}, "spec": {}})
-    refused(launch(), r"trainingruntime.*exists .*\(without a job\). `kubectl --namespace default delete trainingruntime")
+    refused(launch(), r"trainingruntime.*exists .*\(without a job\). `accel-ddp stop .* --name classify` deletes it")
+    assert command("stop", file).returncode == 0
+    assert api.names() == []
 
 
 def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):

@@ -202,6 +202,7 @@ TABLES = {
         "secrets": Key(_names, "names of Secrets whose keys become variables"),
         "cpu": Key(_number(1), "CPUs of each pod"),
         "memory": Key(_text, "memory of each pod, for example 128Gi"),
+        "resources": Key(_table, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
         "labels": Key(_labels, "labels of the objects, for example the queue of Kueue"),
         "pod": Key(_table, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
     },
