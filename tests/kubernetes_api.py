@@ -116,6 +116,8 @@ class Api:
         kinds = {folder: plurals for folder, plurals in KINDS.items() if folder not in self.missing}
         if url.path == "/openapi/v2":  # kubectl 1.20 reads it as protobuf: a document without definitions
             return 200, b"\x0a\x032.0"
+        if url.path == "/version":
+            return 200, {"major": "1", "minor": "34"}
         if url.path == "/api":
             return 200, {"kind": "APIVersions", "versions": ["v1"]}
         if url.path == "/apis":

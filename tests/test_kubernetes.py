@@ -581,6 +581,10 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     refused(launch(), r"trainingruntime.*exists .*\(without a job\). `accel-ddp stop .* --name classify` deletes it")
     assert command("stop", file).returncode == 0
     assert api.names() == []
+    assert launch().returncode == 0
+    api.add("pods", pod(0, "Running", running={}))
+    assert command("stop", "--now", file).returncode == 0
+    assert [one["kind"] for one in api.objects.values()] == ["PersistentVolumeClaim"] * 2 + ["Secret"]
 
 
 def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
@@ -593,6 +597,10 @@ def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
         "clusters": [{"name": "a", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}}],
     }  # fmt: skip
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"  # kubectl asks for a user before it connects
+    (tmp_path / "no_user").write_text(json.dumps(config))
+    done = accel_ddp(("launch", file, "classify"), KUBECONFIG=str(tmp_path / "no_user"), HOME=str(tmp_path))
+    refused(done, "kubectl has no valid credentials for the cluster")
     for words in (("launch", file, "classify"), ("status", file), ("stop", file)):
         done = accel_ddp(words, KUBECONFIG=str(tmp_path / "kubeconfig"), HOME=str(tmp_path))
         refused(done, "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`")

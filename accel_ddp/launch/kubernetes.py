@@ -24,7 +24,7 @@ def launch(cluster: Cluster, job: Job) -> int:
     """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
     settings, manifest = read_settings(cluster), render(cluster, job)
     kind, name = settings["kind"], object_name(job.name, len(cluster.nodes), settings["kind"])
-    kubectl = _Kubectl(cluster)
+    kubectl = _connect(cluster)
     if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
         one = kubectl.get(f"{_TYPES[kind]}/{name}")
         raise UserError(
@@ -62,7 +62,7 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
-    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
+    settings, kubectl = read_settings(cluster), _connect(cluster)
     if job is None:
         text = kubectl.run("get", _TYPES[settings["kind"]], "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
         found = json.loads(text)["items"]
@@ -88,7 +88,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
     kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
     """
-    kubectl, followed, waiting = _Kubectl(cluster), {}, ""
+    kubectl, followed, waiting = _connect(cluster), {}, ""
     try:
         while True:
             one = kubectl.find(job) if not followed else kubectl.get(kubectl.name_of(job))
@@ -129,7 +129,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
 
 def stop(cluster: Cluster, job: Job, now: bool) -> int:
     """Delete a job. Its ranks save a checkpoint within the grace period. Return after the pods have ended."""
-    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
+    settings, kubectl = read_settings(cluster), _connect(cluster)
     resource, seconds = kubectl.name_of(job), settings["grace_seconds"]
     name = resource.partition("/")[2]
     other = f"{_OTHERS[settings['kind']]}/{name}"
@@ -194,6 +194,13 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message", "")
     return state, message
+
+
+def _connect(cluster: Cluster) -> "_Kubectl":
+    """Return kubectl after one request, which fails within 10 s. Other commands make many requests if there is no answer."""
+    kubectl = _Kubectl(cluster)
+    kubectl.run("get", "--raw=/version", timeout=10)
+    return kubectl
 
 
 class _Kubectl:
@@ -267,13 +274,17 @@ class _Kubectl:
                 "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how, or write "
                 f"`kubernetes: {{kind: Job}}` in {self.cluster.file}, which needs nothing. kubectl printed: {shown}"
             )
-        unreachable = r"was refused|connection refused|no such host|i/o timeout|timed out|deadline exceeded|unable to connect"
+        unreachable = (
+            r"was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
+            r"|connection reset"
+        )
         if re.search(unreachable, error, re.IGNORECASE):
             return f"{where}: the Kubernetes API server cannot be reached. Check `kubectl cluster-info`. kubectl printed: {shown}"
         if re.search(r"AlreadyExists|already exists", error):
             return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
-        if re.search(r"Unauthorized|must be logged in|provide credentials", error):
-            return f"{where}: the API server does not accept your credentials. Check `kubectl config current-context`. {shown}"
+        # Without credentials, kubectl asks for a user, and reads the end of its input.
+        if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
+            return f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create jobs`. {shown}"
         if re.search(r"context .* does not exist|no context exists", error):
             return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
         if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook
