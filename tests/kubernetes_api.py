@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -41,6 +42,8 @@ def typed_errors(one: dict[str, Any]) -> list[str]:
 
     names = {"TrainJob": "TrainerV1alpha1TrainJob", "TrainingRuntime": "TrainerV1alpha1TrainingRuntime", "Job": "IoK8sApiBatchV1Job",
              "Service": "IoK8sApiCoreV1Service"}  # fmt: skip
+    if one["kind"] not in names:
+        return []
     try:
         read = getattr(models, names[one["kind"]]).from_dict(one)
     except (ValidationError, ValueError) as error:
@@ -96,6 +99,13 @@ class Api:
         one = {"apiVersion": folder.removeprefix("/apis/").removeprefix("/api/"), "kind": KINDS[folder][plural], **one}
         self.objects[folder, plural, namespace, one["metadata"]["name"]] = one
 
+    def wait_for(self, path: str, seconds: float = 60) -> None:
+        """Wait until a request has come whose path contains `path`."""
+        deadline = time.monotonic() + seconds
+        while not any(path in request for request in list(self.requests)):
+            assert time.monotonic() < deadline, f"no request for {path}: {self.requests}"
+            time.sleep(0.05)
+
     def names(self) -> list[str]:
         """Return all objects that jobs consist of, as KIND/NAME."""
         kinds = ("TrainJob", "TrainingRuntime", "Job", "Service")
@@ -106,6 +116,8 @@ class Api:
         kinds = {folder: plurals for folder, plurals in KINDS.items() if folder not in self.missing}
         if url.path == "/openapi/v2":  # kubectl 1.20 reads it as protobuf: a document without definitions
             return 200, b"\x0a\x032.0"
+        if url.path == "/version":
+            return 200, {"major": "1", "minor": "34"}
         if url.path == "/api":
             return 200, {"kind": "APIVersions", "versions": ["v1"]}
         if url.path == "/apis":

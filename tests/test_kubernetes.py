@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -30,7 +32,7 @@ WORDS = ["it's", "$(HOSTNAME)", "$$", "$$(X)", "a  b", '"', "$HOME", "`id`", "\\
 def describe(place: Path, kind: str = "TrainJob", **more: object) -> Path:
     """Write a description and return its file. The keys of the table `kubernetes` may be given directly."""
     tables = {"namespace", "volume_claim", "mount", "shared_memory", "grace_seconds", "secrets", "cpu", "memory", "labels", "pod",
-              "context"}  # fmt: skip
+              "context", "resources"}  # fmt: skip
     table = {"kind": kind, "volume_claim": "runs", **{key: value for key, value in more.items() if key in tables}}
     values = {"name": "classify", "backend": "kubernetes", "nodes": 2, "gpus_per_node": 8, "image": "registry.example.com/a:1"}
     values |= {key: value for key, value in more.items() if key not in tables} | {"kubernetes": table}
@@ -74,7 +76,15 @@ def job_spec_of(objects: list[dict]) -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
-    more = {"secrets": ["wandb"], "cpu": 16, "memory": "128Gi", "grace_seconds": 120, "namespace": "team", "restarts": 3}
+    more = {
+        "resources": {"vpc.amazonaws.com/efa": 4},
+        "secrets": ["wandb"],
+        "cpu": 16,
+        "memory": "128Gi",
+        "grace_seconds": 120,
+        "namespace": "team",
+        "restarts": 3,
+    }
     file = describe(tmp_path, kind, time_limit="12:00:00", labels={"kueue.x-k8s.io/queue-name": "gpus"}, **more)
     objects = manifest(file, "--lr", "1e-5")
     pod, spec = pod_of(objects), job_spec_of(objects)
@@ -92,7 +102,7 @@ def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
     env = {one["name"]: one["value"] for one in container["env"]}
     assert pod["terminationGracePeriodSeconds"] == 120 > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
-    amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8"}
+    amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}
     assert spec["activeDeadlineSeconds"] == 12 * 3600
     rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in spec["podFailurePolicy"]["rules"]]
@@ -214,6 +224,7 @@ SECRET_VALUE = "s3cr3t-value"
         ({"output": "../up"}, "the output folder ../up/classify is not on the volume"),
         ({"name": "1st"}, "the name '1st' cannot be the name of a TrainJob"),
         ({"name": "a" * 50}, "at most 48 characters"),
+        ({"env": {"PET_NNODES": "3"}}, "env PET_NNODES: is reserved for torchrun and Kubeflow Trainer"),
         ({"main_port": 29501}, "main_port 29501: has no effect on a TrainJob"),
         ({"pod": {"volumes": []}}, "kubernetes.pod volumes: is set by accel-ddp"),
         ({"secrets": "wandb"}, r"kubernetes.secrets 'wandb': must be a list of names, for example \[wandb\]"),
@@ -247,10 +258,21 @@ def test_options_of_the_user_are_kept(tmp_path):
     assert "cd \"$HOME\"/'my code' ||" in command
 
 
+def test_the_manifest_on_the_page_is_the_one_that_is_printed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    file = Path("accelerate_configs/clusters/kubernetes.yaml")
+    assert f"```yaml\n{file.read_text().partition(chr(10))[2]}```\n" in page
+    cluster = read_description(file)
+    options = re.search(r"--print cluster.yaml recipes/classify.py (.*)", page)[1].split()
+    text = render(cluster, make_job(cluster, "recipes/classify.py", options)).replace("from kubernetes.yaml", "from cluster.yaml")
+    assert f"```text\n{text}```\n" in page
+
+
 # ---- the command of a pod runs
 
 
-def environments_of(objects: list[dict], nodes: list, port: int, **more: str) -> list[dict[str, str]]:
+def environments_of(objects: list[dict], nodes: list, **more: str) -> list[dict[str, str]]:
     """Return the variables of the pods, as the manifest and the controllers set them."""
     (container,) = pod_of(objects)["containers"]
     own = {one["name"]: expand(one["value"], {}) for one in container["env"]}
@@ -264,7 +286,7 @@ def environments_of(objects: list[dict], nodes: list, port: int, **more: str) ->
             controller |= {
                 "PET_NODE_RANK": str(index),
                 "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
-                "PET_MASTER_PORT": str(port),
+                "PET_MASTER_PORT": "29500",
             }
         found.append(clean_environment(**own, **controller, **more))
     return found
@@ -273,12 +295,24 @@ def environments_of(objects: list[dict], nodes: list, port: int, **more: str) ->
 def hosts_of(objects: list[dict], nodes: list) -> dict[str, str]:
     """Return the names that the headless service gives to pods."""
     name, is_job = objects[-1]["metadata"]["name"], objects[-1]["kind"] == "Job"
-    return {f"{name}-{'' if is_job else 'node-0-'}{node.number}.{name}": node.address for node in nodes}
+    return {f"{name}-{'' if is_job else 'node-0-'}{index}.{name}": node.address for index, node in enumerate(nodes)}
 
 
 def weights(folder: Path) -> dict[str, bytes]:
     path = folder / "step_00000012"
     return {name: (path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def start_pods(file: Path, nodes: list, *options: str, only: int | None = None) -> Running:
+    """Run the command of the container in manifests on nodes, with the variables and host names that controllers set."""
+    objects = manifest(file, *options, recipe=TRAINS)
+    (container,) = pod_of(objects)["containers"]
+    for node in nodes:
+        node.hosts(hosts_of(objects, nodes))
+    commands = [node.command([expand(word, {}) for word in container["command"]]) for node in nodes]
+    environments = environments_of(objects, nodes, OMP_NUM_THREADS="1")
+    started = slice(None) if only is None else slice(only, only + 1)
+    return Running(commands[started], environments[started])
 
 
 @pytest.fixture(scope="module")
@@ -299,29 +333,39 @@ def test_an_evicted_pod_saves_and_pods_that_are_started_again_continue_with_the_
 ):
     nodes.require("hosts files")
     pair = nodes.nodes[:2]
-
-    def start(kind: str) -> Running:
-        """Run the command of the container in manifests on two nodes, with the variables and names that controllers set."""
-        port = 29500 if kind == "TrainJob" else 29600
-        objects = manifest(
-            describe(tmp_path, kind, gpus_per_node=0, mount=str(tmp_path), main_port=port), *options, recipe=TRAINS
-        )
-        (container,) = pod_of(objects)["containers"]
-        for node in pair:
-            node.hosts(hosts_of(objects, pair))
-        commands = [node.command([expand(word, {}) for word in container["command"]]) for node in pair]
-        return Running(commands, environments_of(objects, pair, port, OMP_NUM_THREADS="1"))
-
     options = ["--step_seconds", "0.2", "--save_every", "100"]
-    running = start(first)
+    running = start_pods(describe(tmp_path, first, gpus_per_node=0, mount=str(tmp_path)), pair, *options)
     running.until("step  3/12")
     os.kill(running.processes[1].pid, signal.SIGTERM)  # as a kubelet, which signals the process of the container
     ended = running.ended()
     assert ended.codes == [75, 75], f"Kubernetes starts both pods again\n{ended.text}"
     assert "stopped: requested by SIGTERM on rank 1" in ended.text
     assert [node.pids() for node in pair] == [[], []]
-    assert "resumed at step" in start(second).ended().well().text
+    again = start_pods(describe(tmp_path, second, gpus_per_node=0, mount=str(tmp_path)), pair, *options).ended().well()
+    assert "resumed at step" in again.text
     assert [node.pids() for node in pair] == [[], []]
+    assert weights(tmp_path / "runs" / "classify") == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_pod_is_replaced_on_another_machine_with_another_address(lost, nodes, tmp_path, uninterrupted):
+    """With `restarts`, the launchers of the other pods wait for it. Its name stays the same."""
+    nodes.require("hosts files")
+    first, second, spare = nodes.nodes
+    file = describe(tmp_path, "Job", gpus_per_node=0, mount=str(tmp_path), restarts=1)
+    options = ["--step_seconds", "0.3", "--save_every", "2"]
+    running = start_pods(file, [first, second], *options)
+    running.until("step  5/12")
+    for process in psutil.Process(running.processes[lost].pid).children(recursive=True):
+        process.kill()
+    running.processes[lost].kill()
+    pair = [spare, second] if lost == 0 else [first, spare]
+    replacement = start_pods(file, pair, *options, only=lost)
+    ended = replacement.ended().well()
+    others = running.ended()
+    assert others.codes[1 - lost] == 0, others.text
+    assert "restart 1 of 1" in ended.text + others.text
     assert weights(tmp_path / "runs" / "classify") == uninterrupted
 
 
@@ -415,11 +459,17 @@ def refused(done: subprocess.CompletedProcess, message: str) -> None:
     assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
 
 
-def pod(index: int, phase: str, **state: object) -> dict:
+def pod(index: int, phase: str, name: str = "", created: str = "", **state: object) -> dict:
     labels = {"app.kubernetes.io/instance": "classify", "batch.kubernetes.io/job-completion-index": str(index)}
     status = {"phase": phase, "containerStatuses": [{"name": "node", "state": state}] if state else []}
     spec = {"nodeName": f"gpu-{index}", "containers": [{"name": "node"}]}
-    return {"metadata": {"name": f"classify-{index}", "namespace": "default", "labels": labels}, "spec": spec, "status": status}
+    metadata = {
+        "name": name or f"classify-{index}",
+        "namespace": "default",
+        "labels": labels,
+        "creationTimestamp": created or None,
+    }
+    return {"metadata": metadata, "spec": spec, "status": status}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -439,22 +489,40 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
         command("launch", file, "classify"), rf"exists in the namespace default \(not finished\). `accel-ddp stop {file} --name"
     )
     message = "error: the image a has no file recipes/classify.py"
-    api.add("pods", pod(1, "Running", running={}))
-    api.add(
-        "pods", pod(0, "Failed", terminated={"exitCode": 2, "message": f"one\n{message}", "finishedAt": "2026-01-01T00:00:00Z"})
-    )
-    one = next(one for one in api.objects.values() if one["kind"] == kind)
-    one["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 2"}]}
-    shown = command("status", file).stdout
-    assert shown.splitlines() == [
-        f"{kind} classify in the namespace default: Failed (PodFailurePolicy: exit code 2)",
+    end = {"exitCode": 2, "message": f"one\n{message}", "finishedAt": "2026-01-01T00:00:00Z"}
+    replaced = pod(0, "Failed", terminated={"exitCode": 75}, name="classify-0-old", created="2026-01-01T00:00:00Z")
+    api.add("pods", pod(1, "Pending", waiting={"reason": "ImagePullBackOff", "message": "no such image"}))
+    api.add("pods", pod(0, "Failed", terminated=end, created="2026-01-01T00:00:09Z"))
+    api.add("pods", replaced)
+    assert command("status", file).stdout.splitlines() == [
+        f"{kind} classify in the namespace default: not finished",
         "node 0: pod classify-0 on gpu-0: Failed, exit code 2", "    one", f"    {message}",
-        "node 1: pod classify-1 on gpu-1: Running",
+        "node 1: pod classify-1 on gpu-1: Pending, ImagePullBackOff", "    no such image",
     ]  # fmt: skip
-    api.logs |= {"classify-0": "step 1\n", "classify-1": "step 1\n"}
-    followed = command("logs", "-f", file)
+    api.logs |= {"classify-0": "step 1\n", "classify-1": "step 1\n", "classify-0-old": "step 1\n"}
+    assert command("logs", file).stdout == "[pod/classify-0/node] step 1\n", (
+        "only pods that have started, and the newest of each node"
+    )
+
+    def end_job() -> None:
+        """The second pod starts after `logs -f` has begun, and the job fails."""
+        api.wait_for("/pods/classify-0/log?container=node&follow=true")
+        api.add("pods", pod(1, "Running", running={}))
+        api.wait_for("/pods/classify-1/log?container=node&follow=true")
+        one = next(one for one in api.objects.values() if one["kind"] == kind)
+        one["status"] = {
+            "conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 2"}]
+        }
+
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(end_job)
+        followed = command("logs", "-f", file)
+        ending.result()
     assert followed.returncode == 2, "the exit code of the job"
     assert sorted(followed.stdout.splitlines()) == [f"[pod/classify-{index}/node] step 1" for index in (0, 1)]
+    assert followed.stderr.splitlines() == [
+        "waiting: pod classify-1: Pending, ImagePullBackOff: no such image", "classify: Failed (PodFailurePolicy: exit code 2)",
+    ]  # fmt: skip
 
     stopped = command("stop", file)
     assert stopped.returncode == 0, stopped.stderr
@@ -462,7 +530,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     assert api.names() == []
     deletions = [request.split("?")[0].split("/")[-2] for request in api.requests if request.startswith("DELETE")]
     assert deletions == [plural, {"TrainJob": "trainingruntimes", "Job": "services"}[kind]], "the job goes first"
-    refused(command("stop", file), f"there is no {kind} classify in the namespace default")
+    refused(command("stop", file), f"there is no {kind.lower()}.*/classify in the namespace default")
 
 
 def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp_path):
@@ -496,9 +564,27 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     refused(launch(), "its access modes are ReadWriteOnce. Several nodes need ReadWriteMany")
     file = describe(tmp_path, context="elsewhere")
     refused(launch(), "kubernetes.context is not a context of kubectl")
+    (tmp_path / "secret.env").write_text(f"WANDB_API_KEY={SECRET_VALUE}\n")
+    file = describe(tmp_path, env_file="secret.env")
+    done = launch()
+    refused(done, "env_file .*secret.env: its values would be readable in the manifest")
+    advised = re.search(r"Type: (kubectl .*?)  Then", done.stderr)[1]
+    subprocess.run(
+        advised, shell=True, check=True, env={**os.environ, "KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path)}
+    )
+    file = describe(tmp_path, secrets=["classify-env"])
+    assert launch().returncode == 0
+    assert SECRET_VALUE not in str([one for one in api.objects.values() if one["kind"] != "Secret"])
+    assert command("stop", file).returncode == 0
     file = describe(tmp_path)
     api.add("trainingruntimes", {"metadata": {"name": "classify"}, "spec": {}})
-    refused(launch(), r"trainingruntime.*exists .*\(without a job\). `kubectl --namespace default delete trainingruntime")
+    refused(launch(), r"trainingruntime.*exists .*\(without a job\). `accel-ddp stop .* --name classify` deletes it")
+    assert command("stop", file).returncode == 0
+    assert api.names() == []
+    assert launch().returncode == 0
+    api.add("pods", pod(0, "Running", running={}))
+    assert command("stop", "--now", file).returncode == 0
+    assert [one["kind"] for one in api.objects.values()] == ["PersistentVolumeClaim"] * 2 + ["Secret"]
 
 
 def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
@@ -511,6 +597,10 @@ def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
         "clusters": [{"name": "a", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}}],
     }  # fmt: skip
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"  # kubectl asks for a user before it connects
+    (tmp_path / "no_user").write_text(json.dumps(config))
+    done = accel_ddp(("launch", file, "classify"), KUBECONFIG=str(tmp_path / "no_user"), HOME=str(tmp_path))
+    refused(done, "kubectl has no valid credentials for the cluster")
     for words in (("launch", file, "classify"), ("status", file), ("stop", file)):
         done = accel_ddp(words, KUBECONFIG=str(tmp_path / "kubeconfig"), HOME=str(tmp_path))
         refused(done, "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`")

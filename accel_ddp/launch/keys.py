@@ -151,7 +151,8 @@ KEYS = {
     "image": Key(_text, "`kubernetes`: the container image"),
     "output": Key(_text, "folder of all runs, relative to `folder` or absolute; a job uses OUTPUT/NAME (default: runs)"),
     "env": Key(_variables, "variables of the ranks on every node"),
-    "env_file": Key(_text, "a file with lines of NAME=VALUE, beside the description, for variables that are secret"),
+    "env_file": Key(_text, "a file with lines of NAME=VALUE, beside the description, for variables that are secret "
+                    "(`kubernetes`: `secrets` instead)"),
     "main_address": Key(_host, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
                         "reached it"),
     "main_port": Key(_number(1024, 65535), "port of the first node (29500; `slurm` derives it from the number of the job)"),
@@ -193,18 +194,19 @@ TABLES = {
         "options": Key(_words, "further options of sbatch, for example [--exclusive]"),
     },
     "kubernetes": {
-        "context": Key(_text, "the context of kubectl"),
-        "namespace": Key(_name, "the namespace of the objects"),
+        "context": Key(_text, "the context of kubectl; the default is the current one"),
+        "namespace": Key(_name, "the namespace of the objects (default)"),
         "kind": Key(_choice("TrainJob", "Job"), "`TrainJob` of Kubeflow Trainer v2 (the default), or an indexed `Job`"),
         "volume_claim": Key(_name, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
         "mount": Key(_text, "where the volume is mounted (/data)"),
-        "shared_memory": Key(_text, "size of /dev/shm"),
-        "grace_seconds": Key(_number(1), "how long pods may save before they are killed"),
+        "shared_memory": Key(_text, "size of /dev/shm, which counts as memory of the pod (16Gi)"),
+        "grace_seconds": Key(_number(1), "how long pods may save before they are killed, at least 30 (300)"),
         "secrets": Key(_names, "names of Secrets whose keys become variables"),
         "cpu": Key(_number(1), "CPUs of each pod"),
         "memory": Key(_text, "memory of each pod, for example 128Gi"),
-        "labels": Key(_labels, "labels of the objects"),
-        "pod": Key(_table, "further fields of the pod specification, for example nodeSelector or tolerations"),
+        "resources": Key(_table, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
+        "labels": Key(_labels, "labels of the objects, for example the queue of Kueue"),
+        "pod": Key(_table, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
     },
 }  # fmt: skip
 # Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.

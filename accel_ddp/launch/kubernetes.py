@@ -7,30 +7,29 @@ import json
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
-from accel_ddp.errors import UserError
+from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, object_name, read_settings, render
 
 _TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
 _OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}
+_POLL_SECONDS = 2
 
 
 def launch(cluster: Cluster, job: Job) -> int:
     """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
     settings, manifest = read_settings(cluster), render(cluster, job)
     kind, name = settings["kind"], object_name(job.name, len(cluster.nodes), settings["kind"])
-    kubectl = _Kubectl(cluster)
+    kubectl = _connect(cluster)
     if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
         one = kubectl.get(f"{_TYPES[kind]}/{name}")
-        state, delete = _state(one), f"accel-ddp stop {cluster.file} --name {job.name}"
-        if one is None:  # somebody has deleted only the job
-            state, delete = "without a job", f"kubectl --namespace {settings['namespace']} delete {found[0]}"
         raise UserError(
-            f"{found[-1]} exists in the namespace {settings['namespace']} ({state}). `{delete}` deletes it, and keeps its "
-            "checkpoints. Or choose another name with --name."
+            f"{found[-1]} exists in the namespace {settings['namespace']} ({_state(one) if one else 'without a job'}). `accel-ddp stop "
+            f"{cluster.file} --name {job.name}` deletes it, and keeps its checkpoints. Or choose another name with --name."
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
     done = kubectl.start("create", "-f", "-", "-o", "name", text=manifest)
@@ -63,7 +62,7 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
-    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
+    settings, kubectl = read_settings(cluster), _connect(cluster)
     if job is None:
         text = kubectl.run("get", _TYPES[settings["kind"]], "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
         found = json.loads(text)["items"]
@@ -84,33 +83,58 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job."""
-    kubectl = _Kubectl(cluster)
-    one = kubectl.find(job)
-    name = one["metadata"]["name"]
-    if not kubectl.pods(one):
-        raise UserError(f"{name} has no pods yet. Try again, or see `accel-ddp status {cluster.file} --name {job.name}`.")
-    words = ["logs", "-l", f"{INSTANCE}={name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
-    code = kubectl.show(*words, f"--max-log-requests={max(5, len(cluster.nodes))}", *(["-f"] if follow else []))
-    if code or not follow:
-        return code
-    one = kubectl.find(job)
+    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job.
+
+    Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
+    kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
+    """
+    kubectl, followed, waiting = _connect(cluster), {}, ""
+    try:
+        while True:
+            one = kubectl.find(job) if not followed else kubectl.get(kubectl.name_of(job))
+            pods = kubectl.pods(one) if one else []
+            for pod in pods:
+                name = pod["metadata"]["name"]
+                if name not in followed and _has_started(pod):
+                    words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
+                    followed[name] = kubectl.show(*words, *(["-f"] if follow else []))
+            late = [
+                f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}"
+                for pod in pods
+                if not _has_started(pod)
+            ]
+            text = ", ".join(late) if pods else f"{job.name} has no pods yet"
+            if text not in ("", waiting) and not (one and _is_finished(one)):
+                print(f"waiting: {text}", file=sys.stderr, flush=True)
+            waiting = text
+            is_read = all(process.poll() is not None for process in followed.values()) or not follow
+            if not follow or one is None or (_is_finished(one) and is_read):
+                break
+            time.sleep(_POLL_SECONDS)
+        codes = [process.wait() for process in followed.values()]
+    finally:
+        for process in followed.values():
+            process.terminate()
+    if not follow:
+        return max(codes, default=0)
+    if one is None:
+        print(f"{job.name} was deleted", file=sys.stderr)
+        return STOPPED
     if _state(one).startswith("Complete"):
         return 0
-    if not _state(one).startswith("Failed"):
-        print(f"{name} has not finished, and its pods have. Kubernetes starts new pods: type the command again.", file=sys.stderr)
-        return 0
-    print(f"{name}: {_state(one)}", file=sys.stderr)
-    ends = [_end(pod) for pod in kubectl.pods(one)]
-    codes = [end.get("exitCode", 0) for end in sorted(ends, key=lambda end: end.get("finishedAt", ""))]
-    return next(filter(None, codes), 1)
+    print(f"{job.name}: {_state(one)}", file=sys.stderr)
+    ends = sorted((_end(pod) for pod in pods), key=lambda end: end.get("finishedAt", ""))
+    return next((end["exitCode"] for end in ends if end.get("exitCode")), 1)
 
 
 def stop(cluster: Cluster, job: Job, now: bool) -> int:
     """Delete a job. Its ranks save a checkpoint within the grace period. Return after the pods have ended."""
-    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
-    name = kubectl.find(job)["metadata"]["name"]
-    resource, seconds = f"{_TYPES[settings['kind']]}/{name}", settings["grace_seconds"]
+    settings, kubectl = read_settings(cluster), _connect(cluster)
+    resource, seconds = kubectl.name_of(job), settings["grace_seconds"]
+    name = resource.partition("/")[2]
+    other = f"{_OTHERS[settings['kind']]}/{name}"
+    if kubectl.get(other) is None:  # it remains if an earlier `stop` was interrupted
+        kubectl.find(job)
     if now:
         kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
         kubectl.run("delete", "pods", "-l", f"{INSTANCE}={name}", "--grace-period=1", timeout=0)
@@ -119,9 +143,19 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
         # A deletion in the foreground ends after that of the pods.
         kubectl.run("delete", resource, "--ignore-not-found", "--cascade=foreground", f"--timeout={seconds + 60}s", timeout=0)
     # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses, and pods need the Service until they end.
-    kubectl.run("delete", f"{_OTHERS[settings['kind']]}/{name}", "--ignore-not-found")
+    kubectl.run("delete", other, "--ignore-not-found")
     print(f"stopped: {resource}")
     return 0
+
+
+def _is_finished(one: dict[str, Any]) -> bool:
+    return _state(one).startswith(("Complete", "Failed"))
+
+
+def _has_started(pod: dict[str, Any]) -> bool:
+    """Return whether a pod has a log: its container runs, or has ended."""
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return any({"running", "terminated"} & one.get("state", {}).keys() for one in containers)
 
 
 def _state(found: dict[str, Any] | None) -> str:
@@ -162,6 +196,13 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
     return state, message
 
 
+def _connect(cluster: Cluster) -> "_Kubectl":
+    """Return kubectl after one request, which fails within 10 s. Other commands make many requests if there is no answer."""
+    kubectl = _Kubectl(cluster)
+    kubectl.run("get", "--raw=/version", timeout=10)
+    return kubectl
+
+
 class _Kubectl:
     """The user's kubectl, in the context and namespace of a description."""
 
@@ -186,13 +227,10 @@ class _Kubectl:
             raise UserError(self.explain(words[0], done.stderr))
         return done.stdout
 
-    def show(self, *words: str) -> int:
-        """Run kubectl with our own output. Return its exit code."""
+    def show(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start a kubectl that prints to our own output."""
         sys.stdout.flush()
-        try:
-            return subprocess.run([*self.words, *words]).returncode
-        except FileNotFoundError:
-            raise _missing_kubectl() from None
+        return subprocess.Popen([*self.words, *words])
 
     def get(self, resource: str, may_be_forbidden: bool = False, output: str = "json") -> dict[str, Any] | None:
         """Return an object, or None if it does not exist. An object that may not be read is {} if `may_be_forbidden`."""
@@ -206,19 +244,24 @@ class _Kubectl:
             return None
         return json.loads(text) if output == "json" else {}
 
+    def name_of(self, job: Job) -> str:
+        """Return TYPE/NAME of the TrainJob or Job of a job."""
+        return f"{_TYPES[self.kind]}/{object_name(job.name, len(self.cluster.nodes), self.kind)}"
+
     def find(self, job: Job) -> dict[str, Any]:
         """Return the TrainJob or Job of a job. Raises UserError if it does not exist."""
-        name = object_name(job.name, len(self.cluster.nodes), self.kind)
-        if (found := self.get(f"{_TYPES[self.kind]}/{name}")) is None:
+        if (found := self.get(self.name_of(job))) is None:
             raise UserError(
-                f"there is no {self.kind} {name} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
+                f"there is no {self.name_of(job)} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
             )
         return found
 
     def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the pods of a TrainJob or Job, in the order of their nodes."""
+        """Return the newest pod of each node of a TrainJob or Job, in the order of the nodes. Pods that were replaced remain."""
         text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
-        return sorted(json.loads(text)["items"], key=_index)
+        oldest_first = sorted(json.loads(text)["items"], key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+        newest = {_index(pod): pod for pod in oldest_first}
+        return [newest[index] for index in sorted(newest)]
 
     def explain(self, command: str, error: str) -> str:
         """Return the message for a kubectl command that failed with the output `error`."""
@@ -231,13 +274,17 @@ class _Kubectl:
                 "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how, or write "
                 f"`kubernetes: {{kind: Job}}` in {self.cluster.file}, which needs nothing. kubectl printed: {shown}"
             )
-        unreachable = r"was refused|connection refused|no such host|i/o timeout|timed out|deadline exceeded|unable to connect"
+        unreachable = (
+            r"was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
+            r"|connection reset"
+        )
         if re.search(unreachable, error, re.IGNORECASE):
             return f"{where}: the Kubernetes API server cannot be reached. Check `kubectl cluster-info`. kubectl printed: {shown}"
         if re.search(r"AlreadyExists|already exists", error):
             return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
-        if re.search(r"Unauthorized|must be logged in|provide credentials", error):
-            return f"{where}: the API server does not accept your credentials. Check `kubectl config current-context`. {shown}"
+        # Without credentials, kubectl asks for a user, and reads the end of its input.
+        if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
+            return f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create jobs`. {shown}"
         if re.search(r"context .* does not exist|no context exists", error):
             return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
         if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook

@@ -34,7 +34,7 @@ REPORT_SECONDS = 15
 TRAINER_PORT = 29500
 DEFAULTS = {
     "namespace": "default", "kind": "TrainJob", "mount": "/data", "shared_memory": "16Gi", "grace_seconds": 300, "secrets": [],
-    "labels": {}, "pod": {},
+    "labels": {}, "pod": {}, "resources": {},
 }  # fmt: skip
 
 
@@ -112,6 +112,8 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
             cluster.main_port,
             f"has no effect on a TrainJob. Kubeflow Trainer uses {TRAINER_PORT}. Remove it",
         )
+    if reserved := [name for name in cluster.nodes[0].env if name.startswith("PET_")]:
+        fail(cluster, "env", reserved[0], "is reserved for torchrun and Kubeflow Trainer. Remove it")
     return settings
 
 
@@ -278,6 +280,7 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
         **({"cpu": str(settings["cpu"])} if "cpu" in settings else {}),
         **({"memory": settings["memory"]} if "memory" in settings else {}),
         **({"nvidia.com/gpu": str(node.gpus)} if node.gpus else {}),
+        **{name: str(amount) for name, amount in settings["resources"].items()},
     }
     return {
         "name": CONTAINER,
