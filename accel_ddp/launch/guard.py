@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from accel_ddp.launch import facts, jobs_of_node
+from accel_ddp.launch import facts, jobs_of_node, reach
 from accel_ddp.launch.lines import Lines
 from accel_ddp.launch.output import RankOutputs
 from accel_ddp.launch.record import LogFile, Record
@@ -224,6 +224,7 @@ async def serve(is_detached: bool) -> int:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
     transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(os.dup(1), "wb"))
     channel = Channel(transport)
+    listener = reach.Listener()
     job: JobOnNode | None = None
     ask_to_stop = lambda: job.stop("a stop was requested") if job else sys.exit(1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -245,6 +246,13 @@ async def serve(is_detached: bool) -> int:
             channel.send("beat")
         elif kind == "facts":
             channel.send("facts", **await asyncio.to_thread(facts.collect, message))
+        elif kind == "listen":
+            channel.send("listening", error=await listener.open(message["port"], message["word"]))
+        elif kind == "connect":
+            channel.send("connected", error=await reach.connect(message["address"], message["port"], message["word"]))
+        elif kind == "unlisten":
+            listener.close()
+            channel.send("unlistened")
         elif kind in jobs_of_node.REQUESTS:
             await jobs_of_node.REQUESTS[kind](message, channel)
             break

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
-from accel_ddp.launch import checks, commands
+from accel_ddp.launch import checks, commands, reach
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.console import Console
@@ -105,9 +105,13 @@ class Session:
             warnings += await asyncio.to_thread(checks.compare_with_this_machine, job, facts)
         for text in warnings:
             self.console.note(text)
-        if errors:
-            raise UserError(join_reasons("the job was not started:", errors))
+        _refuse(errors)
         address = cluster.main_address or self._address_of_main(facts)
+        if len(self.connections) > 1:
+            try:
+                _refuse(await reach.check(self.connections, address, cluster.main_port))
+            except Lost as error:
+                raise UserError(str(error)) from None
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -279,6 +283,11 @@ class Session:
         self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
         for verb in ("status", "logs -f", "stop"):
             self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+
+
+def _refuse(errors: list[str]) -> None:
+    if errors:
+        raise UserError(join_reasons("the job was not started:", errors))
 
 
 def _terminal_size() -> list[int] | None:
