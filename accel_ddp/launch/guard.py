@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ async def serve(is_detached: bool) -> int:
             listener.close()
             channel.send("unlistened")
         elif kind in jobs_of_node.REQUESTS:
-            await jobs_of_node.REQUESTS[kind](message, channel)
+            await _answer(jobs_of_node.REQUESTS[kind](message, channel), read)
             break
         elif kind == "start" and message["detach"] and not is_detached:
             channel.send(**await asyncio.to_thread(_start_detached, message))
@@ -284,6 +285,20 @@ async def serve(is_detached: bool) -> int:
         waiting.cancel()
     await _drain(transport)
     return 0
+
+
+async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[Any]]) -> None:
+    """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
+    answering = asyncio.ensure_future(work)
+    while not answering.done():
+        reading = asyncio.ensure_future(read())
+        await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            reading.cancel()
+        elif reading.result() is None:
+            break
+    if not answering.cancel():
+        answering.result()
 
 
 async def _drain(transport: asyncio.WriteTransport) -> None:
