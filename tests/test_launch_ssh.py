@@ -1,6 +1,7 @@
 """`accel-ddp launch` on machines with a real sshd, as an unprivileged user. No process is left on any machine after any test."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pexpect
 import pytest
 
 from tests.conftest import BIN, Ended, Running, free_port
-from tests.ssh_nodes import Machines
+from tests.ssh_nodes import Machine, Machines
 
 SCRIPT = "tests/programs/launched.py"
 TRAINS = "tests/programs/trains.py"
@@ -297,7 +298,7 @@ def test_if_one_node_fails_all_are_stopped_and_the_cause_is_printed_last(machine
 # -- stops -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_saves_on_all_nodes_and_the_resumed_job_continues(machines):
+def test_ctrl_c_saves_a_checkpoint_and_ends_all_nodes_with_75(machines):
     words = [machines.describe(), TRAINS, "--step_seconds", "0.2", "--steps", "400", "--save_every", "1000", "--eval_every", "0"]
     terminal = in_terminal(machines, *words)
     terminal.expect(r"\b3/400 \[.*loss")  # the progress bar of the main rank
@@ -428,4 +429,116 @@ def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
     status = machines.laptop.run(*accel_ddp("status", file)).text
     assert "ended" in status
     assert "running" not in status
+    nothing_left(machines)
+
+
+# -- long tests ------------------------------------------------------------------------------------------------------------------
+
+SLOW_STEPS = ["--step_seconds", "0.2", "--steps", "400", "--save_every", "1000", "--eval_every", "0"]
+
+
+def weights(machine: Machine, folder: str, step: int) -> dict[str, str]:
+    """Return the hash of each file of tensors of a checkpoint."""
+    (checkpoint,) = (machine.work / folder).glob(f"step_*{step}")
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.rglob("*.safetensors")}
+    assert found
+    return found
+
+
+@pytest.mark.slow
+def test_a_stopped_and_resumed_launch_equals_the_printed_commands_typed_by_hand(machines):
+    printed = launch(
+        machines, "--dry_run", machines.describe(main_address="10.77.0.1"), TRAINS, "--output_dir", "runs/hand"
+    ).well()
+    texts = re.split(r"^# node \d.*$", printed.text, flags=re.MULTILINE)[1:]
+    commands = [
+        node.command(["bash", "-c", text], folder=str(machines.home)) for node, text in zip(machines.nodes, texts, strict=False)
+    ]
+    Running(commands, [node.environment() for node in machines.nodes[:2]]).ended(180).well()
+
+    file = machines.describe()
+    running = start(machines, file, TRAINS, "--step_seconds", "0.5")
+    running.until("step  2/12")
+    running.processes[0].send_signal(signal.SIGINT)
+    assert running.ended().codes == [75], running.read
+    nothing_left(machines)
+    launch(machines, file, TRAINS, "--resume").well()
+    assert weights(machines.nodes[0], "runs/trains", 12) == weights(machines.nodes[0], "runs/hand", 12)
+    nothing_left(machines)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named_with_its_node_and_its_error_is_the_cause(machines):
+    nodes = [{"host": "node0", "processes": 2}, "node1", "node2"]
+    ended = launch(machines, machines.describe(nodes), "tests/programs/goes_wrong.py", "--how", "exception", timeout=180)
+    assert ended.codes == [1], ended.text
+    assert re.search(r"^\[node2 rank 3\] .*ValueError: a bug in the user's loss", ended.text, re.MULTILINE), ended.text
+    end = ended.text[ended.text.index("accel-ddp: the first cause: ") :]
+    assert "a bug in the user's loss" in end or "RANK_FAILED" in end
+    assert "rank 3" in end or "node2" in end
+    assert "4 items per step = 3 nodes" in ended.text
+    nothing_left(machines)
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_ends_the_job_on_the_other_nodes(machines):
+    running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
+    running.until("step   3/400")
+    machines.nodes[1].die()
+    began = time.monotonic()
+    ended = running.ended(90)
+    assert time.monotonic() - began < 60
+    assert ended.codes[0] not in (0, 75), ended.text
+    assert re.search(r"accel-ddp: the first cause: .*node1", ended.text), ended.text
+    nothing_left(machines, 30)
+
+
+@pytest.mark.slow
+def test_the_ranks_save_if_the_link_to_the_laptop_is_cut(machines):
+    running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
+    running.until("step   3/400")
+    machines.laptop.node.link(False)
+    machines.until(lambda: not ranks_of(machines), 30, "the end of the ranks")
+    machines.laptop.node.link(True)
+    assert running.ended(60).codes[0] != 0
+    assert len(list((machines.nodes[0].work / "runs" / "trains").glob("step_*"))) == 1
+    nothing_left(machines, 60)
+
+
+@pytest.mark.slow
+def test_a_guard_that_is_killed_ends_the_job_on_all_nodes(machines):
+    running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
+    running.until("step   3/400")
+    (guard,) = [pid for pid, words in machines.nodes[1].processes().items() if words.endswith("accel_ddp.launch.guard")]
+    os.kill(guard, signal.SIGKILL)
+    ended = running.ended(60)
+    assert ended.codes[0] != 0, ended.text
+    assert "node1" in ended.text[ended.text.index("the first cause") :]
+    nothing_left(machines, 30)
+
+
+@pytest.mark.slow
+def test_a_time_limit_saves_and_stops_with_75(machines):
+    ended = launch(machines, machines.describe(time_limit="0:00:25"), TRAINS, *SLOW_STEPS)
+    assert ended.codes == [75], ended.text
+    assert "time limit" in ended.text
+    assert len(list((machines.nodes[0].work / "runs" / "trains").glob("step_*"))) == 1
+    nothing_left(machines)
+
+
+@pytest.mark.slow
+def test_git_copies_the_commit_of_this_machine(machines):
+    laptop = machines.laptop
+    machines.write(laptop, "work/new.py", (laptop.work / SCRIPT).read_text())
+    laptop.run("git", "add", "new.py").well()
+    laptop.run("git", "-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "New.").well()
+    ended = launch(machines, machines.describe(UNEQUAL, copy="git"), "new.py", "end", *ODD).well()
+    assert [one["argv"] for one in received(ended.text)] == [ODD] * 3
+    nothing_left(machines)
+
+
+@pytest.mark.slow
+def test_the_full_doctor_runs_on_all_nodes_before_the_job(machines):
+    ended = launch(machines, machines.describe(doctor="full"), TRAINS, "--steps", "1", timeout=240).well()
+    assert re.search(r"all-reduce|bandwidth|GB/s|MB/s", ended.text), ended.text
     nothing_left(machines)

@@ -21,7 +21,7 @@ from accel_ddp.launch.ssh import ssh_words
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
-_INTERVAL = 5.0
+_INTERVAL = 3.0
 _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
 
 
