@@ -33,7 +33,17 @@ def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tupl
     wrong = [finding for finding in findings if finding.severity == ERROR]
     mild = [finding for finding in findings if finding.severity != ERROR]
     errors += [f"the nodes differ:\n{format_findings(wrong)}\n" + "\n".join(table)] if wrong else []
-    return errors, [format_findings(mild)] if mild else []
+    errors += _other_pythons(cluster, facts)
+    return errors, [format_findings(mild)] if mild and not errors else []
+
+
+def _other_pythons(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
+    """Return an error if the minor versions of Python differ. Each minor version has its own packages."""
+    pythons = [found["versions"]["python"] for found in facts]
+    if len({tuple(python.split(".")[:2]) for python in pythons}) == 1:
+        return []
+    shown = ", ".join(f"{python} on {node.host}" for node, python in zip(cluster.nodes, pythons))
+    return [f"python differs: {shown}. Make the virtual environment of every node with the same version of Python."]
 
 
 def compare_with_this_machine(job: Job, facts: list[dict[str, Any]]) -> list[str]:

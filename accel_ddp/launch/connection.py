@@ -97,6 +97,8 @@ class Connection:
         return message
 
     def send(self, kind: str, **values: Any) -> None:
+        if self.process.stdin.is_closing():  # asyncio would print a warning for each message to a guard that has ended
+            return
         with contextlib.suppress(OSError, RuntimeError):
             self.process.stdin.write(json.dumps({"do": kind, **values}).encode() + b"\n")
 

@@ -7,6 +7,10 @@ from typing import TextIO
 _CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
 _KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
 _MOST_LINES = 20  # of a cause
+# Scripts that do not use this package print only a traceback, and torch then prints a report with the exit code of the rank.
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
+_REPORT = re.compile(r"^Root Cause \(first observed failure\)")
+_EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 
 
 class Console:
@@ -17,6 +21,8 @@ class Console:
         self.at_line_start = True
         self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
         self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
+        self.exceptions: dict[str, str] = {}  # host -> the last exception before the report of torch
+        self.exit_codes: dict[str, int | None] = {}  # host -> exit code in the report of torch; None: the report has begun
 
     def show(self, host: str, rank: int | None, lines: list[str]) -> None:
         """Print lines of a rank, or of the launcher of a node if `rank` is None."""
@@ -37,14 +43,23 @@ class Console:
         self._print(f"accel-ddp: {text}\n")
 
     def first_cause(self, host: str = "") -> str:
-        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred."""
+        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred.
+
+        `host` is the node that ended first. Without any error, its last exception is returned.
+        """
         named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
         for where, lines in named:
             return f"[{where}] " + "\n".join(lines)
-        return ""
+        return f"[{host}] {self.exceptions[host]}" if host in self.exceptions else ""
 
     def _remember(self, host: str, rank: int | None, line: str) -> None:
         key = (host, rank)
+        if _EXCEPTION.match(line) and "ChildFailedError" not in line and host not in self.exit_codes:
+            self.exceptions[host] = line
+        elif _REPORT.match(line):
+            self.exit_codes.setdefault(host)
+        elif self.exit_codes.get(host, 0) is None and (found := _EXIT_CODE.match(line)):
+            self.exit_codes[host] = int(found[1]) if int(found[1]) >= 0 else 128 - int(found[1])
         if _CAUSE.match(line):
             if all(line != lines[0] for _, lines in self.causes):
                 self._open[key] = [line]

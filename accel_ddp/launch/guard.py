@@ -21,12 +21,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from accel_ddp.launch import facts, jobs_of_node
+from accel_ddp.launch import facts, jobs_of_node, reach
 from accel_ddp.launch.lines import Lines
 from accel_ddp.launch.output import RankOutputs
 from accel_ddp.launch.record import LogFile, Record
@@ -224,6 +225,7 @@ async def serve(is_detached: bool) -> int:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
     transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(os.dup(1), "wb"))
     channel = Channel(transport)
+    listener = reach.Listener()
     job: JobOnNode | None = None
     ask_to_stop = lambda: job.stop("a stop was requested") if job else sys.exit(1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -245,8 +247,15 @@ async def serve(is_detached: bool) -> int:
             channel.send("beat")
         elif kind == "facts":
             channel.send("facts", **await asyncio.to_thread(facts.collect, message))
+        elif kind == "listen":
+            channel.send("listening", error=await listener.open(message["port"], message["word"]))
+        elif kind == "connect":
+            channel.send("connected", error=await reach.connect(message["address"], message["port"], message["word"]))
+        elif kind == "unlisten":
+            listener.close()
+            channel.send("unlistened")
         elif kind in jobs_of_node.REQUESTS:
-            await jobs_of_node.REQUESTS[kind](message, channel)
+            await _answer(jobs_of_node.REQUESTS[kind](message, channel), read)
             break
         elif kind == "start" and message["detach"] and not is_detached:
             channel.send(**await asyncio.to_thread(_start_detached, message))
@@ -276,6 +285,20 @@ async def serve(is_detached: bool) -> int:
         waiting.cancel()
     await _drain(transport)
     return 0
+
+
+async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[Any]]) -> None:
+    """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
+    answering = asyncio.ensure_future(work)
+    while not answering.done():
+        reading = asyncio.ensure_future(read())
+        await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            reading.cancel()
+        elif reading.result() is None:
+            break
+    if not answering.cancel():
+        answering.result()
 
 
 async def _drain(transport: asyncio.WriteTransport) -> None:

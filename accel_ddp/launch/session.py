@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
-from accel_ddp.launch import checks, commands
+from accel_ddp.launch import checks, commands, reach
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.console import Console
@@ -20,8 +20,8 @@ from accel_ddp.launch.description import Cluster, shown_value
 from accel_ddp.launch.ssh import ssh_words
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
-SILENT_SECONDS = 15.0  # without a message the connection to a node is lost
-_INTERVAL = 5.0
+SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
+_INTERVAL = 3.0
 _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
 
 
@@ -69,7 +69,7 @@ class Session:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.interrupt)
+            loop.add_signal_handler(number, self.interrupt, number)
         work = asyncio.ensure_future(self._run())
         self.work = work
         try:
@@ -79,15 +79,19 @@ class Session:
         finally:
             await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
 
-    def interrupt(self) -> None:
-        """Stop the job. Before the job runs, end at once. The second time, kill everything."""
+    def interrupt(self, number: int) -> None:
+        """Stop the job. Before the job runs, end at once. The second time, kill everything.
+
+        If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        """
         self.interrupts += 1
         if not self.has_started:
             self.work.cancel()
         elif self.interrupts == 1:
             self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
             self.is_stopping = True
-            self._send_all("stop", why="a stop was requested")
+            seconds = STOP_SECONDS if number == signal.SIGHUP else None
+            self._send_all("stop", why="the terminal was closed" if seconds else "a stop was requested", seconds=seconds)
         else:
             self.console.note("ending at once.")
             self._send_all("kill", why="the end was requested")
@@ -105,9 +109,13 @@ class Session:
             warnings += await asyncio.to_thread(checks.compare_with_this_machine, job, facts)
         for text in warnings:
             self.console.note(text)
-        if errors:
-            raise UserError(join_reasons("the job was not started:", errors))
+        _refuse(errors)
         address = cluster.main_address or self._address_of_main(facts)
+        if len(self.connections) > 1:
+            try:
+                _refuse(await reach.check(self.connections, address, cluster.main_port))
+            except Lost as error:
+                raise UserError(str(error)) from None
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -220,7 +228,7 @@ class Session:
             self.codes[node.rank] = 1
             self.console.note(f"the connection to {error}")
         if len(self.codes) < len(self.connections):
-            self._stop_others(node.host, self.codes[node.rank])
+            self._stop_others(node.host, self.codes[node.rank], delay=0 if self.lost else 2)
 
     async def _receive(self, connection: Connection) -> dict[str, Any]:
         """Return the next message of a node. Raises Lost after SILENT_SECONDS without one, not even a heartbeat."""
@@ -235,8 +243,11 @@ class Session:
                     reason = f"no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down"
                     raise Lost(f"{connection.node.host}: {reason}.") from None
 
-    def _stop_others(self, host: str, code: int) -> None:
-        """Stop the nodes that still run after one node has ended."""
+    def _stop_others(self, host: str, code: int, delay: float) -> None:
+        """Stop the nodes that still run after one node has ended.
+
+        `delay` is the time in which the monitors of the other nodes print the diagnosis and end their ranks.
+        """
         loop = asyncio.get_running_loop()
         if code in (0, STOPPED, INTERRUPTED):  # all nodes end together; the main node may write for longer
             if code:
@@ -244,8 +255,7 @@ class Session:
                 loop.call_later(_FOLLOW_SECONDS, lambda: self._send_all("stop", why=why, seconds=STOP_SECONDS))
         elif not self.is_stopping:
             self.is_stopping = True
-            # The monitors of the other nodes print the diagnosis and end their ranks within a second or two.
-            loop.call_later(2, lambda: self._send_all("stop", why=f"{host} has failed", seconds=STOP_SECONDS))
+            loop.call_later(delay, lambda: self._send_all("stop", why=f"{host} has failed", seconds=STOP_SECONDS))
 
     def _send_all(self, kind: str, **values: Any) -> None:
         for connection in self.connections:
@@ -265,8 +275,10 @@ class Session:
         logs = ", ".join(f"{node.host}:{folder}/{node.host}.log" for node in self.cluster.nodes[:2])
         logs += f" and {len(self.cluster.nodes) - 2} more" if len(self.cluster.nodes) > 2 else ""
         if code not in (0, STOPPED, INTERRUPTED):
-            cause = self.console.first_cause() or (self.lost[0] if self.lost else "")
             first = self.cluster.nodes[next(iter(failed))].host
+            if code == 1:  # torch returns 1 for every failure of a script that does not use this package
+                code = self.console.exit_codes.get(first) or 1
+            cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
             self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
         elif self.lost:
             self.console.note(f"the first cause: {self.lost[0]}")
@@ -279,6 +291,11 @@ class Session:
         self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
         for verb in ("status", "logs -f", "stop"):
             self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+
+
+def _refuse(errors: list[str]) -> None:
+    if errors:
+        raise UserError(join_reasons("the job was not started:", errors))
 
 
 def _terminal_size() -> list[int] | None:
