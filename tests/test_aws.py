@@ -380,6 +380,9 @@ def test_the_query_writes_a_description_and_everything_is_deleted(cloud):
     example = re.search(r"^```text\n(backend: .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
     hide = lambda text: re.sub(r"\d+(\.\d+){3}", "ADDRESS", text).replace("spot: aws", "spot: none")
     assert hide((cloud.folder / "cluster.yaml").read_text()) == hide(example), "the page shows what is written"
+    commands = cloud.run(command("--dry_run"))
+    assert hide(f"```text\n{commands}```") in hide(PAGE.read_text()), "and what runs on the nodes"
+    assert commands.count(f"--main_process_ip {cluster.main_address} ") == 2
 
     cloud.run(write.replace("PublicIpAddress", "PrivateIpAddress"))
     assert sorted(node.host for node in read_description(cloud.folder / "cluster.yaml").nodes) == [
