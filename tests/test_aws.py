@@ -73,13 +73,12 @@ def test_members_of_the_security_group_reach_each_other_and_nothing_else_but_ssh
     resources = template["Resources"]
     itself = {"!Ref": "NodeSecurityGroup"}
     assert [name for name, one in resources.items() if one["Type"] == "AWS::EC2::SecurityGroup"] == ["NodeSecurityGroup"]
+    plain = lambda rule: {key: value for key, value in rule.items() if key != "Description"}
     (ssh,) = resources["NodeSecurityGroup"]["Properties"]["SecurityGroupIngress"]
-    del ssh["Description"]
-    assert ssh == {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "CidrIp": {"!Ref": "SshFrom"}}
+    assert plain(ssh) == {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "CidrIp": {"!Ref": "SshFrom"}}
     for kind, other in (("Ingress", "SourceSecurityGroupId"), ("Egress", "DestinationSecurityGroupId")):
         (rule,) = [one["Properties"] for one in resources.values() if one["Type"] == f"AWS::EC2::SecurityGroup{kind}"]
-        del rule["Description"]
-        assert rule == {"GroupId": itself, "IpProtocol": "-1", other: itself}, kind
+        assert plain(rule) == {"GroupId": itself, "IpProtocol": "-1", other: itself}, kind
     interfaces = resources["NodeTemplate"]["Properties"]["LaunchTemplateData"]["NetworkInterfaces"]
     assert str(interfaces).count("'Groups'") == str(interfaces).count(str([itself])) == 4, "of every interface"
     assert resources["FilesInSubnet"]["Properties"]["SecurityGroups"] == [itself]
