@@ -204,6 +204,28 @@ def test_host_keys_are_taken_from_the_console(tmp_path):
     assert fingerprint.split()[1] in found.stdout, "ssh reads the file"
 
 
+def test_the_copy_has_the_code_and_neither_ignored_files_nor_secrets(tmp_path):
+    """With a local folder as the first node. The second command of the block needs a node."""
+    here, there = tmp_path / "here", tmp_path / "data" / "work"
+    kept = [".git/HEAD", "pyproject.toml", "recipes/classify.py"]
+    for name in [*kept, ".env", ".venv/pyvenv.cfg", "runs/model", "build/aws/big", "recipes/__pycache__/classify.pyc"]:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("")
+    shutil.copy(ROOT / ".gitignore", here)
+    shutil.copytree(here, there, ignore=lambda *_: [".env", ".venv", "runs", "build", "recipes"])  # an earlier copy
+    for name in ("removed.py", "recipes/__pycache__/of_a_node.pyc"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text("")
+    (here / "cluster.yaml").write_text("backend: ssh\nnodes:\n  - ec2-user@203.0.113.20\n  - ec2-user@203.0.113.21\n")
+    copy = command("rsync").splitlines()[0]
+    assert copy.endswith(':/data/work/"')
+    host = subprocess.run(["bash", "-ec", f"echo {copy[copy.index(chr(34)) :]}"], cwd=here, capture_output=True, text=True).stdout
+    assert host == "ec2-user@203.0.113.20:/data/work/\n"
+    subprocess.run(["bash", "-ec", f"{copy[: copy.index(chr(34))]} {there}/"], cwd=here, check=True)
+    found = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert found == {*kept, ".gitignore", "cluster.yaml", "recipes/__pycache__/of_a_node.pyc"}
+
+
 class Cloud:
     """An emulated AWS with a key pair and an image, and a folder with the template."""
 
