@@ -73,13 +73,12 @@ def test_members_of_the_security_group_reach_each_other_and_nothing_else_but_ssh
     resources = template["Resources"]
     itself = {"!Ref": "NodeSecurityGroup"}
     assert [name for name, one in resources.items() if one["Type"] == "AWS::EC2::SecurityGroup"] == ["NodeSecurityGroup"]
+    plain = lambda rule: {key: value for key, value in rule.items() if key != "Description"}
     (ssh,) = resources["NodeSecurityGroup"]["Properties"]["SecurityGroupIngress"]
-    del ssh["Description"]
-    assert ssh == {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "CidrIp": {"!Ref": "SshFrom"}}
+    assert plain(ssh) == {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "CidrIp": {"!Ref": "SshFrom"}}
     for kind, other in (("Ingress", "SourceSecurityGroupId"), ("Egress", "DestinationSecurityGroupId")):
         (rule,) = [one["Properties"] for one in resources.values() if one["Type"] == f"AWS::EC2::SecurityGroup{kind}"]
-        del rule["Description"]
-        assert rule == {"GroupId": itself, "IpProtocol": "-1", other: itself}, kind
+        assert plain(rule) == {"GroupId": itself, "IpProtocol": "-1", other: itself}, kind
     interfaces = resources["NodeTemplate"]["Properties"]["LaunchTemplateData"]["NetworkInterfaces"]
     assert str(interfaces).count("'Groups'") == str(interfaces).count(str([itself])) == 4, "of every interface"
     assert resources["FilesInSubnet"]["Properties"]["SecurityGroups"] == [itself]
@@ -203,6 +202,28 @@ def test_host_keys_are_taken_from_the_console(tmp_path):
         ["ssh-keygen", "-F", "203.0.113.20", "-f", tmp_path / "known_hosts", "-l"], capture_output=True, text=True
     )
     assert fingerprint.split()[1] in found.stdout, "ssh reads the file"
+
+
+def test_the_copy_has_the_code_and_neither_ignored_files_nor_secrets(tmp_path):
+    """With a local folder as the first node. The second command of the block needs a node."""
+    here, there = tmp_path / "here", tmp_path / "data" / "work"
+    kept = [".git/HEAD", "pyproject.toml", "recipes/classify.py"]
+    for name in [*kept, ".env", ".venv/pyvenv.cfg", "runs/model", "build/aws/big", "recipes/__pycache__/classify.pyc"]:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("")
+    shutil.copy(ROOT / ".gitignore", here)
+    shutil.copytree(here, there, ignore=lambda *_: [".env", ".venv", "runs", "build", "recipes"])  # an earlier copy
+    for name in ("removed.py", "recipes/__pycache__/of_a_node.pyc"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text("")
+    (here / "cluster.yaml").write_text("backend: ssh\nnodes:\n  - ec2-user@203.0.113.20\n  - ec2-user@203.0.113.21\n")
+    copy = command("rsync").splitlines()[0]
+    assert copy.endswith(':/data/work/"')
+    host = subprocess.run(["bash", "-ec", f"echo {copy[copy.index(chr(34)) :]}"], cwd=here, capture_output=True, text=True).stdout
+    assert host == "ec2-user@203.0.113.20:/data/work/\n"
+    subprocess.run(["bash", "-ec", f"{copy[: copy.index(chr(34))]} {there}/"], cwd=here, check=True)
+    found = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert found == {*kept, ".gitignore", "cluster.yaml", "recipes/__pycache__/of_a_node.pyc"}
 
 
 class Cloud:
@@ -380,6 +401,9 @@ def test_the_query_writes_a_description_and_everything_is_deleted(cloud):
     example = re.search(r"^```text\n(backend: .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
     hide = lambda text: re.sub(r"\d+(\.\d+){3}", "ADDRESS", text).replace("spot: aws", "spot: none")
     assert hide((cloud.folder / "cluster.yaml").read_text()) == hide(example), "the page shows what is written"
+    commands = cloud.run(command("--dry_run"))
+    assert hide(f"```text\n{commands}```") in hide(PAGE.read_text()), "and what runs on the nodes"
+    assert commands.count(f"--main_process_ip {cluster.main_address} ") == 2
 
     cloud.run(write.replace("PublicIpAddress", "PrivateIpAddress"))
     assert sorted(node.host for node in read_description(cloud.folder / "cluster.yaml").nodes) == [
