@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import psutil
 from accel_ddp.launch import facts, jobs_of_node
 from accel_ddp.launch.lines import Lines
 from accel_ddp.launch.output import RankOutputs
-from accel_ddp.launch.record import LogFile, Record
+from accel_ddp.launch.record import LogFile, Record, store_place
 
 PROTOCOL = 1  # changes with the messages
 SILENT_SECONDS = 15.0
@@ -45,6 +46,12 @@ class Channel:
 
     def __init__(self, transport: asyncio.WriteTransport | None):
         self.transport, self.dropped = transport, 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether much of what was sent is still waiting."""
+        transport = self.transport
+        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
         if self.transport is None or self.transport.is_closing():
@@ -83,6 +90,7 @@ class JobOnNode:
                 state = self.record.read()
                 return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
             self.log = LogFile(self.record.log)
+            store_place(request["output"], request["job"], request["run_folder"])
         except OSError as error:
             return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -102,7 +110,9 @@ class JobOnNode:
             )  # fmt: skip
         except OSError as error:
             self.outputs.close()
-            return f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
+            why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
+            self.record.write(state="ended", code=127, why=why, ended=time.time())
+            return why
         began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
         self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
         loop = asyncio.get_running_loop()
@@ -246,7 +256,7 @@ async def serve(is_detached: bool) -> int:
         elif kind == "facts":
             channel.send("facts", **await asyncio.to_thread(facts.collect, message))
         elif kind in jobs_of_node.REQUESTS:
-            await jobs_of_node.REQUESTS[kind](message, channel)
+            await _answer(jobs_of_node.REQUESTS[kind](message, channel), read)
             break
         elif kind == "start" and message["detach"] and not is_detached:
             channel.send(**await asyncio.to_thread(_start_detached, message))
@@ -276,6 +286,20 @@ async def serve(is_detached: bool) -> int:
         waiting.cancel()
     await _drain(transport)
     return 0
+
+
+async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[Any]]) -> None:
+    """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
+    answering = asyncio.ensure_future(work)
+    while not answering.done():
+        reading = asyncio.ensure_future(read())
+        await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            reading.cancel()
+        elif reading.result() is None:
+            break
+    if not answering.cancel():
+        answering.result()
 
 
 async def _drain(transport: asyncio.WriteTransport) -> None:
