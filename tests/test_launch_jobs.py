@@ -20,9 +20,9 @@ SAVES = """
 import os, signal, time
 def stop(*_):
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-    print("saving", flush=True); time.sleep(4); print("saved", flush=True); os._exit(75)
+    print("saving\\n", end="", flush=True); time.sleep(4); print("saved\\n", end="", flush=True); os._exit(75)
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, stop)
-print("rank", os.environ["RANK"], "runs", flush=True)
+print(f"rank {os.environ['RANK']} runs\\n", end="", flush=True)
 time.sleep(600)
 """
 
