@@ -149,3 +149,5 @@ def test_a_job_with_a_name_is_found_where_it_was_started_last(tmp_path):
     assert find_records(output, "here")["job"].run_folder == output / "job"
     assert json.loads((far / "launch" / "here.json").read_text())["pid"] == os.getpid()
     assert find_records(tmp_path / "missing", "here") == {}
+    store_place(output, "third", output / "second")
+    assert list(find_records(output, "here")) == ["job", "third"], "one job is listed once"

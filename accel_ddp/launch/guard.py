@@ -270,6 +270,8 @@ async def serve(is_detached: bool) -> int:
             waiting = asyncio.ensure_future(job.ended.wait())
             if is_detached:
                 break
+        elif kind == "resize" and job and job.outputs:
+            job.outputs.resize(message["size"])
         elif kind == "stop" and job:
             job.stop(message["why"], message.get("seconds"))
         elif kind == "kill" and job:
@@ -311,9 +313,13 @@ async def _drain(transport: asyncio.WriteTransport) -> None:
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
     """Start a guard that does not depend on this connection. Return the message about it."""
     words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    with contextlib.ExitStack() as stack:
+        errors: Any = subprocess.DEVNULL
+        with contextlib.suppress(OSError):  # the guard reports it
+            log = Record(request["run_folder"], request["host"]).log
+            log.parent.mkdir(parents=True, exist_ok=True)
+            errors = stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()  # and left open until the answer, because the end of stdin ends a guard without a job
     answer = json.loads(process.stdout.readline() or b'{"is": "failed", "text": "the guard of the detached job has ended"}')

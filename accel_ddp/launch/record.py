@@ -141,9 +141,12 @@ def find_record(request: dict[str, Any]) -> Record:
 
 def find_records(output: str | Path, host: str) -> dict[str, Record]:
     """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
-    found, output = {}, Path(output).expanduser()
+    output = Path(output).expanduser()
+    folders: list[Path] = []
+    places: dict[str, Path] = {}
     with contextlib.suppress(OSError):
-        found = {folder.name: Record(folder, host) for folder in output.iterdir()}
-    with contextlib.suppress(OSError):
-        found |= {place.name: Record(place.read_text(), host) for place in (output / ".accel_ddp").iterdir()}
-    return {name: record for name, record in sorted(found.items()) if record.state.exists()}
+        folders = [folder.absolute() for folder in output.iterdir()]
+        places = {place.name: Path(place.read_text()) for place in (output / ".accel_ddp").iterdir()}
+    named = {folder.name: folder for folder in folders if folder not in places.values()} | places
+    found = {name: Record(folder, host) for name, folder in sorted(named.items())}
+    return {name: record for name, record in found.items() if record.state.exists()}

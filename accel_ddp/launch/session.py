@@ -71,6 +71,7 @@ class Session:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.interrupt)
+        loop.add_signal_handler(signal.SIGWINCH, self.resize)
         work = asyncio.ensure_future(self._run())
         self.work = work
         try:
@@ -92,6 +93,11 @@ class Session:
         else:
             self.console.note("ending at once.")
             self._send_all("kill", why="the end was requested")
+
+    def resize(self) -> None:
+        """Give the terminal of the main rank the new size of this one, so that its progress bar fits."""
+        if self.has_started and (size := _terminal_size()):
+            self.connections[0].send("resize", size=size)
 
     has_started = False
 
