@@ -121,7 +121,7 @@ def status(words: list[str]) -> int:
     """Run `accel-ddp status` and return its exit code."""
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
     given = parser.parse_args(words)
-    cluster, job = _find(given)
+    cluster, job = _find(given, uses_default=False)
     return _jobs(cluster).status(cluster, job)
 
 
@@ -131,6 +131,8 @@ def logs(words: list[str]) -> int:
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, and return its exit code")
     parser.add_argument("-n", "--lines", type=int, default=100, help="number of lines of each node (default: 100)")
     given = parser.parse_args(words)
+    if given.lines < 0:
+        raise UserError(f"--lines {given.lines}: must be at least 0.")
     cluster, job = _find(given)
     return _jobs(cluster).logs(cluster, _required(job, given.file), given.follow, given.lines)
 
@@ -147,16 +149,16 @@ def stop(words: list[str]) -> int:
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"accel-ddp {verb}", description=description)
     parser.add_argument("file", metavar="CLUSTER.yaml", help="the description that the job was launched with")
-    parser.add_argument("--name", default="", help="name of the job (default: `name` of the description)")
+    parser.add_argument("--name", default="", help="name of the job (default: `name` of the description; status: all jobs)")
     parser.add_argument("--output_dir", default="", help="the folder of the job, if it was launched with --output_dir")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the description")
     return parser
 
 
-def _find(given: argparse.Namespace) -> tuple[Cluster, Job | None]:
+def _find(given: argparse.Namespace, uses_default: bool = True) -> tuple[Cluster, Job | None]:
     check_name(given.name)
     cluster = read_description(given.file, given.set)
-    name = given.name or cluster.name
+    name = given.name or (cluster.name if uses_default else "")
     if not name and not given.output_dir:
         return cluster, None
     folder = given.output_dir or f"{cluster.output.rstrip('/')}/{name}"

@@ -16,8 +16,9 @@ _EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 class Console:
     """Prints lines of the main rank as they are, and lines of others with their node and rank."""
 
-    def __init__(self, stream: TextIO | None = None):
+    def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
+        self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
         self.at_line_start = True
         self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
         self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
@@ -80,5 +81,6 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except (BrokenPipeError, OSError):
-            pass  # nobody reads the output any more; the logs have it
+        except OSError:  # nobody reads the output any more; the logs have it
+            if self.ends_with_reader:
+                raise

@@ -16,7 +16,7 @@ from accel_ddp.doctor import facts as doctor_facts
 from accel_ddp.doctor import gpus
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code import describe_code
-from accel_ddp.launch.record import Record
+from accel_ddp.launch.record import Record, find_record
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
@@ -111,5 +111,8 @@ def check_folder(folder: Path) -> str:
 
 
 def _running(request: dict[str, Any]) -> dict[str, Any] | None:
-    record = Record(request["run_folder"], request["host"])
-    return record.read() if record.is_running() else None
+    """Return the state of a job with this name or this folder that is running."""
+    for record in (find_record(request), Record(request["run_folder"], request["host"])):
+        if record.is_running():
+            return record.read()
+    return None

@@ -30,7 +30,7 @@ import psutil
 from accel_ddp.launch import facts, jobs_of_node, reach
 from accel_ddp.launch.lines import Lines
 from accel_ddp.launch.output import RankOutputs
-from accel_ddp.launch.record import LogFile, Record
+from accel_ddp.launch.record import LogFile, Record, store_place
 
 PROTOCOL = 1  # changes with the messages
 SILENT_SECONDS = 15.0
@@ -46,6 +46,12 @@ class Channel:
 
     def __init__(self, transport: asyncio.WriteTransport | None):
         self.transport, self.dropped = transport, 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether much of what was sent is still waiting."""
+        transport = self.transport
+        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
         if self.transport is None or self.transport.is_closing():
@@ -84,6 +90,7 @@ class JobOnNode:
                 state = self.record.read()
                 return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
             self.log = LogFile(self.record.log)
+            store_place(request["output"], request["job"], request["run_folder"])
         except OSError as error:
             return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -103,7 +110,9 @@ class JobOnNode:
             )  # fmt: skip
         except OSError as error:
             self.outputs.close()
-            return f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
+            why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
+            self.record.write(state="ended", code=127, why=why, ended=time.time())
+            return why
         began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
         self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
         loop = asyncio.get_running_loop()
@@ -269,6 +278,8 @@ async def serve(is_detached: bool) -> int:
             waiting = asyncio.ensure_future(job.ended.wait())
             if is_detached:
                 break
+        elif kind == "resize" and job and job.outputs:
+            job.outputs.resize(message["size"])
         elif kind == "stop" and job:
             job.stop(message["why"], message.get("seconds"))
         elif kind == "kill" and job:
@@ -310,9 +321,13 @@ async def _drain(transport: asyncio.WriteTransport) -> None:
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
     """Start a guard that does not depend on this connection. Return the message about it."""
     words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]
-    process = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    with contextlib.ExitStack() as stack:
+        errors: Any = subprocess.DEVNULL
+        with contextlib.suppress(OSError):  # the guard reports it
+            log = Record(request["run_folder"], request["host"]).log
+            log.parent.mkdir(parents=True, exist_ok=True)
+            errors = stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()  # and left open until the answer, because the end of stdin ends a guard without a job
     answer = json.loads(process.stdout.readline() or b'{"is": "failed", "text": "the guard of the detached job has ended"}')

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import re
+import select
+import sys
 import time
 from typing import Any
 
-from accel_ddp.errors import UserError
+from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.connection import Connection, Lost
 from accel_ddp.launch.console import Console
@@ -32,7 +34,7 @@ async def ask_all(cluster: Cluster, kind: str, answer: str, limit: float, **valu
 
 def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job, or of all jobs of the description, on every node. Return 1 if a node does not answer."""
-    request = {"run_folder": job.run_folder if job else "", "job": job.name if job else "", "output": cluster.output}
+    request = _where(cluster, job) if job else {"run_folder": "", "job": "", "output": cluster.output}
     answers = asyncio.run(ask_all(cluster, "status", "status", 60, **request))
     rows = []
     for node, answer in zip(cluster.nodes, answers):
@@ -42,7 +44,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
         for name, state in answer["jobs"].items():
             rows.append((name, node.host, *_describe(state)))
         if job and not answer["jobs"]:
-            rows.append((job.name, node.host, "no job", f"{job.run_folder} has no job of this name"))
+            rows.append((job.name, node.host, "no job", f"there is no job of this name in {cluster.output}"))
     if not rows:
         print(f"no jobs below {cluster.output} on {len(cluster.nodes)} nodes")
     rows.sort(key=lambda row: row[0])
@@ -57,42 +59,75 @@ def _describe(state: dict[str, Any]) -> tuple[str, str]:
     if state["state"] == "ended":
         why = f": {state['why']}" if state.get("why") else ""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state["ended"])) if state.get("ended") else ""
-        return f"ended ({state.get('code')})", f"{when}{step}{why}".lstrip(", ")
+        code = "?" if state.get("code") is None else state["code"]
+        return f"ended ({code})", f"{when}{step}{why}".lstrip(",: ")
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.get("began", 0)))
     how = "detached" if state.get("detached") else "attached"
     return state["state"], f"since {since}, pid {state.get('pid')}, {how}{step}"
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the logs of all nodes. With `follow`, go on until the job has ended, and return its exit code."""
+    """Print the logs of all nodes. With `follow`, go on until the job has ended, and return its exit code.
+
+    Return 1 if a node does not answer. Raises BrokenPipeError if nobody reads the output any more, as in `... | head`.
+    """
     return asyncio.run(_show_logs(cluster, job, follow, lines))
 
 
 async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    console = Console()
-    codes: list[int] = []
+    console = Console(ends_with_reader=True)
+    codes: list[int] = []  # of the nodes, in the order in which they ended
+    missing: list[str] = []
+    lost: list[str] = []
 
     async def show(connection: Connection) -> None:
         host = connection.node.host
         try:
             await connection.open()
-            connection.send("logs", run_folder=job.run_folder, host=host, follow=follow, lines=lines)
-            while (message := await connection.receive())["is"] != "end":
-                if message["is"] == "failed":
-                    raise Lost(f"{host}: {message['text']}")
+            connection.send("logs", host=host, follow=follow, lines=lines, **_where(cluster, job))
+            while (message := await connection.receive())["is"] not in ("end", "failed"):
                 if message["is"] == "out":
                     for line in message["lines"]:
                         rank, text = _split_rank(line)
                         console.show(host, rank, [text])
-            codes.append(message["code"] or 0)
+            if message["is"] == "end":
+                codes.append(message["code"] or 0)
+            else:
+                (missing if message.get("is_missing") else lost).append(f"{host}: {message['text']}")
         except Lost as error:
+            lost.append(str(error))
             console.note(str(error))
-            codes.append(1)
         finally:
             await connection.close()
 
-    await asyncio.gather(*(show(Connection(cluster, node)) for node in cluster.nodes))
-    return max(codes) if follow else int(1 in codes and len(set(codes)) == 1 and not console.at_line_start)
+    showing = asyncio.gather(*(show(Connection(cluster, node)) for node in cluster.nodes))
+    watching = asyncio.ensure_future(_wait_for_closed_output())
+    try:
+        await asyncio.wait([showing, watching], return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            raise BrokenPipeError
+        showing.result()
+    finally:
+        watching.cancel()
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await showing
+    if missing and not codes and not lost:
+        raise UserError(f"no node has a log of a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
+    for text in missing:
+        console.note(text)
+    if missing or lost or not follow:
+        return 1 if missing or lost else 0
+    failed = [code for code in codes if code]
+    return STOPPED if STOPPED in failed else next((code for code in failed if code != INTERRUPTED), max(failed, default=0))
+
+
+async def _wait_for_closed_output() -> None:
+    """Return when the reader of stdout has ended. A job may print nothing for hours, so that writing would show it too late."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors only
+    while not poll.poll(0):
+        await asyncio.sleep(0.5)
 
 
 def _split_rank(line: str) -> tuple[int | None, str]:
@@ -103,7 +138,13 @@ def _split_rank(line: str) -> tuple[int | None, str]:
 
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
-    answers = asyncio.run(stop_all(cluster, job, is_now))
+    how = "ends at once" if is_now else "saves a checkpoint, which takes as long as a step and a save"
+    print(f"stopping job {job.name!r}: it {how} ...", flush=True)
+    try:
+        answers = asyncio.run(stop_all(cluster, job, is_now))
+    except KeyboardInterrupt:
+        print(f"the nodes continue without this command. `accel-ddp status {cluster.file}` shows when the job has ended.")
+        return INTERRUPTED
     found = False
     code = 0
     for node, answer in zip(cluster.nodes, answers):
@@ -114,10 +155,9 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
             print(f"{node.host}: not running")
         else:
             found = True
-            print(
-                f"{node.host}: still running" if answer["is_running"] else f"{node.host}: ended with exit code {answer['code']}"
-            )
-            code = 1 if answer["is_running"] else code
+            is_running = answer["is_running"]
+            print(f"{node.host}: still running" if is_running else f"{node.host}: ended with exit code {answer['code']}")
+            code = 1 if is_running else code
     if not found and not code:
         raise UserError(f"no node runs a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
     return code
@@ -126,6 +166,10 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
 async def stop_all(cluster: Cluster, job: Job, is_now: bool) -> list[dict[str, Any] | str]:
     """Stop a job on all nodes and return their answers."""
     seconds = 30.0 if is_now else STOP_SECONDS
-    with contextlib.suppress(asyncio.CancelledError):
-        return await ask_all(cluster, "end_job", "stopped", seconds + 30, run_folder=job.run_folder, now=is_now, seconds=seconds)
-    return []
+    return await ask_all(cluster, "end_job", "stopped", seconds + 30, now=is_now, seconds=seconds, **_where(cluster, job))
+
+
+def _where(cluster: Cluster, job: Job) -> dict[str, str]:
+    """Return the part of a request that names a job. `output` is empty if the user has given the folder of the job itself."""
+    is_given = job.run_folder != f"{cluster.output.rstrip('/')}/{job.name}"
+    return {"job": job.name, "run_folder": job.run_folder, "output": "" if is_given else cluster.output}

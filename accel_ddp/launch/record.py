@@ -24,12 +24,20 @@ class Record:
         """Take the lock until this process ends. Return False if another process has it: the job is running."""
         self.lock.parent.mkdir(parents=True, exist_ok=True)
         self._held = self.lock.open("a")
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks: the state alone decides
-            return not self._has_process()
+        for is_last in (False, False, True):
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if is_last:
+                    return False
+                time.sleep(0.05)  # `is_running` of another process has the lock for a moment
+            except OSError:  # a file system without locks: the state alone decides
+                if self._has_process():
+                    return False
+                break
+        # Until the job runs, the state must not name the process of an earlier job, whose pid may be that of another program.
+        self.write(state="starting", pid=os.getpid(), code=None, why="", began=time.time(), ended=None)
         return True
 
     def is_running(self) -> bool:
@@ -45,7 +53,7 @@ class Record:
 
     def _has_process(self) -> bool:
         state = self.read()
-        return state.get("state") == "running" and Path(f"/proc/{state.get('pid')}").exists()
+        return state.get("state") in ("starting", "running") and Path(f"/proc/{state.get('pid')}").exists()
 
     def read(self) -> dict[str, Any]:
         """Return the stored state, or {} if there is none."""
@@ -65,26 +73,33 @@ class Record:
         """Return the state of the job on this node as `accel-ddp status` shows it."""
         state = self.read()
         is_running = self.is_running()
-        if state.get("state") == "running" and not is_running:
-            state |= {"state": "ended", "why": "its guard was killed, or the node was restarted", "code": state.get("code", 1)}
-        elif is_running and "state" not in state:
-            state["state"] = "starting"
+        if state.get("state") in ("starting", "running") and not is_running:
+            state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}
         return {**state, "log": str(self.log), "step": last_step(self.run_folder)}
 
 
 class LogFile:
-    """Appends lines to the log of a node. A full disk must not end a job, so that errors of writing are only counted."""
+    """Appends lines to the log of a node. A full disk must not end a job, so that errors of writing are only counted.
 
-    def __init__(self, path: Path):
-        self.file = path.open("a", encoding="utf-8", errors="replace")
+    A log that is larger than `most_bytes` is renamed to HOST.log.1, which replaces the one before, and a new log begins.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = 64 << 20):
+        self.path, self.most_bytes = path, most_bytes
+        self.file = path.open("ab", buffering=0)
         self.failed = ""
 
     def write(self, line: str) -> None:
         try:
-            self.file.write(f"{line}\n")
-            self.file.flush()
+            if self.file.tell() > self.most_bytes:
+                self.path.replace(self.path.with_suffix(".log.1"))
+                self.file.close()
+                self.file = self.path.open("ab", buffering=0)
+            self.file.write(f"{line}\n".encode(errors="replace"))
         except OSError as error:
             self.failed = self.failed or str(error.strerror)
+        except ValueError:  # the new log could not be opened
+            pass
 
     def header(self, text: str) -> None:
         self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
@@ -101,12 +116,37 @@ def last_step(run_folder: Path) -> int | None:
     return None
 
 
-def find_records(output: str | Path, host: str) -> dict[str, Record]:
-    """Return the records of this node below the output folder by the name of their job."""
-    found = {}
+def _place(output: str | Path, job: str) -> Path:
+    return Path(output).expanduser() / ".accel_ddp" / job
+
+
+def store_place(output: str | Path, job: str, run_folder: str | Path) -> None:
+    """Store where a job is whose folder is not OUTPUT/NAME, so that its name is enough to find it."""
+    place, folder = _place(output, job), Path(run_folder).expanduser().absolute()
     with contextlib.suppress(OSError):
-        for folder in sorted(Path(output).expanduser().iterdir()):
-            record = Record(folder, host)
-            if record.state.exists():
-                found[folder.name] = record
-    return found
+        if folder == (Path(output).expanduser() / job).absolute():
+            place.unlink(missing_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(str(folder))
+
+
+def find_record(request: dict[str, Any]) -> Record:
+    """Return the record of the job with this name. `output` is empty if the user has given the folder of the job."""
+    if request["output"] and request["job"]:
+        with contextlib.suppress(OSError):
+            return Record(_place(request["output"], request["job"]).read_text(), request["host"])
+    return Record(request["run_folder"], request["host"])
+
+
+def find_records(output: str | Path, host: str) -> dict[str, Record]:
+    """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
+    output = Path(output).expanduser()
+    folders: list[Path] = []
+    places: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        folders = [folder.absolute() for folder in output.iterdir()]
+        places = {place.name: Path(place.read_text()) for place in (output / ".accel_ddp").iterdir()}
+    named = {folder.name: folder for folder in folders if folder not in places.values()} | places
+    found = {name: Record(folder, host) for name, folder in sorted(named.items())}
+    return {name: record for name, record in found.items() if record.state.exists()}

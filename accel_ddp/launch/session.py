@@ -17,6 +17,7 @@ from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.console import Console
 from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import Cluster, shown_value
+from accel_ddp.launch.jobs import stop_all
 from accel_ddp.launch.ssh import ssh_words
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
@@ -70,6 +71,7 @@ class Session:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.interrupt, number)
+        loop.add_signal_handler(signal.SIGWINCH, self.resize)
         work = asyncio.ensure_future(self._run())
         self.work = work
         try:
@@ -96,6 +98,11 @@ class Session:
             self.console.note("ending at once.")
             self._send_all("kill", why="the end was requested")
 
+    def resize(self) -> None:
+        """Give the terminal of the main rank the new size of this one, so that its progress bar fits."""
+        if self.has_started and (size := _terminal_size()):
+            self.connections[0].send("resize", size=size)
+
     has_started = False
 
     async def _run(self) -> int:
@@ -119,6 +126,9 @@ class Session:
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
+        if self.is_detached and self.interrupts:  # while the nodes were starting
+            await stop_all(cluster, job, is_now=True)
+            return INTERRUPTED
         if self.is_detached:
             self._explain_detached()
             return 0
@@ -133,7 +143,7 @@ class Session:
             sent = time.time()
             found = await connection.ask(
                 "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
-                gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
+                job=self.job.name, output=self.cluster.output, gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
             )  # fmt: skip
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
@@ -159,7 +169,7 @@ class Session:
         return {
             "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
             "env": commands.node_environment(cluster, node), "run_folder": self.job.run_folder, "host": node.host,
-            "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
+            "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
             "spot": cluster.spot, "terminal": None if detach or node.rank else _terminal_size(),
         }  # fmt: skip
@@ -181,8 +191,6 @@ class Session:
         if failures:
             self._send_all("kill", why="another node has not started")
             if self.is_detached:
-                from accel_ddp.launch.jobs import stop_all
-
                 await stop_all(self.cluster, self.job, is_now=True)
             raise UserError(join_reasons("the job was not started:", list(map(str, failures))))
 
