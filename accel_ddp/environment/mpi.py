@@ -1,6 +1,7 @@
 """Ranks that mpirun has started: their variables are translated into those of torch.
 
-Accelerate reads these variables only on CPUs, and torch does not read them. Without the translation each rank would train alone.
+torch does not read these variables, and Accelerate reads them only on CPUs. Without the translation each rank would train alone on
+its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
 """
 
 import os
