@@ -194,7 +194,8 @@ class SlurmCluster:
         slurmd refuses a job ("already killed") whose credential was made in the same second in which the job ended there.
         """
         time.sleep(2)
-        self.admin("scontrol", "update", f"JobId={number}", "StartTime=now")
+        if self.job(number)["Reason"] == "BeginTime":  # otherwise it has been started by an earlier call
+            self.admin("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def left(self) -> list[str]:
         """Return the command lines of the processes on all nodes that are not the daemons."""
