@@ -189,8 +189,13 @@ class SlurmCluster:
         return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in files)
 
     def start_now(self, number: object) -> None:
-        """Let a requeued job start at once. Slurm waits about two minutes, so that the nodes can be cleaned up."""
-        self.admin("scontrol", "update", f"JobId={number}", "StartTime=now")
+        """Let a requeued job start in two seconds. Slurm itself waits about two minutes.
+
+        slurmd refuses a job ("already killed") whose credential was made in the same second in which the job ended there.
+        """
+        time.sleep(2)
+        if self.job(number)["Reason"] == "BeginTime":  # otherwise it has been started by an earlier call
+            self.admin("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def left(self) -> list[str]:
         """Return the command lines of the processes on all nodes that are not the daemons."""

@@ -389,7 +389,7 @@ def test_two_nodes_train_as_one_node_does_and_logs_follow_until_the_end(user, tm
 
 @pytest.mark.slurm
 def test_three_requeues_end_with_the_same_weights(user, tmp_path):
-    """The job is preempted with a notice, receives the signal of the time limit, and is queued again without any notice."""
+    """The job is preempted with a notice, receives the signal of the time limit, and loses a node without any notice."""
     steps = 60
     file = user.describe()
     number = user.launch(file, "--steps", steps, "--step_seconds", 0.2)
@@ -411,7 +411,9 @@ def test_three_requeues_end_with_the_same_weights(user, tmp_path):
 
     user.wait_for_step(second + 5)
     assert user.step() < steps
-    user.cluster.admin("scontrol", "requeue", number)
+    user.cluster.admin("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=test")
+    user.cluster.wait(lambda: user.cluster.job(number)["Restarts"] == "3", "requeue by Slurm")
+    user.cluster.admin("scontrol", "update", "NodeName=node1", "State=RESUME")
     user.wait_for_requeue(number, 3)
     job = user.wait_for_end(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "3")

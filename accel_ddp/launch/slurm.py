@@ -131,9 +131,8 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     """Print the end of the job's log. With `follow`, continue until the job has ended, and return its exit code."""
-    jobs = _find_jobs(cluster, job.name)
-    last = None if jobs else _last_job(cluster, job)
-    files = sorted({one.log for one in jobs}) or ([last.log] if last else _log_files(cluster, job)[-1:])
+    jobs = _find_jobs(cluster, job.name) or [one for one in [_last_job(cluster, job)] if one]
+    files = sorted({one.log for one in jobs}) or _log_files(cluster, job)[-1:]
     if not files:
         raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
     readers = {file: _read_on(file, lines) for file in files}
