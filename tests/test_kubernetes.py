@@ -17,11 +17,12 @@ import psutil
 import pytest
 import yaml
 
+from accel_ddp import cli
 from accel_ddp.errors import UserError
 from accel_ddp.launch.commands import make_job
 from accel_ddp.launch.description import read_description
 from accel_ddp.launch.kubernetes import render
-from tests.conftest import BIN, ROOT, Running, clean_environment, free_port, run_ranks
+from tests.conftest import ROOT, Running, clean_environment, free_port, run_ranks
 from tests.kubernetes_api import TRAINER, Api, typed_errors
 
 KINDS = ("TrainJob", "Job")
@@ -437,7 +438,22 @@ def api():
 
 
 @pytest.fixture
-def command(api, tmp_path):
+def accel_ddp(tmp_path, monkeypatch, capfd):
+    """A function that runs the command line in this process, which saves the start of Python, and a kubectl with these variables."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*words: object, **variables: str) -> subprocess.CompletedProcess:
+        with monkeypatch.context() as patch:
+            for name, value in {"KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path), **variables}.items():
+                patch.setenv(name, value)
+            code = cli.main(list(map(str, words)))
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def command(api, accel_ddp, tmp_path):
     """An empty namespace with a volume claim, and a function that runs accel-ddp with a kubeconfig for it."""
     api.objects.clear(), api.requests.clear(), api.refusals.clear(), api.missing.clear()
     api.add("persistentvolumeclaims", {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteMany"]}})
@@ -446,12 +462,7 @@ def command(api, tmp_path):
         "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}], "users": [{"name": "u", "user": {}}],
     }  # fmt: skip
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    return lambda *words, **more: accel_ddp(words, **{"KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path), **more})
-
-
-def accel_ddp(words: tuple, **more: str) -> subprocess.CompletedProcess:
-    env = {**clean_environment(), **more}
-    return subprocess.run([BIN / "accel-ddp", *map(str, words)], env=env, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return accel_ddp
 
 
 def refused(done: subprocess.CompletedProcess, message: str) -> None:
@@ -587,11 +598,9 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     assert [one["kind"] for one in api.objects.values()] == ["PersistentVolumeClaim"] * 2 + ["Secret"]
 
 
-def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
+def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api, accel_ddp):
     file = describe(tmp_path)
-    for program in ("sh", "env"):
-        (tmp_path / program).symlink_to(shutil.which(program))
-    refused(accel_ddp(("launch", file, "classify"), PATH=str(tmp_path)), "kubectl is not installed, or not on PATH")
+    refused(accel_ddp("launch", file, "classify", PATH=str(tmp_path)), "kubectl is not installed, or not on PATH")
     config = {
         "apiVersion": "v1", "kind": "Config", "current-context": "a", "contexts": [{"name": "a", "context": {"cluster": "a"}}],
         "clusters": [{"name": "a", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}}],
@@ -599,8 +608,7 @@ def test_kubectl_that_is_missing_or_has_no_server_is_explained(tmp_path, api):
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"  # kubectl asks for a user before it connects
     (tmp_path / "no_user").write_text(json.dumps(config))
-    done = accel_ddp(("launch", file, "classify"), KUBECONFIG=str(tmp_path / "no_user"), HOME=str(tmp_path))
+    done = accel_ddp("launch", file, "classify", KUBECONFIG=str(tmp_path / "no_user"))
     refused(done, "kubectl has no valid credentials for the cluster")
     for words in (("launch", file, "classify"), ("status", file), ("stop", file)):
-        done = accel_ddp(words, KUBECONFIG=str(tmp_path / "kubeconfig"), HOME=str(tmp_path))
-        refused(done, "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`")
+        refused(accel_ddp(*words), "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`")
