@@ -476,7 +476,7 @@ def test_a_rank_that_fails_is_named_with_its_node_and_its_error_is_the_cause(mac
     end = ended.text[ended.text.index("accel-ddp: the first cause: ") :]
     assert "a bug in the user's loss" in end or "RANK_FAILED" in end
     assert "rank 3" in end or "node2" in end
-    assert "4 items per step = 3 nodes" in ended.text
+    assert "4 items per step = 4 ranks (2 on node0, 1 on node1, 1 on node2)" in ended.text
     nothing_left(machines)
 
 
