@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +89,8 @@ def test_rsync_copies_what_git_does_not_ignore_and_deletes_only_what_it_has_copi
     on(node0, "ln", "-s", "../disk", "data", folder="my code")
     keys = {"env_file": "secrets.env", "ssh": {"options": ["-o", 'SetEnv=ODD="it\'s two  words"', "-o", "Compression=yes"]}}
     copy(machines, **keys)
+    on(laptop, "truncate", "--size", "600M", "x.big")
+    assert copy(machines, **keys) == "", "files that are not copied do not count"
     sent = {**committed("new.py", "inner/inside.py"), "inner/.gitignore": "*.tmp"}
     assert files(node1) == sent
     linked = {name: text for name, text in sent.items() if not name.startswith("data/")}
@@ -237,18 +238,20 @@ def test_nodes_that_share_the_folder_are_copied_at_the_same_time(project):
     assert files(machines.nodes[0]) == {name: text for name, text in sent.items() if not name.startswith("package/")}
 
 
-def test_an_interrupted_copy_leaves_no_process(project):
+def test_a_copy_of_much_data_is_announced_and_can_be_interrupted_without_a_process_that_is_left(project):
     machines = project
-    machines.write(machines.laptop, "src/large.bin", "x" * 30_000_000)
-    machines.nodes[1].node.firewall("tcp dport 22 ct state established meta length gt 100 drop")  # the transfer stalls
+    on(machines.laptop, "mkdir", "videos")
+    on(machines.laptop, "truncate", "--size", "600M", "videos/large.bin")
+    machines.nodes[1].node.firewall("tcp dport 22 meta length gt 1400 drop")  # the transfer stalls
     keys = {"backend": "ssh", "nodes": ["node0", "node1"], "gpus_per_node": 0, "copy": "rsync", "folder": "~/my code"}
     machines.write(machines.laptop, "src/cluster.yaml", yaml.safe_dump(keys))
     words = machines.laptop.command([sys.executable, "-c", COPY, "train.py"], folder=f"{machines.home}/src")
-    running = subprocess.Popen(words, env=machines.laptop.environment(), stderr=subprocess.PIPE, start_new_session=True)
-    machines.until(lambda: any("ssh" in one for one in machines.laptop.processes().values()), 30, "ssh has started")
-    time.sleep(0.3)
+    running = subprocess.Popen(words, env=machines.laptop.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    machines.until(lambda: any(one.startswith("rsync ") for one in machines.laptop.processes().values()), 30, "rsync")
     running.send_signal(2)
-    running.communicate(timeout=20)
+    out, errors = running.communicate(timeout=20)
+    assert b"files with 600 MiB are copied to each node" in out, (out, errors)
+    assert b"videos has " in out
     machines.nodes[1].node.firewall()
     assert [one for one in machines.left() if one.startswith(machines.laptop.name)] == []
 

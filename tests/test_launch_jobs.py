@@ -8,11 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pexpect
 import pytest
 import yaml
 
 from accel_ddp.launch.record import LogFile, Record, find_records, store_place
-from tests.conftest import BIN, Running, clean_environment
+from tests.conftest import BIN, ROOT, Running, clean_environment, free_port
 from tests.ssh_nodes import Machine, Machines
 
 # It is quiet until it is asked to stop. It then needs some seconds to save.
@@ -151,3 +152,31 @@ def test_a_job_with_a_name_is_found_where_it_was_started_last(tmp_path):
     assert find_records(tmp_path / "missing", "here") == {}
     store_place(output, "third", output / "second")
     assert list(find_records(output, "here")) == ["job", "third"], "one job is listed once"
+
+
+def test_the_main_rank_has_a_terminal_that_follows_the_size_of_the_terminal_of_the_user(tmp_path):
+    """The script does not use the package otherwise, so that it starts without torch."""
+    script = """
+import os, sys, time
+from accel_ddp.environment.output import connect_output
+connect_output()
+size = os.get_terminal_size(2)
+print(f"columns: {size.columns}", sys.stderr.isatty())
+while os.get_terminal_size(2) == size: time.sleep(0.05)
+print(f"columns: {os.get_terminal_size(2).columns}")
+"""
+    (tmp_path / "script.py").write_text(script)
+    description = {"backend": "local", "nodes": ["here"], "gpus_per_node": 0, "main_port": free_port()}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(description))
+    command = ["launch", "--name", "bar", "cluster.yaml", "script.py"]
+    child = pexpect.spawn(
+        str(BIN / "accel-ddp"), command, env=clean_environment(PYTHONPATH=str(ROOT)), cwd=str(tmp_path), encoding="utf-8",
+        dimensions=(20, 77), timeout=60,
+    )  # fmt: skip
+    child.expect("columns: 77 True")
+    child.setwinsize(20, 55)
+    child.expect("columns: 55")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert "[rank 0] columns: 55\n" in (tmp_path / "runs/bar/launch/here.log").read_text()

@@ -79,8 +79,9 @@ def describe_code(folder: Path, script: str = "", left_out: Iterable[str] = ()) 
     found: dict[str, Any] = {"package": versions["code"], "commit": git_output(folder, "rev-parse", "--short=12", "HEAD").strip()}
     hashes = {}
     try:
-        deadline = time.monotonic() + 5
-        for name in list_files(folder, left_out, seconds=5):
+        deadline = time.monotonic() + 3
+        # The home directory, which is the default, contains much that is not the code of the job.
+        for name in [] if folder == Path.home() else list_files(folder, left_out, seconds=3):
             if name.endswith(_CODE) and (folder / name).is_file():
                 hashes[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()[:12]
             if time.monotonic() > deadline:

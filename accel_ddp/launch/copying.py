@@ -1,19 +1,23 @@
 """Copies the code of the launching machine to the nodes, with rsync or git over ssh."""
 
 import asyncio
+import contextlib
 import os
 import shlex
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from accel_ddp.doctor.report import format_bytes
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code import git_output, list_files, program_environment, shorten
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.ssh import explain, remote_path
 
 _REF = "refs/accel_ddp/launch"  # where HEAD is stored in the repositories of the nodes; no branch is changed
+_MUCH = 500 << 20  # bytes; code is smaller
 _MARK = b"accel_ddp:"  # before what our remote scripts print; a login shell may print something first
 _NOT_MADE, _NOT_WRITABLE, _NO_PROGRAM, _IS_HOME, _CHANGED = range(64, 69)  # exit codes of the remote scripts
 
@@ -49,14 +53,19 @@ def find_source(script: str, copy: str) -> Path:
     return source
 
 
-async def copy_code(cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]]) -> None:
+async def copy_code(
+    cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]], note: Callable[[str], None] = print
+) -> None:
     """Copy the code in `source` to the code folder of every node, as `cluster.copy` requests, on all nodes at the same time.
 
-    `ssh_words` returns the ssh command for a node, which ends with the host. Raises UserError with the reason of each node.
+    `ssh_words` returns the ssh command for a node, which ends with the host. `note` prints a message. Raises UserError with the
+    reason of each node.
     """
     if cluster.copy == "none":
         return
     copier = (_Rsync if cluster.copy == "rsync" else _Git)(cluster, source, ssh_words)
+    if text := copier.warning():
+        note(text)
     failures = [text for text in await asyncio.gather(*map(copier.attempt, cluster.nodes)) if text]
     if failures:
         raise UserError(failures[0] if len(failures) == 1 else "\n  ".join(["the code was not copied:", *failures]))
@@ -86,6 +95,9 @@ class _Copier:
 
     async def copy(self, node: Node) -> None:
         raise NotImplementedError
+
+    def warning(self) -> str:
+        return ""
 
     async def run(self, words: list[str], given: bytes = b"", **env: str) -> tuple[int, bytes, str]:
         """Run a program on this machine. Return its exit code, its output and its error messages."""
@@ -177,13 +189,27 @@ class _Rsync(_Copier):
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
         # -K: a link to a folder stays, for example from `data` to a disk. Without implied folders, their permissions stay too.
         # -s: the folder may contain spaces.
-        words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=60", "--from0", "--files-from=-"]
+        words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
         words += ["-e", " ".join(map(_quote_for_rsync, self.ssh_words(node)[:-1])), "./", f"{_address(node.host)}:{folder}/"]
         code, _, errors = await self.run(words, _joined(self.names))
         if code:
             raise _Failed(self.explain(node, code, errors))
         store = "mkdir -p .accel_ddp && echo '*' >.accel_ddp/.gitignore && cat >.accel_ddp/copied.$$ && "
         await self.run_on(node, f"{there}; {store}mv .accel_ddp/copied.$$ .accel_ddp/copied || exit 1", _joined(self.names))
+
+    def warning(self) -> str:
+        """Return a message if there is much to copy: probably data that was forgotten in .gitignore."""
+        sizes: Counter[str] = Counter()
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                sizes[name.split("/")[0]] += (self.source / name).lstat().st_size
+        if (total := sizes.total()) < _MUCH:
+            return ""
+        largest, size = sizes.most_common(1)[0]
+        return (
+            f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have them "
+            f"already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
+        )
 
     def _is_gone(self, name: str) -> bool:
         """Return whether a file that was copied before is deleted here. One that git ignores now stays on the node."""

@@ -108,7 +108,8 @@ class Session:
     async def _run(self) -> int:
         cluster, job = self.cluster, self.job
         if cluster.copy != "none":
-            await copy_code(cluster, find_source(job.script, cluster.copy), lambda node: ssh_words(cluster, node))
+            source = find_source(job.script, cluster.copy)
+            await copy_code(cluster, source, lambda node: ssh_words(cluster, node), self.console.note)
         self.connections = await open_all(cluster)
         facts = await self._collect_facts()
         errors, warnings = checks.find_errors(cluster, job, facts)
