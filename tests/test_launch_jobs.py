@@ -12,7 +12,7 @@ import pexpect
 import pytest
 import yaml
 
-from accel_ddp.launch.record import LogFile, Record, find_records, store_place
+from accel_ddp.launch.node.record import LogFile, Record, find_records, store_place
 from tests.conftest import BIN, ROOT, Running, clean_environment, free_port
 from tests.ssh_nodes import Machine, Machines
 

@@ -18,7 +18,7 @@ import pytest
 from accel_ddp.errors import UserError
 from accel_ddp.launch.commands import make_job
 from accel_ddp.launch.description import read_description
-from accel_ddp.launch.slurm_script import render
+from accel_ddp.launch.slurm.script import render
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all
 from tests.slurm_cluster import GPUS, USER, SlurmCluster
 

@@ -58,7 +58,7 @@ def launch(words: list[str]) -> int:
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
         raise UserError(f"--detach: has no effect with backend: {cluster.backend}, where jobs always run without this terminal.")
     if cluster.backend in ("ssh", "local"):
-        from accel_ddp.launch import session
+        from accel_ddp.launch.hosts import session
 
         if given.dry_run:
             print(session.dry_run(cluster, job))
@@ -79,7 +79,7 @@ def check_options(cluster: Cluster, job: Job) -> None:
 
     options: Iterable[str] = job.options
     if cluster.backend == "slurm":
-        from accel_ddp.launch.slurm_script import is_array
+        from accel_ddp.launch.slurm.script import is_array
 
         options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
     load_recipe_config([job.script, *options])
@@ -173,10 +173,10 @@ def _required(job: Job | None, file: str) -> Job:
 
 def _backend(cluster: Cluster) -> ModuleType:
     if cluster.backend == "slurm":
-        from accel_ddp.launch import slurm
+        from accel_ddp.launch.slurm import backend as slurm
 
         return slurm
-    from accel_ddp.launch import kubernetes
+    from accel_ddp.launch.kubernetes import backend as kubernetes
 
     return kubernetes
 
@@ -184,6 +184,6 @@ def _backend(cluster: Cluster) -> ModuleType:
 def _jobs(cluster: Cluster) -> ModuleType:
     if cluster.backend not in ("ssh", "local"):
         return _backend(cluster)
-    from accel_ddp.launch import jobs
+    from accel_ddp.launch.hosts import jobs
 
     return jobs

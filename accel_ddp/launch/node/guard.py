@@ -1,4 +1,4 @@
-"""The process that starts, watches and ends a job on one node: `python -m accel_ddp.launch.guard`.
+"""The process that starts, watches and ends a job on one node: `python -m accel_ddp.launch.node.guard`.
 
 The launching machine starts a guard on each node, over ssh or as a subprocess, and exchanges JSON lines with the guard over stdin
 and stdout. No argument, variable or secret of the job is ever part of a command line of ssh.
@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 
-from accel_ddp.launch import facts, jobs_of_node, reach
-from accel_ddp.launch.lines import Lines
-from accel_ddp.launch.output import RankOutputs
-from accel_ddp.launch.record import LogFile, Record, store_place
+from accel_ddp.launch.node import facts, reach, requests
+from accel_ddp.launch.node.lines import Lines
+from accel_ddp.launch.node.output import RankOutputs
+from accel_ddp.launch.node.record import LogFile, Record, store_place
 
 PROTOCOL = 1  # changes with the messages
 SILENT_SECONDS = 15.0
@@ -121,7 +121,7 @@ class JobOnNode:
         if request["time_limit"]:
             self.timers.append(loop.call_later(request["time_limit"], self.stop, "the time limit is reached"))
         if request["spot"] == "aws":
-            from accel_ddp.launch import spot
+            from accel_ddp.launch.node import spot
 
             self.spot_watch = spot.watch(
                 lambda when: loop.call_soon_threadsafe(self.stop, f"AWS ends this spot instance at {when:%H:%M:%S} UTC"),
@@ -263,8 +263,8 @@ async def serve(is_detached: bool) -> int:
         elif kind == "unlisten":
             listener.close()
             channel.send("unlistened")
-        elif kind in jobs_of_node.REQUESTS:
-            await _answer(jobs_of_node.REQUESTS[kind](message, channel), read)
+        elif kind in requests.REQUESTS:
+            await _answer(requests.REQUESTS[kind](message, channel), read)
             break
         elif kind == "start" and message["detach"] and not is_detached:
             channel.send(**await asyncio.to_thread(_start_detached, message))
@@ -320,7 +320,7 @@ async def _drain(transport: asyncio.WriteTransport) -> None:
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
     """Start a guard that does not depend on this connection. Return the message about it."""
-    words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]
+    words = [sys.executable, "-m", "accel_ddp.launch.node.guard", "--detached"]
     with contextlib.ExitStack() as stack:
         errors: Any = subprocess.DEVNULL
         with contextlib.suppress(OSError):  # the guard reports it

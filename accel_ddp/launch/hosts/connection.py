@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch import ssh
 from accel_ddp.launch.description import Cluster, Node
+from accel_ddp.launch.hosts import ssh
 
 BEAT_SECONDS = 2.0
 _HELLO_SECONDS = 60.0  # after the connection: a busy node needs seconds to start Python
@@ -36,7 +36,7 @@ class Connection:
         """Start the guard and wait for its first message. Raises Lost with an explanation."""
         env = dict(os.environ)
         if self.cluster.backend == "local":
-            words = [_python(self.node), "-m", "accel_ddp.launch.guard"]
+            words = [_python(self.node), "-m", "accel_ddp.launch.node.guard"]
             folder = Path(self.node.folder or ".").expanduser()
             # The guard must find the package of this process, also if it is not installed.
             env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])

@@ -33,7 +33,7 @@ def guard_command(node: Node) -> str:
     lines.append(f"p={python}")
     missing = f"exit {PYTHON_MISSING}" if node.venv else f"p=$(command -v python3) || exit {PYTHON_MISSING}"
     lines.append(f'[ -x "$p" ] || {missing}')
-    lines.append('exec "$p" -m accel_ddp.launch.guard')
+    lines.append('exec "$p" -m accel_ddp.launch.node.guard')
     return f"exec sh -c {shlex.quote('; '.join(lines))}"
 
 

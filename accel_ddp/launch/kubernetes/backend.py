@@ -13,7 +13,7 @@ from typing import Any
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, object_name, read_settings, render
+from accel_ddp.launch.kubernetes.manifests import CONTAINER, INSTANCE, TRAINER, fail, object_name, read_settings, render
 
 _TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
 _OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}

@@ -16,7 +16,7 @@ from accel_ddp.doctor import facts as doctor_facts
 from accel_ddp.doctor import gpus
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code import describe_code
-from accel_ddp.launch.record import Record, find_record
+from accel_ddp.launch.node.record import Record, find_record
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:

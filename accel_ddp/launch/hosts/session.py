@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
-from accel_ddp.launch import checks, commands, reach
+from accel_ddp.launch import commands
 from accel_ddp.launch.commands import Job
-from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all
-from accel_ddp.launch.console import Console
-from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import Cluster, shown_value
-from accel_ddp.launch.jobs import stop_all
-from accel_ddp.launch.ssh import ssh_words
+from accel_ddp.launch.hosts import checks
+from accel_ddp.launch.hosts.connection import Connection, Lost, join_reasons, open_all
+from accel_ddp.launch.hosts.console import Console
+from accel_ddp.launch.hosts.copying import copy_code, find_source
+from accel_ddp.launch.hosts.jobs import stop_all
+from accel_ddp.launch.hosts.ssh import ssh_words
+from accel_ddp.launch.node import reach
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well

@@ -14,7 +14,7 @@ from accel_ddp.doctor.report import format_bytes
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code import git_output, list_files, program_environment, shorten
 from accel_ddp.launch.description import Cluster, Node
-from accel_ddp.launch.ssh import explain, remote_path
+from accel_ddp.launch.hosts.ssh import explain, remote_path
 
 _REF = "refs/accel_ddp/launch"  # where HEAD is stored in the repositories of the nodes; no branch is changed
 _MUCH = 500 << 20  # bytes; code is smaller

@@ -16,7 +16,7 @@ from pathlib import Path
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_folder, render, split_environment
+from accel_ddp.launch.slurm.script import code_folder, count, is_array, launch_folder, render, split_environment
 
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits

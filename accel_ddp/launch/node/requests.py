@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from accel_ddp.launch.record import find_record, find_records
+from accel_ddp.launch.node.record import find_record, find_records
 
 
 class Sender(Protocol):
@@ -98,7 +98,7 @@ async def stop_job(request: dict[str, Any], channel: Sender) -> None:
 def _is_guard(pid: int | None) -> bool:
     """Return whether a process is a guard. The pid in the file of a job may be that of another program by now."""
     with contextlib.suppress(psutil.Error):
-        return bool(pid) and "accel_ddp.launch.guard" in psutil.Process(pid).cmdline()
+        return bool(pid) and "accel_ddp.launch.node.guard" in psutil.Process(pid).cmdline()
     return False
 
 
