@@ -128,12 +128,12 @@ def test_no_module_has_mutable_globals():
                     assert is_constant or is_known, f"{name}.{one.id} is a global variable"
 
 
-def test_the_doctor_and_tune_start_without_torch():
+def test_the_doctor_tune_and_launch_start_without_torch():
     """The doctor examines clusters of other trainers too; neither waits for torch outside of the processes that need it."""
     names = [
         name
         for name in GRAPH
-        if name.split(".")[0] in ("doctor", "tune", "environment", "net", "watch") and not name.endswith("__main__")
+        if name.split(".")[0] in ("doctor", "tune", "launch", "environment", "net", "watch") and not name.endswith("__main__")
     ]
     code = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(f'accel_ddp.{{name}}')\n"
