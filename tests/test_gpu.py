@@ -3,6 +3,7 @@
 Two NCCL nodes share one GPU. Each has its own NCCL_HOSTID, so that NCCL treats them as two hosts and connects them over TCP.
 """
 
+import contextlib
 import json
 import re
 import signal
@@ -114,7 +115,7 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
     running = Running([[*launch, "--name", "stopped", description, CLASSIFY, "--steps", "100000"]], [on_gpu()])
-    running.until("step    10/100000")
+    running.until("10/100000")
     running.processes[0].send_signal(signal.SIGINT)
     ended = running.ended()
     assert ended.codes == [75], ended.text
@@ -289,8 +290,9 @@ def test_a_killed_rank_of_nccl_is_reported_on_the_other_node(tmp_path):
     running = Running(*nodes(CLASSIFY, *common, "--output_dir", tmp_path / "run"))
     running.until("step    5/9999")
     for process in psutil.Process(running.processes[1].pid).children(recursive=True):
-        if "accel_ddp.watch.monitor" not in process.cmdline():
-            process.kill()
+        with contextlib.suppress(psutil.Error):  # a program that a library ran may have ended
+            if "accel_ddp.watch.monitor" not in process.cmdline():
+                process.kill()
     ended = running.ended(timeout=300)
     assert ended.codes == [1, 1]
     assert re.search(
