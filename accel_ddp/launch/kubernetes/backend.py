@@ -88,33 +88,34 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
     kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
     """
-    kubectl, followed, waiting = _connect(cluster), {}, ""
+    kubectl = _connect(cluster)
+    one: dict[str, Any] | None = kubectl.find(job)
+    readers: dict[str, subprocess.Popen[bytes]] = {}
+    printed = ""
     try:
         while True:
-            one = kubectl.find(job) if not followed else kubectl.get(kubectl.name_of(job))
             pods = kubectl.pods(one) if one else []
             for pod in pods:
                 name = pod["metadata"]["name"]
-                if name not in followed and _has_started(pod):
+                if _has_started(pod) and name not in readers:
                     words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
-                    followed[name] = kubectl.show(*words, *(["-f"] if follow else []))
+                    readers[name] = kubectl.show(*words, *(["-f"] if follow else []))
+            if not follow or one is None or (_is_finished(one) and all(reader.poll() is not None for reader in readers.values())):
+                break
             late = [
                 f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}"
                 for pod in pods
                 if not _has_started(pod)
             ]
-            text = ", ".join(late) if pods else f"{job.name} has no pods yet"
-            if text not in ("", waiting) and not (one and _is_finished(one)):
+            if (text := ", ".join(late) if pods else f"{job.name} has no pods yet") != printed and text:
                 print(f"waiting: {text}", file=sys.stderr, flush=True)
-            waiting = text
-            is_read = all(process.poll() is not None for process in followed.values()) or not follow
-            if not follow or one is None or (_is_finished(one) and is_read):
-                break
+            printed = text
             time.sleep(_POLL_SECONDS)
-        codes = [process.wait() for process in followed.values()]
+            one = kubectl.get(kubectl.name_of(job))
+        codes = [reader.wait() for reader in readers.values()]
     finally:
-        for process in followed.values():
-            process.terminate()
+        for reader in readers.values():
+            reader.terminate()
     if not follow:
         return max(codes, default=0)
     if one is None:
@@ -123,7 +124,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     if _state(one).startswith("Complete"):
         return 0
     print(f"{job.name}: {_state(one)}", file=sys.stderr)
-    ends = sorted((_end(pod) for pod in pods), key=lambda end: end.get("finishedAt", ""))
+    ends = sorted((_end(pod) for pod in pods), key=lambda end: end.get("finishedAt") or "")
     return next((end["exitCode"] for end in ends if end.get("exitCode")), 1)
 
 
