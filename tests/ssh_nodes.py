@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from tests.conftest import BIN, OUTSIDE, ROOT, Ended, Running, free_port
-from tests.nodes import PATH, Node, Nodes, NotPossible, best_kind, run, tool
+from tests.nodes import PATH, Node, Nodes, NotPossible, all_pids, best_kind, run, tool
 
 PREFIX = "accel-ddp-ssh-"
 USER = "trainer"
@@ -137,13 +137,7 @@ class Machine:
 
     def processes(self) -> dict[int, str]:
         """Return pid and command line of each process of this machine, without the sshd that listens."""
-        found = {}
-        for pid in self.node.pids():
-            if pid != self.sshd.pid:
-                with contextlib.suppress(OSError):
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-                    found[pid] = shlex.join(word.decode(errors="replace") for word in words)
-        return found
+        return self.machines.all_processes()[self.name]
 
     def die(self) -> None:
         """Let the machine disappear from the network without a last packet, as if its power were cut. `Machines.reset` starts it."""
@@ -230,15 +224,28 @@ class Machines:
                 lines += [f"mkdir -p {shlex.quote(str(path))}", bind(place, path)]
         return "\n".join([*lines, ""])
 
+    def all_processes(self) -> dict[str, dict[int, str]]:
+        """Return the processes of each machine, without the sshd that listen. /proc is read once for all machines, which is slow."""
+        names = {machine.node.space.identity: machine.name for machine in self.all}
+        listening = {machine.sshd.pid for machine in self.all}
+        found: dict[str, dict[int, str]] = {machine.name: {} for machine in self.all}
+        for pid in all_pids():
+            with contextlib.suppress(OSError):
+                name = names.get(os.stat(f"/proc/{pid}/ns/net").st_ino)
+                if name and pid not in listening:
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                    found[name][pid] = shlex.join(word.decode(errors="replace") for word in words)
+        return found
+
     def processes(self) -> list[str]:
         """Return "machine pid command" of each process on any machine, without the sshd that listen."""
-        return [f"{machine.name} {pid} {words}" for machine in self.all for pid, words in machine.processes().items()]
+        return [f"{name} {pid} {words}" for name, found in self.all_processes().items() for pid, words in found.items()]
 
     def left(self, seconds: float = 10) -> list[str]:
         """Return the processes that have not ended after some seconds. The sshd of a connection needs a moment to end."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.1)
         return left
 
     def until(self, expected: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -246,7 +253,7 @@ class Machines:
         deadline = time.monotonic() + seconds
         while not (value := expected()):
             assert time.monotonic() < deadline, f"{what}: not after {seconds} s. Processes:\n" + "\n".join(self.processes())
-            time.sleep(0.05)
+            time.sleep(0.2)
         return value
 
     def describe(self, nodes: list[Any] | None = None, name: str = "cluster.yaml", on: Machine | None = None, **keys: Any) -> str:
@@ -292,7 +299,7 @@ class Machines:
     def kill(self) -> None:
         """Kill all processes but the sshd that listen."""
         deadline = time.monotonic() + 60
-        while left := [pid for machine in self.all for pid in machine.processes()]:
+        while left := [pid for found in self.all_processes().values() for pid in found]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes {left} do not end although they were killed")
             for pid in left:

@@ -66,16 +66,11 @@ def in_terminal(machines: Machines, *words: object) -> pexpect.spawn:
 
 def ranks_of(machines: Machines) -> list[int]:
     """Return the pids of the ranks that run SCRIPT or TRAINS on any machine, without launchers and guards."""
-    found = []
-    for machine in machines.nodes:
-        for pid, words in machine.processes().items():
-            if (
-                re.search(r"python\S* (-u )?\S*tests/programs/\w+\.py", words)
-                and "torchrun" not in words
-                and "accelerate" not in words
-            ):
-                found.append(pid)
-    return found
+    is_rank = re.compile(r"python\S* (-u )?\S*tests/programs/\w+\.py")
+    found = {pid: words for processes in machines.all_processes().values() for pid, words in processes.items()}
+    return [
+        pid for pid, words in found.items() if is_rank.search(words) and not re.search("torchrun|accelerate|accel-ddp", words)
+    ]
 
 
 def received(text: str) -> list[dict]:
@@ -95,7 +90,7 @@ def watched(machines: Machines) -> Iterator[set[str]]:
     seen, is_over = set(), threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.03):
+        while not is_over.wait(0.1):
             seen.update(line.split(" ", 2)[2] for line in machines.processes())
 
     thread = threading.Thread(target=watch, daemon=True)
