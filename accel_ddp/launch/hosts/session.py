@@ -91,6 +91,8 @@ class Session:
         self.interrupts += 1
         if not self.has_started:
             self.work.cancel()
+        elif self.is_detached:  # `_run` ends the job as soon as all nodes have started it
+            self.console.note("ending the job, which is just starting.")
         elif self.interrupts == 1:
             self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
             self.is_stopping = True
