@@ -217,7 +217,7 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
         examples = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", " ")
         texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
     known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
-             "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git"}  # fmt: skip
+             "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
     known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs"}  # of docs/aws.md
     ours, seen = 0, set()
     for page, text in texts:
