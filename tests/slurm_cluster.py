@@ -211,8 +211,13 @@ class SlurmCluster:
     def cancel_all(self) -> None:
         """End all jobs and make all nodes available again."""
         self.admin("scancel", f"--user={self.user}")
-        with contextlib.suppress(AssertionError):  # a node that is idle cannot be resumed
-            self.admin("scontrol", "update", f"NodeName={','.join(node.name for node in self.workers)}", "State=RESUME")
+        self.resume_nodes()
+
+    def resume_nodes(self) -> None:
+        """Make all nodes available, and wait until no job uses them."""
+        for node in self.workers:
+            with contextlib.suppress(AssertionError):  # a node that is available cannot be resumed
+                self.admin("scontrol", "update", f"NodeName={node.name}", "State=RESUME")
         self.wait(lambda: self.states() == ["idle"] * len(self.workers), "idle nodes")
 
     def close(self) -> None:

@@ -413,7 +413,7 @@ def test_three_requeues_end_with_the_same_weights(user, tmp_path):
     assert user.step() < steps
     user.cluster.admin("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=test")
     user.cluster.wait(lambda: user.cluster.job(number)["Restarts"] == "3", "requeue by Slurm")
-    user.cluster.admin("scontrol", "update", "NodeName=node1", "State=RESUME")
+    user.cluster.resume_nodes()
     user.wait_for_requeue(number, 3)
     job = user.wait_for_end(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "3")
