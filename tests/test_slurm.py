@@ -384,7 +384,16 @@ def test_two_nodes_train_as_one_node_does_and_logs_follow_until_the_end(user, tm
     job = user.wait_for_end(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
     assert user.weights(12) == weights_of_one_node(tmp_path, 12)
-    assert f"job {number}  ended with exit code 0 (COMPLETED)" in user.run("status", file).stdout
+    for words in (["status", file], ["status", file, "--name=job"]):
+        assert (
+            f"job  job {number}  ended with exit code 0 (COMPLETED)  log {user.home}/runs/job/launch/slurm-"
+            in user.run(*words).stdout
+        )
+    (user.home / "runs" / "job" / "launch" / f"slurm-{number}.log").rename(
+        user.home / "runs" / "job" / "launch" / "slurm-999.log"
+    )
+    assert user.run("status", file).stdout.startswith("job  job 999  ended  log "), "Slurm does not store this job any more"
+    assert user.run("status", file, "--name=other").stdout == "There is no job named 'other'.\n"
 
 
 @pytest.mark.slurm

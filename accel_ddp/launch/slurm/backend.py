@@ -115,24 +115,32 @@ def launch(cluster: Cluster, job: Job) -> int:
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job, or of all jobs of this user in the code folder."""
+    """Print the state of a job, or of all jobs in the code folder, also of those that have ended."""
     found = _find_jobs(cluster, job.name if job else "")
-    if job and not found:
-        found = [one for one in [_last_job(cluster, job)] if one]
-    for one in found:
-        restarts = f", {count(one.restarts, 'restart')}" if one.restarts else ""
-        print(f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}")
-    if not found:
-        logs = _log_files(cluster, job) if job else []
-        what = f"no job named {job.name!r}" if job else f"no job of the folder {code_folder(cluster)}"
-        print(f"Slurm has {what}." + (f" The last log is {logs[-1]}." if logs else ""))
+    output = code_folder(cluster) / Path(cluster.output).expanduser()
+    folders = [launch_folder(cluster, job)] if job else sorted(output.glob("*/launch"))
+    lines = [_describe(one) for one in found]
+    for folder in folders:
+        files = _log_files(folder)[-1:] if folder not in [one.log.parent for one in found] else []
+        for file in files:
+            one = _job_of(file)
+            # Slurm removes a job some minutes after its end. Its log stays.
+            lines.append(_describe(one) if one else f"{folder.parent.name}  job {_number_of(file)}  ended  log {file}")
+    what = f"job named {job.name!r}" if job else f"job in {output}"
+    print("\n".join(lines) or f"There is no {what}.")
     return 0
+
+
+def _describe(one: SlurmJob) -> str:
+    restarts = f", {count(one.restarts, 'restart')}" if one.restarts else ""
+    return f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}"
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     """Print the end of the job's log. With `follow`, continue until the job has ended, and return its exit code."""
-    jobs = _find_jobs(cluster, job.name) or [one for one in [_last_job(cluster, job)] if one]
-    files = sorted({one.log for one in jobs}) or _log_files(cluster, job)[-1:]
+    last = _log_files(launch_folder(cluster, job))[-1:]
+    jobs = _find_jobs(cluster, job.name) or [one for one in map(_job_of, last) if one]
+    files = sorted({one.log for one in jobs}) or last
     if not files:
         raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
     readers = {file: _read_on(file, lines) for file in files}
@@ -353,16 +361,19 @@ def _parse(line: str) -> SlurmJob:
 # ---- logs
 
 
-def _log_files(cluster: Cluster, job: Job) -> list[Path]:
-    """Return the logs of a job, the oldest first."""
-    return sorted(launch_folder(cluster, job).glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
+def _log_files(folder: Path) -> list[Path]:
+    """Return the logs in a folder, the oldest first."""
+    return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
 
 
-def _last_job(cluster: Cluster, job: Job) -> SlurmJob | None:
-    """Return the job of the newest log, which has ended. None: Slurm does not store it any more."""
-    for file in _log_files(cluster, job)[-1:]:
-        return _show(file.stem.removeprefix("slurm-"))
-    return None
+def _number_of(log: Path) -> str:
+    return log.stem.removeprefix("slurm-")
+
+
+def _job_of(log: Path) -> SlurmJob | None:
+    """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
+    one = _show(_number_of(log))
+    return one if one and one.log == log else None
 
 
 def _read_on(file: Path, lines: int) -> Iterator[str]:
