@@ -14,6 +14,7 @@ import pytest
 LONGEST = [
     "test_faults",
     "test_stop",
+    "test_launch_ssh",
     "test_classify",
     "test_doctor",
     "test_errors",

@@ -183,6 +183,7 @@ class Machines:
             "config": {},
             "config_wrong_key": {"key": "other_key"},
             "config_unknown_host": {"known_hosts": "known_hosts_without_node1"},
+            "config_changed_host": {"known_hosts": "known_hosts_with_other_node1"},
         }.items():
             (home / ".ssh" / name).write_text(SSH_CONFIG.format(**{"key": "key", "known_hosts": "known_hosts", **changes}))
         known = []
@@ -192,7 +193,10 @@ class Machines:
             known.append(f"{machine.name},{machine.address} {(machine.etc / 'host_key.pub').read_text().strip()}\n")
             (machine.etc / "sshd_config").write_text(SSHD_CONFIG.format(etc=machine.etc, home=self.home))
         (home / ".ssh" / "known_hosts").write_text("".join(known))
-        (home / ".ssh" / "known_hosts_without_node1").write_text("".join(line for line in known if not line.startswith("node1,")))
+        without = "".join(line for line in known if not line.startswith("node1,"))
+        (home / ".ssh" / "known_hosts_without_node1").write_text(without)
+        other = known[0].replace(known[0].split()[0], known[1].split()[0])  # the key of node0
+        (home / ".ssh" / "known_hosts_with_other_node1").write_text(without + other)
         accounts = {"passwd": f"{USER}:x:{self.uid}:{self.uid}::{self.home}:/bin/bash\n", "group": f"{USER}:x:{self.uid}:\n"}
         for name, line in accounts.items():
             (self.base / "etc" / name).write_text(Path("/etc", name).read_text().rstrip("\n") + f"\n{line}")

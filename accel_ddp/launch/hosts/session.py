@@ -283,14 +283,15 @@ class Session:
             code = STOPPED
         elif self.interrupts > 1:
             code = INTERRUPTED
+        first = next((self.cluster.nodes[rank].host for rank, one in failed.items() if one == code), "")
+        if code == 1:  # torch returns 1 for every end of a script that does not use this package
+            was_signal = self.interrupts and "SignalException" in self.console.exceptions.get(first, "")
+            code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
         folder = Path(self.job.run_folder, "launch")
         logs = ", ".join(f"{node.host}:{folder}/{node.host}.log" for node in self.cluster.nodes[:2])
         logs += f" and {len(self.cluster.nodes) - 2} more" if len(self.cluster.nodes) > 2 else ""
         if code not in (0, STOPPED, INTERRUPTED):
-            first = self.cluster.nodes[next(iter(failed))].host
-            if code == 1:  # torch returns 1 for every failure of a script that does not use this package
-                code = self.console.exit_codes.get(first) or 1
             cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
             self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
         elif self.lost:

@@ -6,6 +6,7 @@ guards of all nodes connect.
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 from typing import Any
@@ -33,7 +34,7 @@ class Listener:
         try:
             self.server = await asyncio.start_server(answer, None, port)
         except OSError as error:
-            return error.strerror or str(error)
+            return os.strerror(error.errno) if error.errno else str(error)
         return ""
 
     def close(self) -> None:
@@ -50,7 +51,7 @@ async def connect(address: str, port: int, word: str) -> str:
     except socket.gaierror:
         return "this name cannot be resolved there"
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)  # asyncio puts the address into strerror
     try:
         line = await asyncio.wait_for(reader.readline(), CONNECT_SECONDS)
         return "" if line == word.encode() + b"\n" else "another machine or program answers there"
