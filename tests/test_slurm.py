@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -43,6 +44,13 @@ def description(folder: Path, text: str = "", **keys: str) -> Path:
 def rendered(folder: Path, text: str = "", options: tuple[str, ...] = (), is_batch: bool = True) -> str:
     cluster = read_description(description(folder, text))
     return render(cluster, make_job(cluster, "recipes/own_model.py", options), is_batch)
+
+
+def runnable(folder: Path, text: str = "", **more: Any) -> str:
+    """Return a script whose virtual environment changes nothing: that of the repository would come before other programs."""
+    (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
+    (folder / "venv" / "bin" / "activate").touch()
+    return rendered(folder, f"{text}venv: {folder}/venv\n", **more)
 
 
 def directives(script: str) -> list[str]:
@@ -136,7 +144,7 @@ def words_of(done: subprocess.CompletedProcess) -> list[str]:
 
 def test_options_arrive_unchanged(tmp_path):
     options = ("--note", 'it\'s "quoted" $HOME `date` \\ * ; & | # %a\t', "--lr=1e-5", "--empty", "", "ünï")
-    done = run_on_this_machine(rendered(tmp_path, options=options), tmp_path)
+    done = run_on_this_machine(runnable(tmp_path, options=options), tmp_path)
     assert done.returncode == 0, done.stderr
     words = words_of(done)
     at = words.index("recipes/own_model.py")
@@ -148,7 +156,7 @@ def test_options_arrive_unchanged(tmp_path):
 
 
 def test_a_requeued_job_resumes_in_any_case(tmp_path):
-    own = lambda *options: words_of(run_on_this_machine(rendered(tmp_path, options=options), tmp_path, SLURM_RESTART_COUNT="1"))
+    own = lambda *options: words_of(run_on_this_machine(runnable(tmp_path, options=options), tmp_path, SLURM_RESTART_COUNT="1"))
     assert own()[-3:] == ["--output_dir", "runs/own_model", "--resume=auto"]
     assert own("--output_dir=x")[-2:] == ["--output_dir=x", "--resume=auto"]
     assert "--resume=auto" not in own("--resume"), "the user's own --resume finds the checkpoints of a requeued job too"
@@ -159,23 +167,23 @@ def test_a_requeued_job_resumes_in_any_case(tmp_path):
     ("code", "requeue", "is_requeued"), [(75, 1, True), (75, 0, False), (0, 1, False), (2, 1, False), (1, 1, False)]
 )
 def test_only_a_job_that_was_stopped_with_a_checkpoint_is_queued_again(tmp_path, code, requeue, is_requeued):
-    done = run_on_this_machine(rendered(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue))
+    done = run_on_this_machine(runnable(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue))
     assert done.returncode == code
     assert ("scontrol requeue 12345" in done.stderr) == is_requeued
-    done = run_on_this_machine(rendered(tmp_path, is_batch=False), tmp_path, CODE=str(code), REQUEUE="1")
+    done = run_on_this_machine(runnable(tmp_path, is_batch=False), tmp_path, CODE=str(code), REQUEUE="1")
     assert done.returncode == code
     assert "scontrol requeue" not in done.stderr, "an allocation is not a job that can be queued again"
 
 
 def test_tasks_of_an_array_have_folders_and_ports_of_their_own(tmp_path):
     text = 'slurm: {options: ["--array=0-3"]}\n'
-    script = rendered(tmp_path, text, ("--seed", "%a", "--note", "it's %a%a"))
+    script = runnable(tmp_path, text, options=("--seed", "%a", "--note", "it's %a%a"))
     assert f"--output={Path.cwd()}/runs/own_model/launch/slurm-%A_%a.log" in directives(script)
     words = words_of(run_on_this_machine(script, tmp_path, SLURM_ARRAY_TASK_ID="3", SLURM_JOB_ID="12346"))
     at = words.index("recipes/own_model.py")
     assert words[at + 1 :] == ["--seed", "3", "--note", "it's 33", "--output_dir", "runs/own_model/3"]
     assert "12346" in words
-    script = rendered(tmp_path, text, ("--output_dir", "runs/seed-%a"))
+    script = runnable(tmp_path, text, options=("--output_dir", "runs/seed-%a"))
     assert words_of(run_on_this_machine(script, tmp_path, SLURM_ARRAY_TASK_ID="3"))[-1] == "runs/seed-3"
 
 
@@ -209,16 +217,16 @@ def test_secrets_are_not_in_the_script(tmp_path):
 
 
 def test_a_missing_folder_environment_launcher_or_script_is_named(tmp_path):
-    for text, options, expected in [
-        ("folder: /nowhere", "", "folder /nowhere: this node cannot enter it"),
-        ("venv: /nowhere/venv", "", "venv /nowhere/venv: this node does not have it"),
-        (f"folder: {tmp_path}", "", f"there is no recipes/own_model.py in {tmp_path}"),
+    for text, expected in [
+        ("folder: /nowhere", "folder /nowhere: this node cannot enter it"),
+        ("venv: /nowhere/venv", "venv /nowhere/venv: this node does not have it"),
+        (f"folder: {tmp_path}", f"there is no recipes/own_model.py in {tmp_path}"),
     ]:
-        done = run_on_this_machine(rendered(tmp_path, text, tuple(options)), tmp_path)
+        done = run_on_this_machine(rendered(tmp_path, text), tmp_path)
         assert done.returncode == 2
         assert f"error: {os.uname().nodename}: {expected}" in done.stderr
     (tmp_path / "programs" / "accelerate").unlink()
-    script = rendered(tmp_path)
+    script = runnable(tmp_path)
     done = subprocess.run(
         ["bash"], input=script, capture_output=True, text=True, cwd=ROOT,
         env={"PATH": f"{tmp_path}/programs:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a"},
@@ -229,14 +237,14 @@ def test_a_missing_folder_environment_launcher_or_script_is_named(tmp_path):
 
 def test_fewer_cpus_than_ranks_are_reported(tmp_path):
     """Most clusters give a task one CPU, and the ranks of a node would share it."""
-    script = rendered(tmp_path, "processes_per_node: 3\n")
+    script = runnable(tmp_path, "processes_per_node: 3\n")
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs" / "nproc").write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-2}\n")
     (tmp_path / "programs" / "nproc").chmod(0o755)
     done = run_on_this_machine(script, tmp_path, OMP_NUM_THREADS="9")
     assert done.returncode == 0
     assert "CPUs of the job: 2, ranks: 3. Set the key slurm.cpu." in done.stderr
-    assert "Set the key slurm.cpu" not in run_on_this_machine(rendered(tmp_path), tmp_path).stderr
+    assert "Set the key slurm.cpu" not in run_on_this_machine(runnable(tmp_path), tmp_path).stderr
 
 
 def test_slurm_chooses_the_gpus(tmp_path):

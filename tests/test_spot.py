@@ -251,7 +251,8 @@ def test_a_guard_turns_the_notice_into_a_stop_of_the_job(has_service, service, t
     )  # fmt: skip
     words = [sys.executable, "-c", SAVES]
     request = {
-        "words": words, "kinds": [""] * len(words), "env": {}, "run_folder": str(tmp_path), "host": "node", "job": "job", "rank": 0,
+        "words": words, "kinds": [""] * len(words), "env": {},
+        "run_folder": str(tmp_path), "output": str(tmp_path), "host": "node", "job": "job", "rank": 0,
         "processes": 1, "detach": False, "first_rank": 0, "time_limit": None, "spot": "aws", "terminal": None,
     }  # fmt: skip
 
