@@ -64,6 +64,7 @@ class Session:
         self.console = Console()
         self.connections: list[Connection] = []
         self.codes: dict[int, int] = {}  # exit code of each node that has ended, in the order in which they ended
+        self.reasons: dict[str, str] = {}  # host -> why its part of the job was stopped; "" if it ended by itself
         self.lost: list[str] = []  # connections that were lost while the job was running
         self.interrupts = 0
         self.is_stopping = False
@@ -235,6 +236,7 @@ class Session:
                     self.console.note(message["text"])
                 elif message["is"] == "end":
                     self.codes[node.rank] = message["code"]
+                    self.reasons[node.host] = message["why"]
                     break
         except Lost as error:
             self.lost.append(str(error))
@@ -285,7 +287,7 @@ class Session:
             code = INTERRUPTED
         first = next((self.cluster.nodes[rank].host for rank, one in failed.items() if one == code), "")
         if code == 1:  # torch returns 1 for every end of a script that does not use this package
-            was_signal = self.interrupts and "SignalException" in self.console.exceptions.get(first, "")
+            was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
             code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
         folder = Path(self.job.run_folder, "launch")
