@@ -334,6 +334,7 @@ async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[
         await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
             reading.cancel()
+            await asyncio.wait({reading})  # only one task may read at a time
         elif reading.result() is None:
             break
     if not answering.cancel():
