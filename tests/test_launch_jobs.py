@@ -134,6 +134,12 @@ def test_stop_never_signals_a_process_that_is_not_the_guard_of_the_job(local):
     other.send_signal(signal.SIGKILL)
     other.wait()
     record._held.close()
+    followed = accel_ddp(folder, "logs", "-f", "cluster.yaml", "--name", "job").ended(60)
+    assert followed.codes == [2], "there is no log yet"
+    record.log.write_text("the last line\n")
+    followed = accel_ddp(folder, "logs", "-f", "cluster.yaml", "--name", "job").ended(60)
+    assert followed.codes == [1], "a job whose guard was killed has not ended well"
+    assert "its guard was killed" in followed.text
     status = accel_ddp(folder, "status", "cluster.yaml").ended(60).well().text
     assert "ended (?)" in status
     assert "its guard was killed, or the node was restarted" in status
@@ -180,3 +186,36 @@ print(f"columns: {os.get_terminal_size(2).columns}")
     child.close()
     assert child.exitstatus == 0
     assert "[rank 0] columns: 55\n" in (tmp_path / "runs/bar/launch/here.log").read_text()
+
+
+PRINTS_AND_WAITS = """
+import os, time
+for number in range(500): print(f"line {number} " + "x" * 1000)
+print("waits", flush=True)
+while not os.path.exists("go on"): time.sleep(0.1)
+print("ends", flush=True)
+"""
+
+
+def test_a_job_continues_while_nobody_reads_its_output_and_after_nohup(tmp_path):
+    """A pager or Ctrl-S blocks a program that prints. Without heartbeats, the guards stop the job after 15 s."""
+    (tmp_path / "prints.py").write_text(PRINTS_AND_WAITS)
+    keys = {"backend": "local", "nodes": ["here"], "gpus_per_node": 0, "main_port": free_port()}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    words = ["nohup", str(BIN / "accel-ddp"), "launch", "--name", "job", "cluster.yaml", "prints.py"]
+    launched = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=tmp_path, env=clean_environment())
+    log = tmp_path / "runs" / "job" / "launch" / "here.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "waits\n" in log.read_text()):
+        assert time.monotonic() < deadline
+        assert launched.poll() is None
+        time.sleep(0.1)
+    launched.send_signal(signal.SIGHUP)
+    time.sleep(18)  # longer than guards wait for a heartbeat
+    assert "--- " in log.read_text()
+    assert "ended with" not in log.read_text()
+    (tmp_path / "go on").touch()
+    text = launched.communicate(timeout=60)[0].decode()
+    assert launched.returncode == 0, text
+    assert [line.split()[2] for line in text.splitlines() if "] line " in line] == list(map(str, range(500)))
+    assert "[here] ends" in text

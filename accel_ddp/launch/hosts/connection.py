@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,7 @@ class Connection:
             raise Lost(ssh.explain(self.cluster, self.node, None, self.error_text)) from None
         if hello.get("is") != "hello" or hello.get("protocol") != _PROTOCOL:
             raise Lost(f"{self.node.host}: another version of accel_ddp is installed there. Install the same version.")
+        self.errors = b""  # what the login has printed does not explain a later end
         self._tasks.append(asyncio.ensure_future(self._beat()))
 
     @property
@@ -74,7 +76,7 @@ class Connection:
             except ValueError:  # a line without an end
                 raise Lost(f"{self.node.host}: the answer is not that of accel_ddp.") from None
             if not line:
-                code = await self.process.wait()
+                code = await self._exit_code(5)
                 await asyncio.wait(self._tasks[:1], timeout=1)
                 raise Lost(ssh.explain(self.cluster, self.node, code, self.error_text))
             self.last_message = time.monotonic()
@@ -109,12 +111,17 @@ class Connection:
         if self.process:
             with contextlib.suppress(OSError, RuntimeError):
                 self.process.stdin.close()
-            try:
-                await asyncio.wait_for(self.process.wait(), 2)
-            except asyncio.TimeoutError:
+            # With `backend: local`, the process is the guard itself, which needs some seconds to stop a job.
+            if await self._exit_code(20 if self.cluster.backend == "local" else 2) is None:
                 with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
+                    os.killpg(self.process.pid, signal.SIGKILL)  # also the ssh of a jump host, which has inherited stderr
+                await self._exit_code(2)
+
+    async def _exit_code(self, seconds: float) -> int | None:
+        """Wait for the end of ssh. Return its exit code, or None if it still runs."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.process.wait(), seconds)
+        return self.process.returncode
 
     async def _beat(self) -> None:
         while True:

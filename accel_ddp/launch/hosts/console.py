@@ -1,12 +1,16 @@
 """Prints the output of all nodes in one terminal, and remembers the first error."""
 
+import asyncio
+import queue
 import re
 import sys
+import threading
 from typing import TextIO
 
 _CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
 _KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
 _MOST_LINES = 20  # of a cause
+_MOST_WAITING = 1000  # texts that are not printed yet
 # Scripts that do not use this package print only a traceback, and torch then prints a report with the exit code of the rank.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 _REPORT = re.compile(r"^Root Cause \(first observed failure\)")
@@ -14,12 +18,19 @@ _EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 
 
 class Console:
-    """Prints lines of the main rank as they are, and lines of others with their node and rank."""
+    """Prints lines of the main rank as they are, and lines of others with their node and rank.
+
+    A thread prints, because a terminal that the user has stopped with Ctrl-S, or a pager that does not read, blocks a program that
+    prints. The heartbeats must go on, or all nodes would stop the job.
+    """
 
     def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
         self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
         self.at_line_start = True
+        self.failure: OSError | None = None  # of printing
+        self._waiting: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._print_waiting, name="console", daemon=True).start()
         self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
         self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
         self.exceptions: dict[str, str] = {}  # host -> the last exception before the report of torch
@@ -78,9 +89,26 @@ class Console:
         self.at_line_start = True
 
     def _write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:  # nobody reads the output any more; the logs have it
-            if self.ends_with_reader:
-                raise
+        if self.failure and self.ends_with_reader:
+            raise self.failure
+        self._waiting.put(text)
+
+    def _print_waiting(self) -> None:
+        while True:
+            text = self._waiting.get()
+            try:
+                self.stream.write(text)
+                self.stream.flush()
+            except OSError as error:  # nobody reads the output any more; the logs have it
+                self.failure = error
+            finally:
+                self._waiting.task_done()
+
+    async def wait_until_printed(self, most: int = 0) -> None:
+        """Wait until at most `most` texts are left to print."""
+        while self._waiting.unfinished_tasks > most:
+            await asyncio.sleep(0.01)
+
+    async def wait_for_room(self) -> None:
+        """Wait while much is left to print. Call it before more output is received from a node."""
+        await self.wait_until_printed(_MOST_WAITING)

@@ -135,7 +135,7 @@ class _Copier:
             f"[ -w . ] || exit {_NOT_WRITABLE}",
             f"command -v {self.program} >/dev/null || exit {_NO_PROGRAM}",
         ]
-        return "\n".join(lines)
+        return "; ".join(lines)  # in csh, a quoted text must not contain the end of a line
 
     def explain(self, node: Node, code: int, errors: str) -> str:
         folder, text = f"folder {node.folder}", "; ".join(line.strip() for line in errors.splitlines() if line.strip())[-600:]
@@ -183,7 +183,7 @@ class _Rsync(_Copier):
 
     async def copy(self, node: Node) -> None:
         ready = f"printf '%s%s\\0' {_MARK.decode()} \"$(pwd -P)\"; cat .accel_ddp/copied 2>/dev/null || true"
-        folder, *copied_before = await self.run_on(node, f"{self.prepare(node)}\n{ready}")
+        folder, *copied_before = await self.run_on(node, f"{self.prepare(node)}; {ready}")
         there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
         if gone := [name for name in set(copied_before) - set(self.names) if self._is_gone(name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
@@ -242,10 +242,10 @@ class _Git(_Copier):
         ready = [
             "[ -e .git ] || git init --quiet . || exit 1",
             'changed=$(git status --porcelain --untracked-files=no) || exit 1; [ -z "$changed" ] || '
-            f'{{ printf "%s\n" "$changed" >&2; exit {_CHANGED}; }}',
+            f'{{ printf "%s\\n" "$changed" >&2; exit {_CHANGED}; }}',
             f"printf '%s%s\\0' {_MARK.decode()} \"$(pwd -P)\"",
         ]
-        (folder,) = await self.run_on(node, "\n".join([self.prepare(node), *ready]))
+        (folder,) = await self.run_on(node, "; ".join([self.prepare(node), *ready]))
         words = ["git", "push", "--quiet", "--no-verify", "--receive-pack=git -c receive.shallowUpdate=true receive-pack"]
         words += ["--", f"{_address(node.host)}:{folder}", f"+{self.commit}:{_REF}"]
         code, _, errors = await self.run(words, GIT_SSH_COMMAND=shlex.join(self.ssh_words(node)[:-1]), GIT_SSH_VARIANT="ssh")

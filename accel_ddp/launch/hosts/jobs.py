@@ -86,12 +86,15 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
             await connection.open()
             connection.send("logs", host=host, follow=follow, lines=lines, **_where(cluster, job))
             while (message := await connection.receive())["is"] not in ("end", "failed"):
+                await console.wait_for_room()
                 if message["is"] == "out":
                     for line in message["lines"]:
                         rank, text = _split_rank(line)
                         console.show(host, rank, [text])
             if message["is"] == "end":
-                codes.append(message["code"] or 0)
+                if message["code"] is None and follow:
+                    console.note(f"{host}: the exit code of the job is not known: {message['why'] or 'it has not started'}.")
+                codes.append(1 if message["code"] is None else message["code"])
             else:
                 (missing if message.get("is_missing") else lost).append(f"{host}: {message['text']}")
         except Lost as error:
@@ -107,6 +110,7 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
         if watching.done():
             raise BrokenPipeError
         showing.result()
+        await console.wait_until_printed()
     finally:
         watching.cancel()
         showing.cancel()
@@ -116,6 +120,7 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
         raise UserError(f"no node has a log of a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
     for text in missing:
         console.note(text)
+    await console.wait_until_printed()
     if missing or lost or not follow:
         return 1 if missing or lost else 0
     failed = [code for code in codes if code]

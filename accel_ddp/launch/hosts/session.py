@@ -7,20 +7,22 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
 from accel_ddp.launch import commands
 from accel_ddp.launch.commands import Job
-from accel_ddp.launch.description import Cluster, shown_value
+from accel_ddp.launch.description import Cluster, Node, shown_value
 from accel_ddp.launch.hosts import checks
 from accel_ddp.launch.hosts.connection import Connection, Lost, join_reasons, open_all
 from accel_ddp.launch.hosts.console import Console
 from accel_ddp.launch.hosts.copying import copy_code, find_source
 from accel_ddp.launch.hosts.jobs import stop_all
-from accel_ddp.launch.hosts.ssh import ssh_words
+from accel_ddp.launch.hosts.ssh import remote_path, ssh_words
 from accel_ddp.launch.node import reach
+from accel_ddp.launch.node.record import Record
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
@@ -36,9 +38,9 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
         lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
         if node.folder:
-            lines.append(f"cd {node.folder}")
+            lines.append(f"cd {remote_path(node.folder)}")
         if node.venv:
-            lines.append(f". {commands.to_shell([f'{node.venv}/bin/activate'])}")
+            lines.append(f". {remote_path(f'{node.venv}/bin/activate')}")
         for name, value in commands.node_environment(cluster, node).items():
             shown = shown_value(name, value)
             lines.append(f"export {name}={commands.to_shell([shown])}")
@@ -67,22 +69,24 @@ class Session:
         self.reasons: dict[str, str] = {}  # host -> why its part of the job was stopped; "" if it ended by itself
         self.lost: list[str] = []  # connections that were lost while the job was running
         self.interrupts = 0
+        self.has_started = False
         self.is_stopping = False
         self.began = time.monotonic()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.interrupt, number)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores it
+                loop.add_signal_handler(number, self.interrupt, number)
         loop.add_signal_handler(signal.SIGWINCH, self.resize)
-        work = asyncio.ensure_future(self._run())
-        self.work = work
+        self.work = asyncio.ensure_future(self._run())
         try:
-            return await work
+            return await self.work
         except asyncio.CancelledError:
             return INTERRUPTED
         finally:
             await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
+            await self.console.wait_until_printed()
 
     def interrupt(self, number: int) -> None:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
@@ -107,8 +111,6 @@ class Session:
         """Give the terminal of the main rank the new size of this one, so that its progress bar fits."""
         if self.has_started and (size := _terminal_size()):
             self.connections[0].send("resize", size=size)
-
-    has_started = False
 
     async def _run(self) -> int:
         cluster, job = self.cluster, self.job
@@ -210,14 +212,18 @@ class Session:
             )
             request = {**self._request(connection, words, False), "time_limit": None, "spot": "none", "terminal": None}
             await connection.ask("start", "started", **request)
-            while (message := await connection.receive())["is"] != "end":
+            while (message := await self._receive(connection))["is"] != "end":
                 if message["is"] == "out" and connection.node.rank == 0:
                     self.console.show(connection.node.host, 0, message["lines"])
             return message["code"]
 
-        codes = await asyncio.gather(*map(check, self.connections))
+        try:
+            codes = await asyncio.gather(*map(check, self.connections))
+        except Lost as error:
+            raise UserError(f"the doctor did not end: {error}") from None
         await asyncio.gather(*(connection.close() for connection in self.connections))
-        if any(codes):
+        if failed := [node for node, code in zip(self.cluster.nodes, codes) if code]:
+            self.console.note(f"the doctor has found errors. Logs: {self._log_paths(failed)}")
             return False
         self.connections = await open_all(self.cluster)  # a guard runs one job
         return True
@@ -227,6 +233,7 @@ class Session:
         node = connection.node
         try:
             while True:
+                await self.console.wait_for_room()
                 message = await self._receive(connection)
                 if message["is"] == "out" and "raw" in message:
                     self.console.show_terminal(node.host, message["raw"], message["lines"])
@@ -290,17 +297,20 @@ class Session:
             was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
             code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
-        folder = Path(self.job.run_folder, "launch")
-        logs = ", ".join(f"{node.host}:{folder}/{node.host}.log" for node in self.cluster.nodes[:2])
-        logs += f" and {len(self.cluster.nodes) - 2} more" if len(self.cluster.nodes) > 2 else ""
         if code not in (0, STOPPED, INTERRUPTED):
             cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
             self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
         elif self.lost:
             self.console.note(f"the first cause: {self.lost[0]}")
+        logs = self._log_paths(self.cluster.nodes)
         how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
         self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")
         return code
+
+    def _log_paths(self, nodes: Sequence[Node]) -> str:
+        folder = Path(self.job.run_folder, "launch")
+        paths = [f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes[:2]]
+        return ", ".join(paths) + (f" and {len(nodes) - 2} more" if len(nodes) > 2 else "")
 
     def _explain_detached(self) -> None:
         file, name = self.cluster.file, self.job.name

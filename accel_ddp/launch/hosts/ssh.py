@@ -12,6 +12,9 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     """Return `ssh` with its options and the host. Options of the description come first, because ssh uses the first value of each."""
     connect = cluster.ssh.get("connect_seconds", CONNECT_SECONDS)
     options = ["BatchMode=yes", f"ConnectTimeout={connect}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    # An existing master is used. As a master itself, this ssh would end the user's other sessions when the job ends. Forwardings and
+    # the command of an interactive session in the user's configuration would fail here.
+    options += ["ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"]
     words = ["ssh", *cluster.ssh.get("options", []), "-T"]
     for option in options:
         words += ["-o", option]
@@ -49,9 +52,13 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         return (
             f"{host}: {what} does not exist in {node.folder or '~'} on this node. Correct `venv` in {file}, or install it there."
         )
+    if cluster.backend == "local":
+        return f"{host}: the guard of this node has ended ({_exit(code)}): {last or 'it printed nothing'}."
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
         return f"{host}: accel_ddp is missing or too old in {name}. Run `pip install -c constraints.txt -e .` there."
+    if code not in (None, 255):  # 255 is an error of ssh itself
+        return f"{host}: the command on this node has ended ({_exit(code)}): {last or 'it printed nothing'}. {try_it}"
     if "Host key verification failed" in text:
         if "IDENTIFICATION HAS CHANGED" in text:
             return f"{host}: the host key has changed, so that this may be another machine. Check it, then run `ssh-keygen -R {host}`."
@@ -63,5 +70,8 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
     for sign in ("timed out", "No route to host", "Connection refused", "Network is unreachable", "Connection closed"):
         if sign.lower() in text.lower():
             return f"{host}: the host cannot be reached: {last}. Check that it runs and that its ssh port is open. {try_it}"
-    how = "no answer within the time limit" if code is None else f"exit code {code}"
-    return f"{host}: the connection failed ({how}): {last or 'ssh printed nothing'}. {try_it}"
+    return f"{host}: the connection failed ({_exit(code)}): {last or 'ssh printed nothing'}. {try_it}"
+
+
+def _exit(code: int | None) -> str:
+    return "no answer within the time limit" if code is None else f"exit code {code}"

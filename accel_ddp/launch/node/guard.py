@@ -10,6 +10,7 @@ SAVE_SECONDS is killed. A detached guard has no launching machine, and runs unti
 """
 
 import asyncio
+import codecs
 import contextlib
 import ctypes
 import json
@@ -39,6 +40,7 @@ LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after thei
 SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
 _MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
+_LIBRARY = ctypes.CDLL(None)  # loaded here, because loading takes a lock, which must not be taken between fork and exec
 
 
 class Channel:
@@ -77,7 +79,9 @@ class JobOnNode:
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
         self.outputs: RankOutputs | None = None
+        self.pipe = -1  # output of the launcher
         self.lines: dict[int | None, Lines] = {}
+        self.terminal_text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
         self.spot_watch: threading.Event | None = None
@@ -93,31 +97,42 @@ class JobOnNode:
             store_place(request["output"], request["job"], request["run_folder"])
         except OSError as error:
             return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-        folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
-        self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
-        words = [facts.find_file(request["words"][at], kind) or request["words"][at] if kind else word
-                 for at, (word, kind) in enumerate(zip(request["words"], request["kinds"]))]  # fmt: skip
+        try:
+            folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
+            self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
+        except OSError as error:
+            return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
+        _LIBRARY.prctl(_SUBREAPER, 1, 0, 0, 0)
+        pairs = zip(request["words"], request["kinds"])
+        words = [facts.find_file(word, kind) or word if kind else word for word, kind in pairs]
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
         env["PATH"] = facts.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         self.log.header(f"{request['host']}: {shlex.join(words)}")
+        # With a pipe of asyncio, some versions of Python wait for the end of every process that has inherited the pipe.
+        self.pipe, theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_end_with_guard, limit=1 << 16,
+                *words, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=_end_with_guard,
             )  # fmt: skip
         except OSError as error:
             self.outputs.close()
             why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
             self.record.write(state="ended", code=127, why=why, ended=time.time())
             return why
+        finally:
+            os.close(theirs)
         began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
         self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
         loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe, self._read_launcher)
         for descriptor in self.outputs.filenos():
             loop.add_reader(descriptor, self._read_rank, descriptor)
+        if self.why:  # a stop was requested in the meantime
+            self.process.send_signal(signal.SIGINT)
         if request["time_limit"]:
             self.timers.append(loop.call_later(request["time_limit"], self.stop, "the time limit is reached"))
         if request["spot"] == "aws":
@@ -138,8 +153,9 @@ class JobOnNode:
             return
         self.why = why
         self.note(f"{self.request['host']}: {why}: the job saves a checkpoint and stops")
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGINT)
 
     def kill(self, why: str) -> None:
         """Kill the launcher and all of its descendants."""
@@ -152,7 +168,6 @@ class JobOnNode:
         self.channel.send("notice", text=text)
 
     async def _wait(self) -> None:
-        reading = asyncio.ensure_future(self._read_launcher())
         code = await self.process.wait()
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
@@ -160,13 +175,15 @@ class JobOnNode:
         while self._descendants():  # until there are none, because a process may start another one while it is killed
             self._kill_descendants()
             await asyncio.sleep(0.05)
-        await reading
         for timer in self.timers:
             timer.cancel()
         if self.spot_watch:
             self.spot_watch.set()
-        for descriptor in self.outputs.filenos():
+        for descriptor in [self.pipe, *self.outputs.filenos()]:
             asyncio.get_running_loop().remove_reader(descriptor)
+        while self._read_launcher():
+            pass
+        os.close(self.pipe)
         for rank, data in self.outputs.drain():
             self._receive(rank, data)
         for rank, lines in self.lines.items():
@@ -183,11 +200,12 @@ class JobOnNode:
     def _descendants(self) -> list[psutil.Process]:
         """Return the living descendants of the guard. Orphans that have ended are waited for."""
         found = []
+        launcher = self.process.pid if self.process else None
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, ChildProcessError):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-                elif process.ppid() == os.getpid() and process.pid != self.process.pid:  # asyncio waits for the launcher
+                elif process.ppid() == os.getpid() and process.pid != launcher:  # asyncio waits for the launcher
                     os.waitpid(process.pid, os.WNOHANG)
         return found
 
@@ -196,9 +214,17 @@ class JobOnNode:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    async def _read_launcher(self) -> None:
-        while data := await self.process.stdout.read(1 << 16):
+    def _read_launcher(self) -> bool:
+        """Read what the launcher and its descendants without an output of their own have printed. Return whether there was any."""
+        try:
+            data = os.read(self.pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
             self._receive(None, data)
+        else:  # the end, which counts as readable forever
+            asyncio.get_running_loop().remove_reader(self.pipe)
+        return bool(data)
 
     def _read_rank(self, descriptor: int) -> None:
         for rank, data in self.outputs.read([descriptor]):
@@ -209,7 +235,7 @@ class JobOnNode:
         found = self.lines.setdefault(rank, Lines()).add(data)
         self._store(rank, found, sends=not is_terminal)
         if is_terminal:  # a progress bar is shown as it is
-            self.channel.send("out", rank=self._global(rank), raw=data.decode(errors="replace"), lines=found)
+            self.channel.send("out", rank=self._global(rank), raw=self.terminal_text.decode(data), lines=found)
 
     def _store(self, rank: int | None, lines: list[str], sends: bool = True) -> None:
         name = "" if rank is None else f"[rank {self._global(rank)}] "
@@ -224,7 +250,7 @@ class JobOnNode:
 
 def _end_with_guard() -> None:
     """Let the kernel send SIGTERM to this process when the guard is killed. SIGTERM saves and stops as well."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    _LIBRARY.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 async def serve(is_detached: bool) -> int:
@@ -241,6 +267,7 @@ async def serve(is_detached: bool) -> int:
         loop.add_signal_handler(number, ask_to_stop)
     loop.add_signal_handler(signal.SIGUSR1, lambda: job.kill("the end was requested") if job else sys.exit(1))
     if not is_detached:
+        transport.write(b"\n")  # a login script may have printed a text without the end of its line
         channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
 
     async def read() -> dict[str, Any] | None:
@@ -275,7 +302,6 @@ async def serve(is_detached: bool) -> int:
                 channel.send("failed", text=error)
                 break
             channel.send("started", pid=os.getpid())
-            waiting = asyncio.ensure_future(job.ended.wait())
             if is_detached:
                 break
         elif kind == "resize" and job and job.outputs:
@@ -293,7 +319,9 @@ async def serve(is_detached: bool) -> int:
         elif not job.ended.is_set():
             job.stop("the launching machine is gone", SAVE_SECONDS)
         await job.ended.wait()
-        waiting.cancel()
+    # Over a slow link, the rest of the output takes a while. The end of the job comes after it, and must not be lost.
+    while message is not None and transport.get_write_buffer_size() and not transport.is_closing():
+        message = await read()
     await _drain(transport)
     return 0
 
@@ -306,6 +334,7 @@ async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[
         await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
             reading.cancel()
+            await asyncio.wait({reading})  # only one task may read at a time
         elif reading.result() is None:
             break
     if not answering.cancel():

@@ -43,7 +43,7 @@ class Record:
     def is_running(self) -> bool:
         """Return whether the guard of this job is alive on this node."""
         try:
-            with self.lock.open("a") as file:
+            with self.lock.open("a+") as file:  # NFS demands that a file with a shared lock can be read
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
         except BlockingIOError:

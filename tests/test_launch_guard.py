@@ -1,0 +1,62 @@
+"""Tests of the guard of a node, which is started directly: its end, and what it sends over a slow link."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.conftest import clean_environment
+
+
+def start_guard(folder: Path, program: str) -> subprocess.Popen:
+    """Start a guard whose launcher is a Python program, and send heartbeats to it."""
+    words = [sys.executable, "-c", program]
+    request = {
+        "do": "start", "words": words, "kinds": [""] * len(words), "env": {}, "run_folder": str(folder / "runs" / "job"),
+        "host": "here", "output": str(folder / "runs"), "job": "job", "rank": 0, "processes": 1, "detach": False, "first_rank": 0,
+        "time_limit": None, "spot": "none", "terminal": None,
+    }  # fmt: skip
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "accel_ddp.launch.node.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=clean_environment(),
+    )  # fmt: skip
+
+    def beat() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            guard.stdin.write(json.dumps(request).encode() + b"\n")
+            while guard.poll() is None:
+                guard.stdin.write(b'{"do": "beat"}\n')
+                guard.stdin.flush()
+                time.sleep(0.5)
+
+    threading.Thread(target=beat, daemon=True).start()
+    return guard
+
+
+def test_a_job_ends_although_a_process_that_it_leaves_behind_has_inherited_its_output(tmp_path):
+    """Some versions of Python wait in `Process.wait` until all processes have closed the pipe."""
+    began = time.monotonic()
+    guard = start_guard(tmp_path, "import subprocess; subprocess.Popen(['sh', '-c', 'setsid sleep 60 & echo $!']).wait()")
+    messages = [json.loads(line) for line in guard.stdout if line.strip()]
+    assert time.monotonic() - began < 30
+    assert guard.wait(10) == 0
+    assert [message["code"] for message in messages if message["is"] == "end"] == [0]
+    (pid,) = [int(line) for message in messages if message["is"] == "out" for line in message["lines"]]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_end_of_a_job_arrives_over_a_link_that_is_slower_than_the_output(tmp_path):
+    guard = start_guard(tmp_path, "for number in range(30_000): print('x' * 100)")
+    received = b""
+    while data := os.read(guard.stdout.fileno(), 1 << 16):
+        received += data
+        time.sleep(0.5)  # the rest after the end of the launcher takes longer than 5 s
+    messages = [json.loads(line) for line in received.splitlines() if line.strip()]
+    assert [message["code"] for message in messages if message["is"] == "end"] == [0]
+    assert any("the link is slow" in message["text"] for message in messages if message["is"] == "notice")
+    assert (tmp_path / "runs" / "job" / "launch" / "here.log").read_text().count("x" * 100) == 30_000
+    assert guard.wait(10) == 0
