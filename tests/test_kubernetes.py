@@ -506,7 +506,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     api.add("pods", pod(1, "Pending", waiting={"reason": "ImagePullBackOff", "message": "no such image"}))
     api.add("pods", pod(0, "Failed", terminated=end, created="2026-01-01T00:00:09Z"))
     api.add("pods", replaced)
-    assert command("status", file).stdout.splitlines() == [
+    assert command("status", file, "--name", "classify").stdout.splitlines() == [
         f"{kind} classify in the namespace default: not finished",
         "node 0: pod classify-0 on gpu-0: Failed, exit code 2", "    one", f"    {message}",
         "node 1: pod classify-1 on gpu-1: Pending, ImagePullBackOff", "    no such image",
