@@ -108,7 +108,7 @@ SLURM_NODEID=1 exec "$@"
 SCONTROL = """#!/bin/bash
 echo scontrol "$@" >&2
 [ "$2" = hostnames ] && printf 'a1\\na2\\na3\\n'
-[ "$2" = job ] && echo " Requeue=$REQUEUE "
+[ "$2" = job ] && printf '   PreemptTime=%s\\n   Requeue=%s Restarts=0\\n' "${PREEMPTED:-None}" "$REQUEUE"
 exit 0
 """
 ACCELERATE = f"""#!{sys.executable}
@@ -163,6 +163,10 @@ def test_only_a_job_that_was_stopped_with_a_checkpoint_is_queued_again(tmp_path,
     done = run_on_this_machine(rendered(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue))
     assert done.returncode == code
     assert ("scontrol requeue 12345" in done.stderr) == is_requeued
+    done = run_on_this_machine(
+        rendered(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue), PREEMPTED="2026-11-16T14:33:01"
+    )
+    assert ("scontrol requeue 12345" in done.stderr) == (code != 0 and requeue == 1), "a preemption before the ranks can save"
     done = run_on_this_machine(rendered(tmp_path, is_batch=False), tmp_path, CODE=str(code), REQUEUE="1")
     assert done.returncode == code
     assert "scontrol requeue" not in done.stderr, "an allocation is not a job that can be queued again"
@@ -476,6 +480,17 @@ def test_the_time_limit_saves_and_continues(user, tmp_path):
     job = user.cluster.job(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
     assert user.weights(40) == weights_of_one_node(tmp_path, 40)
+
+
+@pytest.mark.slurm
+def test_a_job_that_is_preempted_while_it_starts_is_queued_again(user):
+    """The launchers do not handle signals yet, and SIGTERM ends them. Slurm does not queue a job again that ends by itself."""
+    number = user.launch(user.describe())
+    user.cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    user.wait_for_requeue(number, 1)
+    assert "the job is queued again: restart 1" in user.log()
+    assert user.step() == 0, "it was preempted before its first step"
+    assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
 
 
 @pytest.mark.slurm

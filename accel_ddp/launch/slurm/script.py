@@ -230,8 +230,7 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
         "}",
         "",
         "# All nodes are checked before a launcher waits for the others.",
-        "on_each_node check || exit",
-        "on_each_node train",
+        "on_each_node check && on_each_node train",
         "code=$?",
     ]
     # The id of the last task is also that of the whole array.
@@ -240,7 +239,10 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
         lines += [
             f"# {STOPPED}: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.",
             "# `accel-ddp stop` sets Requeue=0 before it stops the ranks.",
-            f'if [ "$code" = {STOPPED} ] && scontrol show job {job} | grep -q Requeue=1; then',
+            "# Another code, if Slurm preempts the job: the ranks were not ready yet, and have nothing to save.",
+            f"state=$(scontrol show job {job})",
+            f'if [ "$code" = {STOPPED} ] || {{ [ "$code" != 0 ] && [[ $state == *" PreemptTime="[0-9]* ]]; }} &&',
+            '    [[ $state == *" Requeue=1 "* ]]; then',
             '    echo "the job is queued again: restart $((${SLURM_RESTART_COUNT:-0} + 1))"',
             f"    scontrol requeue {job}",
             "fi",
