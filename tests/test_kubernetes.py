@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -505,7 +506,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     api.add("pods", pod(1, "Pending", waiting={"reason": "ImagePullBackOff", "message": "no such image"}))
     api.add("pods", pod(0, "Failed", terminated=end, created="2026-01-01T00:00:09Z"))
     api.add("pods", replaced)
-    assert command("status", file).stdout.splitlines() == [
+    assert command("status", file, "--name", "classify").stdout.splitlines() == [
         f"{kind} classify in the namespace default: not finished",
         "node 0: pod classify-0 on gpu-0: Failed, exit code 2", "    one", f"    {message}",
         "node 1: pod classify-1 on gpu-1: Pending, ImagePullBackOff", "    no such image",
@@ -559,6 +560,23 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     api.refusals["POST trainjobs"] = (422, "Invalid", 'TrainJob "classify" is invalid: spec.trainer: denied by a webhook')
     refused(launch(), "the cluster has refused it: .*denied by a webhook")
     assert api.names() == [], "the TrainingRuntime, which was created first, is deleted again"
+    late = (
+        'denied: TrainingRuntime "classify" not found: specified trainingRuntime must be created before the TrainJob is created'
+    )
+    api.refusals["POST trainjobs"] = (403, "Forbidden", f"admission webhook {late}")
+    with ThreadPoolExecutor() as pool:
+        posted = len([one for one in api.requests if one.startswith("POST") and "trainjobs" in one])
+
+        def see_runtime() -> None:
+            """The cache of the webhook is updated after two attempts."""
+            while len([one for one in api.requests if one.startswith("POST") and "trainjobs" in one]) < posted + 2:
+                time.sleep(0.05)
+            api.refusals.clear()
+
+        seeing = pool.submit(see_runtime)
+        assert launch().returncode == 0, "the webhook sees the TrainingRuntime a moment later"
+        seeing.result()
+    assert command("stop", file).returncode == 0
     api.refusals["POST trainjobs"] = (403, "Forbidden", 'admission webhook "quota" denied the request: no GPUs left')
     refused(launch(), "the cluster has refused it: .*no GPUs left")
     api.refusals["POST trainjobs"] = (403, "Forbidden", 'trainjobs is forbidden: User "me" cannot create resource "trainjobs"')

@@ -19,6 +19,7 @@ import pytest
 from accel_ddp.errors import UserError
 from accel_ddp.launch.commands import make_job
 from accel_ddp.launch.description import read_description
+from accel_ddp.launch.slurm.backend import _ends_by_itself, _parse, _sbatch_environment
 from accel_ddp.launch.slurm.script import render
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all
 from tests.slurm_cluster import GPUS, USER, SlurmCluster
@@ -115,7 +116,7 @@ SLURM_NODEID=1 exec "$@"
 SCONTROL = """#!/bin/bash
 echo scontrol "$@" >&2
 [ "$2" = hostnames ] && printf 'a1\\na2\\na3\\n'
-[ "$2" = job ] && echo " Requeue=$REQUEUE "
+[ "$2" = job ] && printf '   PreemptTime=%s\\n   Requeue=%s Restarts=0\\n' "${PREEMPTED:-None}" "$REQUEUE"
 exit 0
 """
 ACCELERATE = f"""#!{sys.executable}
@@ -170,6 +171,10 @@ def test_only_a_job_that_was_stopped_with_a_checkpoint_is_queued_again(tmp_path,
     done = run_on_this_machine(runnable(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue))
     assert done.returncode == code
     assert ("scontrol requeue 12345" in done.stderr) == is_requeued
+    done = run_on_this_machine(
+        runnable(tmp_path), tmp_path, CODE=str(code), REQUEUE=str(requeue), PREEMPTED="2026-11-16T14:33:01"
+    )
+    assert ("scontrol requeue 12345" in done.stderr) == (code != 0 and requeue == 1), "a preemption before the ranks can save"
     done = run_on_this_machine(runnable(tmp_path, is_batch=False), tmp_path, CODE=str(code), REQUEUE="1")
     assert done.returncode == code
     assert "scontrol requeue" not in done.stderr, "an allocation is not a job that can be queued again"
@@ -253,6 +258,45 @@ def test_slurm_chooses_the_gpus(tmp_path):
     script = render(cluster := read_description(file), make_job(cluster, "recipes/own_model.py", []))
     assert "--gres=gpu:4" in directives(script), "those that are used"
     assert "CUDA_VISIBLE_DEVICES" not in script
+    file.write_text("backend: slurm\nnodes: 2\ngpus_per_node: 8\nslurm: {options: [--gpus-per-node=a100:8]}\n")
+    script = render(cluster := read_description(file), make_job(cluster, "recipes/own_model.py", []))
+    assert not [line for line in directives(script) if line.startswith("--gres")], "those of the option"
+
+
+def test_an_option_and_its_value_may_be_two_words(tmp_path):
+    script = rendered(tmp_path, "slurm: {options: [--exclude, 'a1,a2', --comment, two words]}")
+    assert directives(script)[-2:] == ["--exclude a1,a2", "--comment two words"]
+
+
+def test_variables_of_the_user_do_not_change_the_script(tmp_path, monkeypatch):
+    """For sbatch, variables take precedence over the lines of a script."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    outside = {"SBATCH_RESERVATION": "r", "SLURM_CONF": "/c", "EXPORT": "x", "TIME": "x"}
+    inside = {"SLURM_JOBID": "1", "SLURM_MEM_PER_CPU": "100", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1"}
+    replaced = {"SBATCH_PARTITION": "p", "SBATCH_EXPORT": "NONE", "SBATCH_TIMELIMIT": "1", "SBATCH_NO_REQUEUE": "1"}
+    for name, value in (outside | inside | replaced).items():
+        monkeypatch.setenv(name, value)
+    found = _sbatch_environment(rendered(tmp_path, EVERYTHING))
+    assert outside.items() <= found.items()
+    assert not {*inside, *replaced} & found.keys()
+    assert "SBATCH_PARTITION" in _sbatch_environment(rendered(tmp_path)), "the description has no partition"
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"),
+    [
+        ("QOSMaxJobsPerUserLimit", True), ("QOSMaxGRESPerUser", True), ("AssocGrpGRES", True), ("AssocMaxJobsLimit", True),
+        ("QOSMaxWallDurationPerJobLimit", False), ("AssocMaxNodePerJobLimit", False), ("QOSMinGRES", False), ("JobHeldAdmin", False),
+    ],
+)  # fmt: skip
+def test_a_limit_that_other_jobs_have_reached_ends_by_itself(reason, ends):
+    assert _ends_by_itself(reason) is ends
+
+
+@pytest.mark.parametrize(("state", "code"), [("TIMEOUT", 1), ("NODE_FAIL", 1), ("COMPLETED", 0), ("RUNNING", 0)])
+def test_a_job_that_slurm_has_ended_has_failed(state, code):
+    assert _parse(f"JobId=1 JobName=a JobState={state} ExitCode=0:0").code == code
 
 
 def test_wrong_descriptions_are_refused(tmp_path):
@@ -453,6 +497,17 @@ def test_the_time_limit_saves_and_continues(user, tmp_path):
     job = user.cluster.job(number)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
     assert user.weights(40) == weights_of_one_node(tmp_path, 40)
+
+
+@pytest.mark.slurm
+def test_a_job_that_is_preempted_while_it_starts_is_queued_again(user):
+    """The launchers do not handle signals yet, and SIGTERM ends them. Slurm does not queue a job again that ends by itself."""
+    number = user.launch(user.describe())
+    user.cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    user.wait_for_requeue(number, 1)
+    assert "the job is queued again: restart 1" in user.log()
+    assert user.step() == 0, "it was preempted before its first step"
+    assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
 
 
 @pytest.mark.slurm

@@ -13,11 +13,21 @@ from typing import Any
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.kubernetes.manifests import CONTAINER, INSTANCE, TRAINER, fail, object_name, read_settings, render
+from accel_ddp.launch.kubernetes.manifests import (
+    CONTAINER,
+    INSTANCE,
+    TRAINER,
+    fail,
+    make_objects,
+    object_name,
+    read_settings,
+    render,
+)
 
 _TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
 _OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}
 _POLL_SECONDS = 2
+_RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
 
 def launch(cluster: Cluster, job: Job) -> int:
@@ -32,16 +42,29 @@ def launch(cluster: Cluster, job: Job) -> int:
             f"{cluster.file} --name {job.name}` deletes it, and keeps its checkpoints. Or choose another name with --name."
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
-    done = kubectl.start("create", "-f", "-", "-o", "name", text=manifest)
-    if done.returncode:
-        # Only what this command has created is deleted. An object of the same name may belong to somebody else.
-        for created in done.stdout.split():
-            kubectl.start("delete", created, "--ignore-not-found", "--wait=false")
-        raise UserError(kubectl.explain("create", done.stderr))
+    created: list[str] = []
+    for one in make_objects(cluster, job):
+        done = _create(kubectl, one)
+        if done.returncode:
+            # Only what this command has created is deleted. An object of the same name may belong to somebody else.
+            for name_of_created in created:
+                kubectl.start("delete", name_of_created, "--ignore-not-found", "--wait=false")
+            raise UserError(kubectl.explain("create", done.stderr))
+        created += done.stdout.split()
     follow = f"{cluster.file} --name {job.name}"
     print(f"submitted: {kind} {name} in the namespace {settings['namespace']}")
     print(f"  status:  accel-ddp status {follow}\n  output:  accel-ddp logs -f {follow}\n  stop:    accel-ddp stop {follow}")
     return 0
+
+
+def _create(kubectl: "_Kubectl", one: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Create an object. The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before."""
+    deadline = time.monotonic() + _RUNTIME_SECONDS
+    while True:
+        done = kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
+        if "must be created before the TrainJob" not in done.stderr or time.monotonic() > deadline:
+            return done
+        time.sleep(0.5)
 
 
 def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubectl: "_Kubectl") -> None:

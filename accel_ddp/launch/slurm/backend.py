@@ -3,6 +3,7 @@
 Only sbatch, srun, squeue, scontrol, scancel and sinfo are used, which work without Slurm's accounting database.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -46,6 +47,13 @@ USUAL_REASONS = (
     "Prolog",
     "Cleaning",
 )
+# Limits of an account or a QOS that other jobs have reached. Limits per job are not among them: such a job never starts.
+USUAL_LIMITS = re.compile(
+    r"(QOS|Assoc)(Grp|Max\w*(Jobs|Per(User|Account|Acct)))|QOS(Job|Resource)Limit|Association(Job|Resource)Limit"
+)
+# Variables of sbatch that are not called as their options.
+_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node", "array": "array_inx"}
+_OF_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # they tell clients where the controller is
 ACTIVE = (
     "PENDING",
     "CONFIGURING",
@@ -101,7 +109,7 @@ def launch(cluster: Cluster, job: Job) -> int:
     script = render(cluster, job)
     _refuse_leftover(cluster, job)
     file = _write_script(cluster, job, "job.sh", script)
-    done = _call("sbatch", "--parsable", str(file), environment=split_environment(cluster)[1])
+    done = _call("sbatch", "--parsable", str(file), environment=_sbatch_environment(script) | split_environment(cluster)[1])
     if done.returncode:
         raise UserError(_explain_refusal(cluster, done.stderr))
     number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
@@ -217,6 +225,22 @@ def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
     return file
 
 
+def _sbatch_environment(script: str) -> dict[str, str]:
+    """Return the environment of this process without variables that would change the script.
+
+    For sbatch, SBATCH_PARTITION and the like take precedence over the lines of a script. In a shell inside an allocation, the
+    variables of that allocation would reach the srun of the new job.
+    """
+    options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
+    given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
+    is_inside = "SLURM_JOBID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in given and not (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
+    }
+
+
 def _explain_refusal(cluster: Cluster, text: str) -> str:
     reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
@@ -234,7 +258,7 @@ def _report_start(number: str) -> int:
     while True:
         one = _show(number)
         waited = time.monotonic() - began
-        is_usual = one is None or one.reason.split(",")[0] in USUAL_REASONS
+        is_usual = one is None or _ends_by_itself(one.reason)
         if one is None or waited > SUBMIT_SECONDS:
             break
         if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
@@ -267,6 +291,10 @@ def _report_start(number: str) -> int:
     return one.code
 
 
+def _ends_by_itself(reason: str) -> bool:
+    return reason.split(",")[0] in USUAL_REASONS or USUAL_LIMITS.match(reason) is not None
+
+
 def _unavailable_nodes() -> str:
     lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
     rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.count("|") >= 2]
@@ -296,8 +324,10 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
     def interrupt(*_: object) -> None:
         import psutil
 
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.send_signal(signal.SIGINT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(signal.SIGINT)
 
     # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -311,8 +341,9 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
 def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
     try:
-        env = {**os.environ, **(environment or {})}
-        return subprocess.run(words, capture_output=True, text=True, timeout=CALL_SECONDS, env=env, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=CALL_SECONDS, env=environment, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError:
         raise UserError(
             f"{words[0]} is not installed on this machine. Type the command on a login node of the Slurm cluster, or use --print and "
@@ -346,14 +377,18 @@ def _show_all(number: str) -> list[SlurmJob]:
 
 def _parse(line: str) -> SlurmJob:
     values = {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line)}
-    code, _, by_signal = values.get("ExitCode", "0:0").partition(":")
+    number_of_exit, _, by_signal = values.get("ExitCode", "0:0").partition(":")
+    code = int(number_of_exit) or (128 + int(by_signal) if int(by_signal or 0) else 0)
+    state = values.get("JobState", "?")
+    if not code and state not in (*ACTIVE, "COMPLETED"):
+        code = 1  # Slurm has ended the job, for example at its time limit, and stores 0
     task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
     number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=number, name=values.get("JobName", ""), state=values.get("JobState", "?"),
+        number=number, name=values.get("JobName", ""), state=state,
         reason=values.get("Reason", "").replace("_", " "),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
-        code=int(code) or (128 + int(by_signal) if int(by_signal or 0) else 0), restarts=int(values.get("Restarts", 0)),
+        code=code, restarts=int(values.get("Restarts", 0)),
         host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
     lines = [
         "#!/bin/bash",
         f"# {job.name}: {count(len(cluster.nodes), 'node')} with {count(ranks, 'rank')} each, for `accel-ddp launch {cluster.file}`.",
-        *(_directives(cluster, job) if is_batch else []),
+        *(_before_submission(cluster, job) + _directives(cluster, job) if is_batch else []),
         "",
         *_variables(cluster, job),
         *(f"export {name}={shlex.quote(value)}" for name, value in written.items()),
@@ -62,11 +62,20 @@ def _check(cluster: Cluster) -> None:
 # ---- parts of the script
 
 
+def _before_submission(cluster: Cluster, job: Job) -> list[str]:
+    """Return the command that a user of `--print` needs. Slurm ends a job whose log it cannot create, without any message."""
+    return [
+        f"# Before you submit this file yourself, create the folder of its log: mkdir -p {_quote(launch_folder(cluster, job))}"
+    ]
+
+
 def _directives(cluster: Cluster, job: Job) -> list[str]:
     node, slurm, seconds = cluster.nodes[0], cluster.slurm, signal_seconds(cluster)
     log = str(launch_folder(cluster, job)).replace("%", "%%") + f"/slurm-{'%A_%a' if is_array(cluster) else '%j'}.log"
     is_requeued = slurm.get("requeue", True)
-    gres = slurm.get("gres", f"gpu:{min(node.gpus, node.processes)}" if node.gpus else "")
+    more = slurm.get("options", ())
+    has_gpus = any(re.match(r"--gres|--gpus|-G", option) for option in more)
+    gres = slurm.get("gres", f"gpu:{min(node.gpus, node.processes)}" if node.gpus and not has_gpus else "")
     options = [
         ("job-name", job.name, ""),
         *((key, slurm[key], "") for key in ("partition", "account", "qos") if key in slurm),
@@ -91,7 +100,12 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
     for name, value, comment in options:
         lines += [f"# {comment}"] if comment else []
         lines.append(f"#SBATCH --{name}" + (f"={_quote(value)}" if value else ""))
-    return lines + [f"#SBATCH {_quote(option)}" for option in slurm.get("options", ())]
+    for word in more:
+        if word.startswith("-"):
+            lines.append(f"#SBATCH {_quote(word)}")
+        else:  # the value of the option before it
+            lines[-1] += f" {_quote(word)}"
+    return lines
 
 
 def _variables(cluster: Cluster, job: Job) -> list[str]:
@@ -201,20 +215,22 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
     options = [f'--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --nodelist="$nodes"']
     # With SBATCH_EXPORT=NONE in the environment of the user, srun would not give the variables of the script to the tasks either.
     options.append("--export=ALL --kill-on-bad-exit=0" + (" --label" if nodes > 1 else ""))
+    # Some clusters bind a task to one core (CpuBind), and Slurm 22.05 and newer do not give srun the --cpus-per-task of the job.
+    options.append("--cpu-bind=none --mpi=none")
     if not is_batch:
         # Ctrl-C reaches the ranks at once. A shell of `srun --pty` has already taken all resources of the allocation.
         options.append("--disable-status ${SLURM_STEP_ID:+--overlap}")
     lines = [
         "on_each_node() {",
         "    # With --kill-on-bad-exit=1, the first launcher that ends would end the others while they save, and srun returns 143.",
+        "    # With --cpu-bind=none, the ranks use all CPUs of the job on their node. The ranks do not use MPI.",
         f"    srun {' '.join(options[:1])} \\",
         *(f"        {option} \\" for option in options[1:]),
         '        bash -c "$(declare -f fail enter check train); $1"',
         "}",
         "",
         "# All nodes are checked before a launcher waits for the others.",
-        "on_each_node check || exit",
-        "on_each_node train",
+        "on_each_node check && on_each_node train",
         "code=$?",
     ]
     # The id of the last task is also that of the whole array.
@@ -223,7 +239,10 @@ def _steps(cluster: Cluster, is_batch: bool) -> list[str]:
         lines += [
             f"# {STOPPED}: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.",
             "# `accel-ddp stop` sets Requeue=0 before it stops the ranks.",
-            f'if [ "$code" = {STOPPED} ] && scontrol show job {job} | grep -q Requeue=1; then',
+            "# Another code, if Slurm preempts the job: the ranks were not ready yet, and have nothing to save.",
+            f"state=$(scontrol show job {job})",
+            f'if [ "$code" = {STOPPED} ] || {{ [ "$code" != 0 ] && [[ $state == *" PreemptTime="[0-9]* ]]; }} &&',
+            '    [[ $state == *" Requeue=1 "* ]]; then',
             '    echo "the job is queued again: restart $((${SLURM_RESTART_COUNT:-0} + 1))"',
             f"    scontrol requeue {job}",
             "fi",
