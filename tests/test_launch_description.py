@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.commands import Shell, launcher_words, make_job, node_environment, to_shell
+from accel_ddp.launch.command import launch
+from accel_ddp.launch.commands import Shell, config_word, launcher_words, make_job, node_environment, to_shell
 from accel_ddp.launch.description import read_description
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
@@ -93,7 +94,7 @@ def test_a_mistake_names_the_file_the_key_and_the_nearest_key(tmp_path, keys, ex
         ("backend: ssh\n", "the key nodes is missing"),
         ("backend: ssh\nnodes: [a]\n", "gpus_per_node is missing"),
         ("backend: ssh\nnodes: [a]\ngpus_per_node: 1\nnodes: [b]\n", "the key nodes is given twice, the second time in line 4"),
-        ("backend: [ssh\n", "the file cannot be read"),
+        ("backend: [ssh\n", "the file cannot be read as YAML: line 2: "),
     ],
 )
 def test_an_incomplete_file_is_refused(tmp_path, text, expected):
@@ -128,6 +129,30 @@ def test_a_missing_file_and_a_wrong_change_are_refused(tmp_path):
         read(tmp_path, "main_port")
     with pytest.raises(UserError, match="Did you mean main_port"):
         read(tmp_path, "main_prot=5")
+    with pytest.raises(
+        UserError, match=r"cluster.yaml: accelerate_config 2nodes.yaml: there is no such file.*2node.yaml.*\./2nodes"
+    ):
+        config_word(read(tmp_path, accelerate_config="2nodes.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["recipes/own_model.py", "FILE"], "the description comes before the recipe: accel-ddp launch FILE recipes/own_model.py"),
+        (
+            ["FILE", "recipes/own_model.py", "--dry_run"],
+            "--dry_run: is an option of accel-ddp launch. Type it before the description",
+        ),
+        (["FILE", "recipes/own_model.py", "--stepps", "4"], "--stepps: there is no such option. Did you mean --steps"),
+        (["--nmae", "x", "FILE", "recipes/own_model.py"], "--nmae: accel-ddp launch has no such option. Did you mean '--name'"),
+    ],
+)
+def test_words_in_the_wrong_place_are_refused_with_what_to_type(tmp_path, words, expected):
+    read(tmp_path)
+    file = str(tmp_path / "cluster.yaml")
+    with pytest.raises(UserError) as caught:
+        launch([file if word == "FILE" else word for word in words])
+    assert expected.replace("FILE", file) in str(caught.value)
 
 
 def test_the_command_of_a_node_is_that_of_a_user_and_keeps_every_argument(tmp_path):

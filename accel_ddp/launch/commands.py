@@ -69,7 +69,15 @@ def _value_of(name: str, options: list[str]) -> str | None:
 def config_word(cluster: Cluster) -> str:
     """Return the path of the accelerate config on a node. A bare name is one of ours."""
     word = cluster.accelerate_config
-    return word if "/" in word or Path(word).is_file() else f"accelerate_configs/{recipe_files.config_path(word).name}"
+    if "/" in word or Path(word).is_file():
+        return word
+    try:
+        return f"accelerate_configs/{recipe_files.config_path(word).name}"
+    except UserError as error:
+        reason = str(error).partition(": ")[2]
+        raise UserError(
+            f"{cluster.file}: accelerate_config {word}: {reason} A path on the nodes contains a /, as in ./{word}."
+        ) from None
 
 
 def uses_torchrun(cluster: Cluster) -> bool:

@@ -51,7 +51,8 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         )
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
-        return f"{host}: accel_ddp is missing or too old in {name}. Run `pip install -c constraints.txt -e .` there."
+        venv = f"Correct `venv` in {file}" if node.venv else f"Write `venv` into {file}"
+        return f"{host}: accel_ddp is missing or too old in {name}. {venv}, or run `pip install -c constraints.txt -e .` there."
     if "Host key verification failed" in text:
         if "IDENTIFICATION HAS CHANGED" in text:
             return f"{host}: the host key has changed, so that this may be another machine. Check it, then run `ssh-keygen -R {host}`."
