@@ -9,6 +9,10 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.command import launch
 from accel_ddp.launch.commands import Shell, config_word, launcher_words, make_job, node_environment, to_shell
 from accel_ddp.launch.description import read_description
+from accel_ddp.launch.hosts.session import dry_run
+from accel_ddp.launch.kubernetes import backend as kubernetes
+from accel_ddp.launch.node.guard import expand_run_folder
+from accel_ddp.launch.slurm import backend as slurm
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
 SECRET = "wandb-0123456789"
@@ -167,6 +171,39 @@ def test_the_command_of_a_node_is_that_of_a_user_and_keeps_every_argument(tmp_pa
     assert words[-len(odd) - 4 :] == ["--lr", "1e-5", *odd, "--output_dir", "runs/classify"]
     assert shlex.split(to_shell(words)) == words
     assert to_shell([Shell("$A"), "$A"]) == "$A '$A'"
+
+
+def test_a_path_below_the_home_directory_is_that_of_the_node(tmp_path, monkeypatch):
+    """Without a shell, `~/runs` would be a folder with the name `~`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = {"gpus_per_node": 0, "output": "~/runs", "accelerate_config": "~/my configs/wizard.yaml", "folder": "~/my code"}
+    cluster = read(tmp_path, venv="~/venv", **keys)
+    job = make_job(cluster, "recipes/own_model.py", ["--lr", "~/x"])
+    commands = dry_run(cluster, job)
+    for text in (
+        "cd ~/'my code'\n. ~/venv/bin/activate\n",
+        "--config_file ~/'my configs/wizard.yaml' ",
+        "--lr '~/x' --output_dir ~/runs/own_model\n",
+    ):
+        assert text in commands, commands
+    assert expand_run_folder(["a", "~", "~/runs/job", "--output_dir=~/runs/job", "~/runs/jobs"], "~/runs/job") == [
+        "a", "~", "/home/me/runs/job", "--output_dir=/home/me/runs/job", "~/runs/jobs",
+    ]  # fmt: skip
+    cluster = read(tmp_path, backend="slurm", nodes=2, **keys)
+    script = slurm.render(cluster, make_job(cluster, "recipes/own_model.py", []))
+    assert "--config_file '/home/me/my configs/wizard.yaml' " in script
+    assert "--output_dir /home/me/runs/own_model " in script
+    cluster = read(
+        tmp_path,
+        backend="kubernetes",
+        nodes=2,
+        image="image",
+        kubernetes={"volume_claim": "runs"},
+        gpus_per_node=0,
+        output="~/runs",
+    )
+    with pytest.raises(UserError, match="the output folder ~/runs/own_model is not on the volume"):
+        kubernetes.render(cluster, make_job(cluster, "recipes/own_model.py", []))
 
 
 def test_nodes_with_different_numbers_of_processes_use_torchrun(tmp_path):

@@ -95,7 +95,8 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         )
     if found["port_error"] and not found["running"]:
         errors.append(
-            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or end that program."
+            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or type "
+            f"--set main_port={cluster.main_port + 1}."
         )
     return errors
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -36,19 +37,25 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
         lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
         if node.folder:
-            lines.append(f"cd {node.folder}")
+            lines.append(f"cd {_shown_path(node.folder)}")
         if node.venv:
-            lines.append(f". {commands.to_shell([f'{node.venv}/bin/activate'])}")
+            lines.append(f". {_shown_path(f'{node.venv}/bin/activate')}")
         for name, value in commands.node_environment(cluster, node).items():
             shown = shown_value(name, value)
             lines.append(f"export {name}={commands.to_shell([shown])}")
         words = commands.launcher_words(cluster, job, node_rank=node.rank, address=address, port=cluster.main_port)
-        lines += [commands.to_shell(words), ""]
+        paths = [commands.config_word(cluster), job.run_folder]
+        lines += [commands.to_shell(commands.replace_home(words, paths, _shown_path)), ""]
     if not cluster.main_address and cluster.backend == "ssh":
         lines.append(
             f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
         )
     return "\n".join(lines).rstrip()
+
+
+def _shown_path(path: str) -> commands.Shell:
+    """Return a path as a user types it: a leading `~/` is not quoted."""
+    return commands.Shell(f"~/{shlex.quote(path[2:])}") if path.startswith("~/") and path[2:] else commands.shell_path(path)
 
 
 def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:

@@ -2,6 +2,7 @@
 
 import shlex
 
+from accel_ddp.launch.commands import shell_path
 from accel_ddp.launch.description import Cluster, Node
 
 FOLDER_MISSING, PYTHON_MISSING = 61, 62  # exit codes of the remote command
@@ -18,18 +19,11 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     return [*words, node.host]
 
 
-def remote_path(path: str) -> str:
-    """Return a path for a shell on a node. A leading `~` is the home directory there."""
-    if path == "~" or path.startswith("~/"):
-        return '"$HOME"' + (f"/{shlex.quote(path[2:])}" if path[2:] else "")
-    return shlex.quote(path)
-
-
 def guard_command(node: Node) -> str:
     """Return the remote command that starts the guard. It works in every login shell, because `sh` runs it."""
     folder, venv = node.folder or "~", node.venv or ".venv"
-    python = remote_path(f"{venv.rstrip('/')}/bin/python")
-    lines = [f"cd {remote_path(folder)} || exit {FOLDER_MISSING}"]
+    python = shell_path(f"{venv.rstrip('/')}/bin/python")
+    lines = [f"cd {shell_path(folder)} || exit {FOLDER_MISSING}"]
     lines.append(f"p={python}")
     missing = f"exit {PYTHON_MISSING}" if node.venv else f"p=$(command -v python3) || exit {PYTHON_MISSING}"
     lines.append(f'[ -x "$p" ] || {missing}')

@@ -98,6 +98,7 @@ class JobOnNode:
         self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         words = [facts.find_file(request["words"][at], kind) or request["words"][at] if kind else word
                  for at, (word, kind) in enumerate(zip(request["words"], request["kinds"]))]  # fmt: skip
+        words = expand_run_folder(words, request["run_folder"])
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
         env["PATH"] = facts.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -220,6 +221,12 @@ class JobOnNode:
 
     def _global(self, rank: int | None) -> int | None:
         return None if rank is None else self.request["first_rank"] + rank
+
+
+def expand_run_folder(words: list[str], folder: str) -> list[str]:
+    """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
+    home = os.path.expanduser(folder)
+    return [word.replace(folder, home) if word in (folder, f"--output_dir={folder}") else word for word in words]
 
 
 def _end_with_guard() -> None:
