@@ -34,7 +34,7 @@ def guard_command(node: Node) -> str:
 def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
     """Return why the connection to a node or the start of its guard failed, and what to do. `text` is what ssh printed."""
     host, file = node.host, cluster.file
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "").rstrip(".")
     try_it = f"Try `{shlex.join([*ssh_words(cluster, node)[:-1], host])} true`."
     if code == FOLDER_MISSING:
         return f"{host}: the folder {node.folder or '~'} does not exist on this node. Correct `folder` in {file}, or write copy: rsync."
