@@ -94,7 +94,11 @@ class Session:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
 
         If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
         """
+        if number == signal.SIGHUP and self.is_stopping:
+            self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
+            return
         self.interrupts += 1
         if not self.has_started:
             self.work.cancel()
