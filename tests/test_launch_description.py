@@ -6,8 +6,13 @@ import pytest
 import yaml
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.commands import Shell, launcher_words, make_job, node_environment, to_shell
+from accel_ddp.launch.command import launch
+from accel_ddp.launch.commands import Shell, config_word, launcher_words, make_job, node_environment, to_shell
 from accel_ddp.launch.description import read_description
+from accel_ddp.launch.hosts.session import dry_run
+from accel_ddp.launch.kubernetes import backend as kubernetes
+from accel_ddp.launch.node.guard import expand_run_folder
+from accel_ddp.launch.slurm import backend as slurm
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
 SECRET = "wandb-0123456789"
@@ -93,7 +98,7 @@ def test_a_mistake_names_the_file_the_key_and_the_nearest_key(tmp_path, keys, ex
         ("backend: ssh\n", "the key nodes is missing"),
         ("backend: ssh\nnodes: [a]\n", "gpus_per_node is missing"),
         ("backend: ssh\nnodes: [a]\ngpus_per_node: 1\nnodes: [b]\n", "the key nodes is given twice, the second time in line 4"),
-        ("backend: [ssh\n", "the file cannot be read"),
+        ("backend: [ssh\n", "the file cannot be read as YAML: line 2: "),
     ],
 )
 def test_an_incomplete_file_is_refused(tmp_path, text, expected):
@@ -128,6 +133,30 @@ def test_a_missing_file_and_a_wrong_change_are_refused(tmp_path):
         read(tmp_path, "main_port")
     with pytest.raises(UserError, match="Did you mean main_port"):
         read(tmp_path, "main_prot=5")
+    with pytest.raises(
+        UserError, match=r"cluster.yaml: accelerate_config 2nodes.yaml: there is no such file.*2node.yaml.*\./2nodes"
+    ):
+        config_word(read(tmp_path, accelerate_config="2nodes.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["recipes/own_model.py", "FILE"], "the description comes before the recipe: accel-ddp launch FILE recipes/own_model.py"),
+        (
+            ["FILE", "recipes/own_model.py", "--dry_run"],
+            "--dry_run: is an option of accel-ddp launch. Type it before the description",
+        ),
+        (["FILE", "recipes/own_model.py", "--stepps", "4"], "--stepps: there is no such option. Did you mean --steps"),
+        (["--nmae", "x", "FILE", "recipes/own_model.py"], "--nmae: accel-ddp launch has no such option. Did you mean '--name'"),
+    ],
+)
+def test_words_in_the_wrong_place_are_refused_with_what_to_type(tmp_path, words, expected):
+    read(tmp_path)
+    file = str(tmp_path / "cluster.yaml")
+    with pytest.raises(UserError) as caught:
+        launch([file if word == "FILE" else word for word in words])
+    assert expected.replace("FILE", file) in str(caught.value)
 
 
 def test_the_command_of_a_node_is_that_of_a_user_and_keeps_every_argument(tmp_path):
@@ -142,6 +171,39 @@ def test_the_command_of_a_node_is_that_of_a_user_and_keeps_every_argument(tmp_pa
     assert words[-len(odd) - 4 :] == ["--lr", "1e-5", *odd, "--output_dir", "runs/classify"]
     assert shlex.split(to_shell(words)) == words
     assert to_shell([Shell("$A"), "$A"]) == "$A '$A'"
+
+
+def test_a_path_below_the_home_directory_is_that_of_the_node(tmp_path, monkeypatch):
+    """Without a shell, `~/runs` would be a folder with the name `~`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = {"gpus_per_node": 0, "output": "~/runs", "accelerate_config": "~/my configs/wizard.yaml", "folder": "~/my code"}
+    cluster = read(tmp_path, venv="~/venv", **keys)
+    job = make_job(cluster, "recipes/own_model.py", ["--lr", "~/x"])
+    commands = dry_run(cluster, job)
+    for text in (
+        "cd ~/'my code'\n. ~/venv/bin/activate\n",
+        "--config_file ~/'my configs/wizard.yaml' ",
+        "--lr '~/x' --output_dir ~/runs/own_model\n",
+    ):
+        assert text in commands, commands
+    assert expand_run_folder(["a", "~", "~/runs/job", "--output_dir=~/runs/job", "~/runs/jobs"], "~/runs/job") == [
+        "a", "~", "/home/me/runs/job", "--output_dir=/home/me/runs/job", "~/runs/jobs",
+    ]  # fmt: skip
+    cluster = read(tmp_path, backend="slurm", nodes=2, **keys)
+    script = slurm.render(cluster, make_job(cluster, "recipes/own_model.py", []))
+    assert "--config_file '/home/me/my configs/wizard.yaml' " in script
+    assert "--output_dir /home/me/runs/own_model " in script
+    cluster = read(
+        tmp_path,
+        backend="kubernetes",
+        nodes=2,
+        image="image",
+        kubernetes={"volume_claim": "runs"},
+        gpus_per_node=0,
+        output="~/runs",
+    )
+    with pytest.raises(UserError, match="the output folder ~/runs/own_model is not on the volume"):
+        kubernetes.render(cluster, make_job(cluster, "recipes/own_model.py", []))
 
 
 def test_nodes_with_different_numbers_of_processes_use_torchrun(tmp_path):

@@ -525,6 +525,20 @@ def test_a_disk_that_fills_during_a_run_ends_neither_the_job_nor_its_guards(mach
 
 
 @pytest.mark.slow
+def test_the_ranks_save_if_the_terminal_is_closed_and_sighup_comes_twice(machines):
+    """The shell of a terminal that is closed sends SIGHUP to its jobs, and the kernel to the foreground process group."""
+    running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
+    running.until("step   3/400")
+    for _ in range(2):
+        running.processes[0].send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+    ended = running.ended(60)
+    assert ended.codes == [75], ended.text
+    assert len(list((machines.nodes[0].work / "runs" / "trains").glob("step_*"))) == 1
+    nothing_left(machines)
+
+
+@pytest.mark.slow
 def test_a_guard_that_is_killed_ends_the_job_on_all_nodes(machines):
     running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
     running.until("step   3/400")

@@ -30,6 +30,8 @@ options:
 Exit codes: 0 ended, 2 a mistake in the description or the options, 75 stopped with a checkpoint, 130 ended by a second Ctrl-C,
 otherwise that of the rank that failed first."""
 
+_OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
+
 
 def launch(words: list[str]) -> int:
     """Run `accel-ddp launch` and return its exit code."""
@@ -47,7 +49,7 @@ def launch(words: list[str]) -> int:
     own, file, recipe, options = split_words(words)
     given, unknown = parser.parse_known_args(own)
     if unknown:
-        near = recipe_files.nearest(unknown[0], ["--dry_run", "--print", "--detach", "--name", "--set"])
+        near = recipe_files.nearest(unknown[0], _OPTIONS)
         raise UserError(f"{unknown[0]}: accel-ddp launch has no such option.{near} Options of the recipe follow the recipe.")
     check_name(given.name)
     cluster = read_description(file, given.set)
@@ -82,7 +84,16 @@ def check_options(cluster: Cluster, job: Job) -> None:
         from accel_ddp.launch.slurm.script import is_array
 
         options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
-    load_recipe_config([job.script, *options])
+    try:
+        load_recipe_config([job.script, *options])
+    except UserError as error:
+        option = str(error).partition(":")[0]
+        if option in _OPTIONS and "no such option" in str(error):
+            raise UserError(
+                f"{option}: is an option of accel-ddp launch. Type it before the description: "
+                f"accel-ddp launch {option} {cluster.file} {job.script}"
+            ) from None
+        raise
 
 
 def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
@@ -108,6 +119,8 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
                 f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}"
             )
         raise UserError(f"accel-ddp launch needs a recipe after the description: accel-ddp launch {files[0]} recipes/classify.py")
+    if files[0].endswith(".py") and files[1].endswith((".yaml", ".yml")):
+        raise UserError(f"the description comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
     return own, files[0], files[1], rest
 
 

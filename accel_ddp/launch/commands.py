@@ -1,7 +1,7 @@
 """The command that runs on each node: `accelerate launch` with a config, or torchrun where Accelerate cannot start the ranks."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,15 @@ def _value_of(name: str, options: list[str]) -> str | None:
 def config_word(cluster: Cluster) -> str:
     """Return the path of the accelerate config on a node. A bare name is one of ours."""
     word = cluster.accelerate_config
-    return word if "/" in word or Path(word).is_file() else f"accelerate_configs/{recipe_files.config_path(word).name}"
+    if "/" in word or Path(word).is_file():
+        return word
+    try:
+        return f"accelerate_configs/{recipe_files.config_path(word).name}"
+    except UserError as error:
+        reason = str(error).partition(": ")[2]
+        raise UserError(
+            f"{cluster.file}: accelerate_config {word}: {reason} A path on the nodes contains a /, as in ./{word}."
+        ) from None
 
 
 def uses_torchrun(cluster: Cluster) -> bool:
@@ -122,6 +130,19 @@ def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
     elif node.processes < node.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(node.processes)))
     return {**own, **node.env}
+
+
+def shell_path(path: str) -> Shell:
+    """Return a path for a shell. A leading `~` is the home directory of the user who runs the shell."""
+    if path == "~" or path.startswith("~/"):
+        return Shell('"$HOME"' + (f"/{shlex.quote(path[2:])}" if path[2:] else ""))
+    return Shell(shlex.quote(path))
+
+
+def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[str], str]) -> list[str]:
+    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace."""
+    homes = {path for path in paths if path.startswith("~/")}
+    return [replace(word) if word in homes else word for word in words]
 
 
 def to_shell(words: Iterable[str]) -> str:

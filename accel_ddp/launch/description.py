@@ -100,6 +100,9 @@ def _load(file: Path) -> dict[str, Any]:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_unique_keys())
     except FileNotFoundError:
         raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{file}: the file cannot be read: {error}") from None
     if not isinstance(values, dict):

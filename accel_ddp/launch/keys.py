@@ -157,7 +157,8 @@ KEYS = {
                         "reached it"),
     "main_port": Key(_number(1024, 65535), "port of the first node (29500; `slurm` derives it from the number of the job)"),
     "interface": Key(_text, "network interface of the ranks, for NCCL and gloo"),
-    "accelerate_config": Key(_text, "one of our configs by name, or the path of a config, for example of the wizard (2node.yaml)"),
+    "accelerate_config": Key(_text, "one of our configs by name, or the path of a config on the nodes, for example of the "
+                             "wizard (2node.yaml)"),
     "restarts": Key(_number(0), "how many times a failed attempt is followed by another one, `--max_restarts` (0)"),
     "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is queued again)"),
     "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "

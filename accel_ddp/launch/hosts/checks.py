@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from accel_ddp import recipe_files
 from accel_ddp.doctor import compare
 from accel_ddp.doctor.report import ERROR, format_findings
 from accel_ddp.launch.code import compare_code, describe_code
@@ -62,11 +63,14 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
     host, file, where = node.host, cluster.file, found["folder"]
     errors = []
     if not found["has_script"]:
-        errors.append(
-            f"{host}: {job.script} does not exist in {where}. Correct the path or `folder` in {file}, or write copy: rsync."
-        )
+        is_here = Path(job.script).is_file()
+        near = "" if is_here else _nearest_script(job.script)
+        copied = " This machine has it: copy it, or write copy: rsync." if is_here and cluster.backend == "ssh" else ""
+        errors.append(f"{host}: {job.script} does not exist in {where}.{near} Correct the path or `folder` in {file}.{copied}")
     if not found["has_config"]:
-        errors.append(f"{host}: accelerate_config {config_word(cluster)} does not exist in {where}.")
+        errors.append(
+            f"{host}: accelerate_config {config_word(cluster)} does not exist in {where}. Copy it there, or correct the path in {file}."
+        )
     program = "torchrun" if uses_torchrun(cluster) else "accelerate"
     if not found["programs"][program]:
         errors.append(
@@ -91,9 +95,17 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         )
     if found["port_error"] and not found["running"]:
         errors.append(
-            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or end that program."
+            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or type "
+            f"--set main_port={cluster.main_port + 1}."
         )
     return errors
+
+
+def _nearest_script(script: str) -> str:
+    """Return a question that suggests a script of the same folder on this machine, or a recipe that comes with accel_ddp."""
+    folder = Path(script).parent
+    known = [str(path) for path in folder.glob("*.py")] or [f"recipes/{name}.py" for name in recipe_files.recipe_names()]
+    return recipe_files.nearest(script, known)
 
 
 def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from accel_ddp.doctor.report import format_bytes
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code import git_output, list_files, program_environment, shorten
+from accel_ddp.launch.commands import shell_path
 from accel_ddp.launch.description import Cluster, Node
-from accel_ddp.launch.hosts.ssh import explain, remote_path
+from accel_ddp.launch.hosts.ssh import explain
 
 _REF = "refs/accel_ddp/launch"  # where HEAD is stored in the repositories of the nodes; no branch is changed
 _MUCH = 500 << 20  # bytes; code is smaller
@@ -126,7 +127,7 @@ class _Copier:
 
         Folders above it are made in the home directory only: a missing one elsewhere is probably a disk that is not mounted.
         """
-        folder = remote_path(node.folder)
+        folder = shell_path(node.folder)
         make = "mkdir -p" if node.folder.startswith("~") or not node.folder.startswith("/") else "mkdir"
         lines = [
             f"[ -d {folder} ] || {make} -- {folder} || exit {_NOT_MADE}",

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from accel_ddp.launch.hosts.connection import Connection, Lost, join_reasons, op
 from accel_ddp.launch.hosts.console import Console
 from accel_ddp.launch.hosts.copying import copy_code, find_source
 from accel_ddp.launch.hosts.jobs import stop_all
-from accel_ddp.launch.hosts.ssh import remote_path, ssh_words
+from accel_ddp.launch.hosts.ssh import ssh_words
 from accel_ddp.launch.node import reach
 from accel_ddp.launch.node.record import Record
 
@@ -38,19 +39,25 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
         lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
         if node.folder:
-            lines.append(f"cd {remote_path(node.folder)}")
+            lines.append(f"cd {_shown_path(node.folder)}")
         if node.venv:
-            lines.append(f". {remote_path(f'{node.venv}/bin/activate')}")
+            lines.append(f". {_shown_path(f'{node.venv}/bin/activate')}")
         for name, value in commands.node_environment(cluster, node).items():
             shown = shown_value(name, value)
             lines.append(f"export {name}={commands.to_shell([shown])}")
         words = commands.launcher_words(cluster, job, node_rank=node.rank, address=address, port=cluster.main_port)
-        lines += [commands.to_shell(words), ""]
+        paths = [commands.config_word(cluster), job.run_folder]
+        lines += [commands.to_shell(commands.replace_home(words, paths, _shown_path)), ""]
     if not cluster.main_address and cluster.backend == "ssh":
         lines.append(
             f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
         )
     return "\n".join(lines).rstrip()
+
+
+def _shown_path(path: str) -> commands.Shell:
+    """Return a path as a user types it: a leading `~/` is not quoted."""
+    return commands.Shell(f"~/{shlex.quote(path[2:])}") if path.startswith("~/") and path[2:] else commands.shell_path(path)
 
 
 def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:
@@ -92,7 +99,11 @@ class Session:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
 
         If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
         """
+        if number == signal.SIGHUP and self.is_stopping:
+            self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
+            return
         self.interrupts += 1
         if not self.has_started:
             self.work.cancel()

@@ -2,6 +2,7 @@
 
 import shlex
 
+from accel_ddp.launch.commands import shell_path
 from accel_ddp.launch.description import Cluster, Node
 
 FOLDER_MISSING, PYTHON_MISSING = 61, 62  # exit codes of the remote command
@@ -21,18 +22,11 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     return [*words, node.host]
 
 
-def remote_path(path: str) -> str:
-    """Return a path for a shell on a node. A leading `~` is the home directory there."""
-    if path == "~" or path.startswith("~/"):
-        return '"$HOME"' + (f"/{shlex.quote(path[2:])}" if path[2:] else "")
-    return shlex.quote(path)
-
-
 def guard_command(node: Node) -> str:
     """Return the remote command that starts the guard. It works in every login shell, because `sh` runs it."""
     folder, venv = node.folder or "~", node.venv or ".venv"
-    python = remote_path(f"{venv.rstrip('/')}/bin/python")
-    lines = [f"cd {remote_path(folder)} || exit {FOLDER_MISSING}"]
+    python = shell_path(f"{venv.rstrip('/')}/bin/python")
+    lines = [f"cd {shell_path(folder)} || exit {FOLDER_MISSING}"]
     lines.append(f"p={python}")
     missing = f"exit {PYTHON_MISSING}" if node.venv else f"p=$(command -v python3) || exit {PYTHON_MISSING}"
     lines.append(f'[ -x "$p" ] || {missing}')
@@ -43,7 +37,7 @@ def guard_command(node: Node) -> str:
 def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
     """Return why the connection to a node or the start of its guard failed, and what to do. `text` is what ssh printed."""
     host, file = node.host, cluster.file
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "").rstrip(".")
     try_it = f"Try `{shlex.join([*ssh_words(cluster, node)[:-1], host])} true`."
     if code == FOLDER_MISSING:
         return f"{host}: the folder {node.folder or '~'} does not exist on this node. Correct `folder` in {file}, or write copy: rsync."
@@ -56,7 +50,8 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         return f"{host}: the guard of this node has ended ({_exit(code)}): {last or 'it printed nothing'}."
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
-        return f"{host}: accel_ddp is missing or too old in {name}. Run `pip install -c constraints.txt -e .` there."
+        venv = f"Correct `venv` in {file}" if node.venv else f"Write `venv` into {file}"
+        return f"{host}: accel_ddp is missing or too old in {name}. {venv}, or run `pip install -c constraints.txt -e .` there."
     if code not in (None, 255):  # 255 is an error of ssh itself
         return f"{host}: the command on this node has ended ({_exit(code)}): {last or 'it printed nothing'}. {try_it}"
     if "Host key verification failed" in text:

@@ -152,7 +152,7 @@ def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Jo
             options[at + 1] = folder
         else:
             options = [re.sub(r"^(--output[_-]dir)=.*", lambda found: f"{found[1]}={folder}", word) for word in options]
-    if not f"{folder}/".startswith(f"{mount}/") or ".." in Path(folder).parts:
+    if not f"{folder}/".startswith(f"{mount}/") or {"..", "~"} & set(Path(folder).parts):
         raise UserError(
             f"the output folder {job.run_folder} is not on the volume, which is mounted at {mount}. A pod that is started again would "
             f"not find its checkpoints. Use a relative path, or one below {mount}, for the key output or for --output_dir."

@@ -105,6 +105,7 @@ class JobOnNode:
         _LIBRARY.prctl(_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
         words = [facts.find_file(word, kind) or word if kind else word for word, kind in pairs]
+        words = expand_run_folder(words, request["run_folder"])
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
         env["PATH"] = facts.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
@@ -246,6 +247,12 @@ class JobOnNode:
 
     def _global(self, rank: int | None) -> int | None:
         return None if rank is None else self.request["first_rank"] + rank
+
+
+def expand_run_folder(words: list[str], folder: str) -> list[str]:
+    """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
+    home = os.path.expanduser(folder)
+    return [word.replace(folder, home) if word in (folder, f"--output_dir={folder}") else word for word in words]
 
 
 def _end_with_guard() -> None:

@@ -13,7 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from accel_ddp.errors import STOPPED, USER_ERROR, UserError
-from accel_ddp.launch.commands import Job, Shell, has_option, launcher_words, node_environment, uses_torchrun
+from accel_ddp.launch.commands import (
+    Job,
+    Shell,
+    config_word,
+    has_option,
+    launcher_words,
+    node_environment,
+    replace_home,
+    uses_torchrun,
+)
 from accel_ddp.launch.description import Cluster, read_env_file, shown_value
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
@@ -154,6 +163,7 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
     words = launcher_words(
         cluster, job, node_rank=Shell('"$SLURM_NODEID"'), address=Shell('"$MAIN_ADDRESS"'), port=Shell('"$MAIN_PORT"')
     )
+    words = replace_home(words, [config_word(cluster), job.run_folder], os.path.expanduser)  # nodes and login node share the home
     if has_option("output_dir", job.options) and not has_option("resume", job.options):
         words.append(Shell("${SLURM_RESTART_COUNT:+--resume=auto}"))
     lines = [
