@@ -208,7 +208,7 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
         nodes.append(Node(host=one["host"], rank=rank, gpus=gpus, processes=processes, env=env, **values_of_node))
     hosts = [node.host for node in nodes]
     for host in hosts:
-        if backend == "ssh" and hosts.count(host) > 1:
+        if backend in ("ssh", "local") and hosts.count(host) > 1:
             fail("nodes", host, "is listed twice. Each host is one node; use processes for several processes on it")
     if len({bool(node.gpus) for node in nodes}) > 1:
         fail("nodes", [f"{node.host}: {node.gpus} GPUs" for node in nodes], "some nodes have GPUs and some have none")
