@@ -249,7 +249,18 @@ def test_options_in_the_text_exist():
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
-    names |= {"partition", "account", "qos", "gres", "cpus_per_task", "mem", "array", "exclusive"}  # of sbatch
+    names |= {
+        "partition",
+        "account",
+        "qos",
+        "gres",
+        "cpus_per_task",
+        "mem",
+        "array",
+        "exclusive",
+        "gpus_per_node",
+        "gpus_per_task",
+    }  # of sbatch
     for page in [*USER_PAGES, *OTHER_PAGES]:
         text = prose_of(page).split("## Names in other toolkits")[0]
         for name in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text):
