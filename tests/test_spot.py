@@ -261,9 +261,11 @@ def test_a_guard_turns_the_notice_into_a_stop_of_the_job(has_service, service, t
         guard.stdin.flush()
 
     def read(kind: str) -> dict:
-        while (message := json.loads(guard.stdout.readline()))["is"] != kind:
+        for line in filter(str.strip, guard.stdout):
+            if (message := json.loads(line))["is"] == kind:
+                return message
             assert message["is"] != "failed", message
-        return message
+        raise AssertionError(f"the guard has ended without {kind}")
 
     with guard:
         beats = threading.Event()

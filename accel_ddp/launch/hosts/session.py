@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -339,5 +338,5 @@ def _terminal_size() -> list[int] | None:
     """Return the size of the terminal, or None if the output is not a terminal."""
     with contextlib.suppress(OSError, ValueError):
         if os.isatty(sys.stdout.fileno()):
-            return list(shutil.get_terminal_size())
+            return list(os.get_terminal_size(sys.stdout.fileno()))
     return None
