@@ -40,7 +40,7 @@ class Connection:
             words = [_python(self.node), "-m", "accel_ddp.launch.node.guard"]
             folder = Path(self.node.folder or ".").expanduser()
             # The guard must find the package of this process, also if it is not installed.
-            env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
+            env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [env.get("PYTHONPATH")])])
             if not folder.is_dir():
                 raise Lost(f"{self.node.host}: the folder {folder} does not exist. Correct `folder` in {self.cluster.file}.")
         else:

@@ -8,6 +8,7 @@ import threading
 from typing import TextIO
 
 _CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
+_RESTART = re.compile(r"^restart \d+")  # the job continues after the errors before it
 _KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
 _MOST_LINES = 20  # of a cause
 _MOST_WAITING = 1000  # texts that are not printed yet
@@ -66,6 +67,8 @@ class Console:
 
     def _remember(self, host: str, rank: int | None, line: str) -> None:
         key = (host, rank)
+        if _RESTART.match(line):
+            self.causes.clear(), self._open.clear(), self.exceptions.clear(), self.exit_codes.clear()
         if _EXCEPTION.match(line) and "ChildFailedError" not in line and host not in self.exit_codes:
             self.exceptions[host] = line
         elif _REPORT.match(line):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
+from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch import commands
 from accel_ddp.launch.commands import Job
 from accel_ddp.launch.description import Cluster, Node, shown_value
@@ -92,7 +92,8 @@ class Session:
             return INTERRUPTED
         finally:
             await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
-            await self.console.wait_until_printed()
+            if self.interrupts < 2:  # otherwise the user does not wait for a pager or a terminal that is stopped
+                await self.console.wait_until_printed()
 
     def interrupt(self, number: int) -> None:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
@@ -281,9 +282,9 @@ class Session:
         `delay` is the time in which the monitors of the other nodes print the diagnosis and end their ranks.
         """
         loop = asyncio.get_running_loop()
-        if code in (0, STOPPED, INTERRUPTED):  # all nodes end together; the main node may write for longer
+        if code in (0, STOPPED, INTERRUPTED) or self.interrupts:  # all nodes end together; the main node may write for longer
             if code:
-                why = f"{host} has stopped"
+                why = f"{host} has ended"
                 loop.call_later(_FOLLOW_SECONDS, lambda: self._send_all("stop", why=why, seconds=STOP_SECONDS))
         elif not self.is_stopping:
             self.is_stopping = True
@@ -298,7 +299,9 @@ class Session:
         """Print the first cause of a failure, once, and where the logs are. Return the exit code."""
         failed = {rank: code for rank, code in self.codes.items() if code}
         code = next((code for code in failed.values() if code not in (STOPPED, INTERRUPTED)), next(iter(failed.values()), 0))
-        if STOPPED in failed.values() and self.interrupts == 1:
+        if UNSAVED in failed.values():
+            code = UNSAVED
+        elif STOPPED in failed.values() and self.interrupts == 1:
             code = STOPPED
         elif self.interrupts > 1:
             code = INTERRUPTED
