@@ -26,9 +26,8 @@ class Listener:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 writer.write(word.encode() + b"\n")
-                await asyncio.wait_for(
-                    reader.read(), CONNECT_SECONDS
-                )  # the other side closes first, so that this port is free at once
+                # The other side closes first, so that this port is free at once.
+                await asyncio.wait_for(reader.read(), CONNECT_SECONDS)
             writer.close()
 
         try:
