@@ -176,10 +176,11 @@ def _copy(words: list[str]) -> int:
     parser.add_argument("--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/")
     given = parser.parse_args(words)
     recipe = recipe_files.recipe_path(given.recipe)
-    configs = [path for path in sorted(recipe_files.configs_folder().iterdir()) if path.is_file()]
+    folder = recipe_files.configs_folder()
+    configs = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("tuned.")]
     target = Path(given.to)
     copies = {path: target / "recipes" / path.name for path in (recipe, *recipe_files.imported_recipes(recipe))}
-    copies |= {path: target / "accelerate_configs" / path.name for path in configs if not path.name.startswith("tuned.")}
+    copies |= {path: target / "accelerate_configs" / path.relative_to(folder) for path in configs}
     # Every file is checked before the first one is copied: a refused copy changes nothing.
     for source, copy in copies.items():
         if copy.exists() and not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):

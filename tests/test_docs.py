@@ -91,7 +91,7 @@ def test_the_test_command_is_what_ci_runs():
 
 @pytest.mark.parametrize("command", blocks("bash")[2:])
 def test_a_command_runs(command, tmp_path, request):
-    if re.search(r"--num_processes|1node\.yaml|torchrun", command):
+    if re.search(r"--num_processes|1node\.yaml|torchrun|accel-ddp launch", command):
         request.getfixturevalue("default_port")
     command = command.replace("runs/", f"{tmp_path}/")
     if re.search(r"1node\.yaml|verify", command):  # a model that is loaded in no time; README has `classify` on two ranks

@@ -564,7 +564,11 @@ def test_a_step_that_fails_three_times_stops_the_job(two, tmp_path):
         assert job.text(1).count("injects exception at step 8") == 3
 
 
-@pytest.mark.parametrize(("places", "dies"), [([0, 0, 1], 1), ([0, 1, 1], 2), ([0, 1, 0], 2)], ids=str)
+@pytest.mark.parametrize(
+    ("places", "dies"),
+    [([0, 1, 0], 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [([0, 0, 1], 1), ([0, 1, 1], 2)])],
+    ids=str,
+)
 def test_ranks_whose_variables_are_set_by_hand_find_their_nodes(two, tmp_path, places, dies):
     """RANK and the like do not state how many nodes there are. In the last case the ranks are distributed in turn."""
     two.cluster.require("host names")

@@ -33,6 +33,7 @@ def shell(machine: Machine, line: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, env=machine.environment(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_detached_job_is_found_by_its_name_wherever_its_folder_is_and_stops_although_a_node_is_down(machines: Machines):
     laptop, (node0, node1, elsewhere) = machines.laptop, machines.nodes
     for machine in machines.all:

@@ -15,7 +15,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
 def files(folder: Path, *patterns: str) -> set[str]:
-    return {str(path.relative_to(folder)) for pattern in patterns for path in folder.rglob(pattern)}
+    return {str(path.relative_to(folder)) for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
 
 
 def new_environment(folder: Path, *packages: object) -> Path:
@@ -60,8 +60,8 @@ def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"accel_ddp/{name}" for name in files(ROOT / "accel_ddp", "*.py", "py.typed")}
     expected |= {f"accel_ddp/recipes/{name}" for name in files(ROOT / "recipes", "*.py", "*.md")}
-    configs = {path.name for path in (ROOT / "accelerate_configs").iterdir() if not path.name.startswith("tuned.")}
-    expected |= {f"accel_ddp/accelerate_configs/{name}" for name in configs}
+    configs = files(ROOT / "accelerate_configs", "*")
+    expected |= {f"accel_ddp/accelerate_configs/{name}" for name in configs if not name.startswith("tuned.")}
     assert {"accel_ddp/recipes/classify.py", "accel_ddp/accelerate_configs/local.yaml", "accel_ddp/doctor/__init__.py"} <= names
     assert {name for name in names if ".dist-info/" not in name} == expected
     entry_points = zipfile.ZipFile(wheel).read(f"accel_ddp-{__version__}.dist-info/entry_points.txt").decode()
