@@ -89,9 +89,10 @@ def check_options(cluster: Cluster, job: Job) -> None:
     except UserError as error:
         option = str(error).partition(":")[0]
         if option in _OPTIONS and "no such option" in str(error):
+            value = {"--name": " NAME", "--set": " KEY=VALUE"}.get(option, "")
             raise UserError(
                 f"{option}: is an option of accel-ddp launch. Type it before the description: "
-                f"accel-ddp launch {option} {cluster.file} {job.script}"
+                f"accel-ddp launch {option}{value} {cluster.file} {job.script}"
             ) from None
         raise
 
