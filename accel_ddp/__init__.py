@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_ddp.entry import run
     from accel_ddp.errors import UserError
     from accel_ddp.loop import Outcome, fit
+    from accel_ddp.observing import hooks
     from accel_ddp.options import option
     from accel_ddp.parsing import parse_config
     from accel_ddp.ranks.agreement import together
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         text_files,
         vision,
     )
-    from accel_ddp.training import hooks, late_reader, losses, nonfinite, optim, padding, stream
+    from accel_ddp.training import late_reader, losses, nonfinite, optim, padding, stream
     from accel_ddp.training.divergence import ParameterCheck
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.stream import TrainBatches
@@ -66,7 +67,7 @@ _HOME = {
     "export": ".",
     "fit": "loop",
     "generation_metrics": "tasks.",
-    "hooks": "training.",
+    "hooks": "observing.",
     "image_files": "tasks.",
     "labels": "tasks.",
     "late_reader": "training.",

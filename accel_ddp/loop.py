@@ -14,10 +14,12 @@ from torch import nn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.observing.hook import Hook
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import process
+from accel_ddp.records.tables import Table
 from accel_ddp.saving import restarts
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
@@ -26,13 +28,15 @@ from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training import compilation
 from accel_ddp.training.divergence import ParameterCheck
 from accel_ddp.training.evaluation import broadcast_metrics
-from accel_ddp.training.hooks import Hook
 from accel_ddp.training.late_reader import LateReader, Numbers
 from accel_ddp.training.nonfinite import NonfiniteSteps
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.own_time import OwnTime, Part
 from accel_ddp.training.padding import require_independence
+from accel_ddp.training.rank_sample import RankSample
+from accel_ddp.training.run_facts import describe_run
 from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.system_sample import SystemSample
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
@@ -57,6 +61,7 @@ def fit(
     loss_sum: LossSum | WholeBatch,
     count: Count,
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    tables: Callable[[], dict[str, Table]] | None = None,
     hooks: Sequence[Hook] = (),
     files: dict[str, bytes] | None = None,
     speedups: Callable[..., Speed] | None = attach,
@@ -64,8 +69,9 @@ def fit(
     """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
 
     The update of step `s` depends on `s`, the seed and the weights, so that neither a restart nor the number of ranks changes it.
-    `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is
-    asked to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
+    `tables` returns the tables of the last evaluation, on the main rank. `files` are stored in every checkpoint, for its export.
+    With `speedups=None` the model is computed as it is. If the run is asked to stop, every rank raises `Stopped` after the same
+    step, when the checkpoint is complete.
     """
     if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
@@ -84,11 +90,14 @@ def fit(
     if step < total_steps:
         _print_new_schedule(cfg, saved, step, total_steps)
     updates = train.starting_at(step, accelerator, cfg)
-    reader = LateReader(accelerator.device)
+    reader = LateReader(accelerator.device, accelerator.num_processes)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
-    run = _Run(accelerator, cfg, model, evaluate, hooks, saved, pace, total_steps, len(train), first=step, step=step)
-    own_time = OwnTime(accelerator.device, step)
+    run = _Run(accelerator, cfg, model, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
+    own_time, system = OwnTime(accelerator.device, step), SystemSample(accelerator.device)
     own_time.attach(model)
+    facts_of_run = describe_run(accelerator, cfg, len(train))
+    for hook in hooks:
+        hook.on_describe(facts_of_run)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
     model.train(cfg.dropout)
@@ -121,7 +130,8 @@ def fit(
                 batches, vote = next(updates), signals.is_stop_requested()  # a vote to stop; one vote stops all ranks
                 own_time.mark(Part.DATA)
                 work = speed.work_of(batches) if speed else (0.0, 0.0)  # tokens and FLOPs, for the log
-                more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time)
+                sample = RankSample.of(own_time.timing, system.latest) if run.logs_next() else ()
+                more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time, sample)
                 stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
                 run.step += 1
                 own_time.end_step(run.step)
@@ -152,6 +162,7 @@ def fit(
                 if run.saves_now() or run.evaluates_now():
                     pace.restart()
                     own_time.restart()
+        system.close()
         return run.finish()
 
 
@@ -182,6 +193,7 @@ class _Run:
     cfg: TrainConfig
     model: nn.Module
     evaluate_model: Callable[[nn.Module], dict[str, float]] | None
+    tables: Callable[[], dict[str, Table]] | None
     hooks: Sequence[Hook]
     saved: Checkpoints
     pace: Throughput
@@ -207,6 +219,10 @@ class _Run:
         if self.step == 0:
             return bool(self.evaluate_model) and self.cfg.eval_first
         return bool(self.evaluate_model) and (self.step == self.total_steps or self._is_due(self.cfg.eval_every))
+
+    def logs_next(self) -> bool:
+        """Return whether the next step is logged, so that every rank sends its sample in it."""
+        return (self.step + 1) % self.cfg.log_every == 0 or self.step + 1 == self.total_steps
 
     def _is_due(self, every: int) -> bool:
         if every:
@@ -240,6 +256,9 @@ class _Run:
         process.heartbeat.enter(HOOKS)
         ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
         self.is_done = self.is_done or ends
+        if self.tables and process.is_main and (tables := self.tables()):
+            for hook in self.hooks:
+                hook.on_tables(self.step, tables)
 
     def report_saves(self) -> None:
         for step, path in self.saved.take_committed():

@@ -6,7 +6,8 @@ from accel_ddp import export
 from accel_ddp.accelerator import start
 from accel_ddp.config import TrainConfig
 from accel_ddp.loop import Outcome, fit
-from accel_ddp.training import hooks, optim
+from accel_ddp.observing import hooks
+from accel_ddp.training import optim
 
 
 def train(cfg: TrainConfig, task_class: Any) -> Outcome:
@@ -14,8 +15,8 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
 
     A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
     `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
-    print at the end, `example`, which is Python code that uses the exported {folder} (see `export.describe`), and `more_files`,
-    which are exported too.
+    print at the end, `tables()`, which returns the tables of the last evaluation (see `records.tables`), `example`, which is
+    Python code that uses the exported {folder} (see `export.describe`), and `more_files`, which are exported too.
     """
     accelerator = start(cfg)
     task = task_class(cfg, accelerator)
@@ -29,6 +30,7 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
         loss_sum=task.loss_sum,
         count=task.count,
         evaluate=task.evaluate,
+        tables=getattr(task, "tables", None),
         hooks=hooks.standard(accelerator, cfg),
         files=files,
     )

@@ -38,6 +38,7 @@ class UpdateStats(NamedTuple):
     tokens: Tensor | float  # without padding, over all ranks
     flops: Tensor | float  # over all ranks
     local_loss: Tensor  # the sum of this rank, to identify the rank whose loss is not finite
+    samples: Tensor | Sequence[float] = ()  # one `RankSample` after the other; empty in steps that are not logged
 
 
 def update(
@@ -53,13 +54,14 @@ def update(
     work: tuple[float, float] = (0.0, 0.0),
     on_nonfinite: Literal["stop", "skip"] = "stop",
     own_time: OwnTime | None = None,
+    sample: Sequence[float] = (),
 ) -> UpdateStats:
     """Do one optimizer step on the mean loss of all items in `batches` on all ranks.
 
     How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the
     place of the micro-batch among those of all ranks, so that it stays the same when the same micro-batches are spread over
     another number of ranks. `vote` asks all ranks to stop. `work` is this rank's tokens and FLOPs, for the log.
-    `own_time` receives how long this rank computes and waits.
+    `own_time` receives how long this rank computes and waits. `sample` is the `RankSample` of this rank, or empty on every rank.
 
     If the loss or the gradient norm is not finite, every rank leaves weights and optimizer unchanged. The caller finds that in the
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
@@ -76,15 +78,20 @@ def update(
     items: Tensor | float = sum(count(batch) for batch in batches)
     votes: Tensor | float = float(vote)
     tokens, flops = work
+    samples: Tensor | Sequence[float] = sample
     counting = None
     if num_ranks > 1:
-        summed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes, *work], dtype=exact)
+        # Each rank has a place of its own for its sample and adds zeros to the others.
+        before, after = [0.0] * len(sample) * process.rank, [0.0] * len(sample) * (num_ranks - 1 - process.rank)
+        numbers = [0.0 if isinstance(items, Tensor) else items, votes, *work, *before, *sample, *after]
+        summed = torch.tensor(numbers, dtype=exact)
         summed = summed.to(device, non_blocking=True)
         if isinstance(items, Tensor):
             summed[0] += items
         # The all-reduce runs during the first forward pass, because only the first backward pass needs its result.
         counting = dist.all_reduce(summed, async_op=True)
-        items, votes, tokens, flops = summed.unbind()  # views, which contain the sums after `counting.wait()`
+        items, votes, tokens, flops = summed[:4].unbind()  # views, which contain the sums after `counting.wait()`
+        samples = summed[4:] if sample else ()
 
     total = weight = None
     times_before = _gradient_times(model)
@@ -132,7 +139,7 @@ def update(
     mark(Part.OPTIMIZER)
     heartbeat.advance(heartbeat.step + 1)
     heartbeat.enter(OTHER)
-    return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total)
+    return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total, samples)
 
 
 def _step_if_finite(

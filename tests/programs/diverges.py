@@ -15,8 +15,8 @@ import accel_ddp
 from accel_ddp.best_metric import Direction
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
+from accel_ddp.observing.hook import Hook
 from accel_ddp.options import option
-from accel_ddp.training.hooks import Hook
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.training.hooks import Hook
+from accel_ddp.observing.hook import Hook
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ def main(cfg: Config) -> None:
     from torch import nn
 
     from accel_ddp import loop
-    from accel_ddp.training.hooks import Hook
+    from accel_ddp.observing.hook import Hook
     from accel_ddp.training.own_time import OwnTime
 
     accelerator = accel_ddp.start(cfg)

@@ -1,0 +1,87 @@
+"""The log of a run, log.jsonl in its folder. docs/log.md describes every event."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.observing.hook import Hook
+from accel_ddp.observing.rates import rates_of
+from accel_ddp.records import tables as table_files
+from accel_ddp.records.log import FILE, SCHEMA, LogWriter
+from accel_ddp.training.rank_sample import SYSTEM, RankSample, Split, splits_between
+from accel_ddp.watch.page import Timing
+
+
+class JsonlLog(Hook):
+    """Writes one line per event to OUTPUT_DIR/log.jsonl, which is readable while the run continues."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.every, self.folder = cfg.log_every, Path(cfg.output_dir)
+        self.path = self.folder / FILE
+        self.log = LogWriter(self.path)
+        self.works = True
+        self.facts: dict[str, Any] = {}
+        self.before: list[RankSample] = []
+
+    def _write(self, event: str, step: int, **values: Any) -> None:
+        try:
+            self.log.write(event, step, **values)
+            self.works = True
+        except OSError as error:
+            if self.works:
+                print(f"{self.path} cannot be written: {error.strerror}. Training continues.", file=sys.stderr, flush=True)
+            self.works = False
+
+    def on_describe(self, facts):
+        self.facts = facts
+
+    def on_start(self, step, total_steps, evaluations):
+        self.first, self.total_steps = step, total_steps
+        self._write("start", step, schema=SCHEMA, total_steps=total_steps, **self.facts)
+
+    def on_warm_up(self, step, seconds):
+        self._write("warm_up", step, seconds=round(seconds, 3))
+
+    def on_restart(self, step, restart):
+        self._write("restart", step, **restart)
+
+    def on_update(self, numbers, pace):
+        if numbers.step % self.every == 0 or numbers.step == self.total_steps:
+            self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
+                        items=numbers.items, samples_per_second=round(pace.samples, 2), **rates_of(numbers, pace))  # fmt: skip
+        if numbers.ranks:
+            self._write_ranks(numbers.step, numbers.ranks)
+
+    def _write_ranks(self, step: int, ranks: list[RankSample]) -> None:
+        """Write the parts of a step on each rank, on average over the steps since the last such line."""
+        self.before = self.before or [RankSample.of(Timing(self.first, *[0.0] * 6))] * len(ranks)
+        if splits := splits_between(self.before, ranks):
+            parts = {part: [round(getattr(split, part), 6) for split in splits] for part in Split._fields}
+            system = {name: [getattr(rank, name) for rank in ranks] for name in SYSTEM}
+            known = {name: values for name, values in system.items() if not all(value != value for value in values)}
+            self._write(
+                "ranks", step, first_step=int(self.before[0].step) + 1, last_step=int(ranks[0].step), **parts, system=known
+            )
+        self.before = ranks
+
+    def on_evaluate(self, step, metrics):
+        self._write("evaluate", step, **metrics)
+
+    def on_tables(self, step, tables):
+        path = self.folder / table_files.file_of(step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({name: table.as_dict() for name, table in tables.items()}))
+        except OSError as error:
+            print(f"{path} cannot be written: {error.strerror}. Training continues.", file=sys.stderr, flush=True)
+            return
+        self._write("tables", step, path=table_files.file_of(step), names=list(tables))
+
+    def on_save(self, step, path):
+        self._write("save", step, path=str(path))
+
+    def on_end(self, step, summary):
+        self._write("end", step, **summary)
+        self.log.close()

@@ -1,0 +1,57 @@
+"""The facts about a run that its log begins with: the ranks and their devices, the versions, and the options that were given."""
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.ranks.agreement import gather_objects
+from accel_ddp.ranks.process import process
+from accel_ddp.records.redaction import redact
+from accel_ddp.saving.tensors import versions
+
+# Variables that change how a run computes or communicates. Others, which may be private, are not recorded.
+VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")
+
+
+def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int) -> dict[str, Any]:
+    """Return the facts on the main rank, and {} on the others. This is a collective."""
+    on_gpu = accelerator.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else "CPU"
+    memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else 0
+    place = {"rank": process.rank, "node": process.node, "host": process.host, "pid": os.getpid(), "device": device}
+    ranks = gather_objects(place | ({"memory": memory} if memory else {}))
+    if not ranks:
+        return {}
+    micro, count = cfg.split(process.num_ranks)
+    return {
+        "command": [redact(word) for word in sys.argv],
+        "ranks": ranks,
+        "versions": versions(),
+        "options": changed_options(cfg),
+        "environment": {
+            name: redact(value) for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+        },
+        "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
+        "items": num_items,
+        "precision": accelerator.mixed_precision,
+    }  # fmt: skip
+
+
+def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
+    """Return the options that differ from their defaults, each as [value, default]."""
+    values = as_plain_dict(cfg)
+    defaults = {}
+    for field in dataclasses.fields(cfg):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        defaults[field.name] = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    hidden = lambda value: redact(value) if isinstance(value, str) else value
+    return {
+        name: [hidden(value), None if defaults[name] is dataclasses.MISSING else defaults[name]]
+        for name, value in values.items()
+        if value != defaults[name]
+    }
