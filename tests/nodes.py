@@ -20,6 +20,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -170,6 +171,18 @@ def all_pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
+def kill_until_none(list_pids: Callable[[], list[int]]) -> None:
+    """Kill the processes that `list_pids` returns, until it returns none."""
+    deadline = time.monotonic() + 60
+    while left := list_pids():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} do not end although they were killed")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
 def pids_in_network(identity: int) -> list[int]:
     """Return the processes in a network namespace. Zombies are in none."""
     found = []
@@ -298,14 +311,7 @@ class Nodes:
 
     def kill(self) -> None:
         """Kill all processes inside the nodes, until there are none."""
-        deadline = time.monotonic() + 60
-        while left := [pid for space in self.spaces for pid in space.pids()]:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"processes {left} do not end although they were killed")
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.002)
+        kill_until_none(lambda: [pid for space in self.spaces for pid in space.pids()])
 
     def close(self) -> None:
         """Remove the nodes. It may be called more than once."""

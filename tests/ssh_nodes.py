@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from tests.conftest import BIN, OUTSIDE, ROOT, Ended, Running, free_port
-from tests.nodes import PATH, Node, Nodes, NotPossible, all_pids, best_kind, run, tool
+from tests.nodes import PATH, Node, Nodes, NotPossible, all_pids, best_kind, kill_until_none, run, tool
 
 PREFIX = "accel-ddp-ssh-"
 USER = "trainer"
@@ -302,14 +302,7 @@ class Machines:
 
     def kill(self) -> None:
         """Kill all processes but the sshd that listen."""
-        deadline = time.monotonic() + 60
-        while left := [pid for found in self.all_processes().values() for pid in found]:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"processes {left} do not end although they were killed")
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.002)
+        kill_until_none(lambda: [pid for found in self.all_processes().values() for pid in found])
 
     def close(self) -> None:
         self.cluster.close()

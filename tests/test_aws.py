@@ -134,7 +134,7 @@ def run_setup(folder: Path, template: dict, failing: str = "", has_code: bool = 
     stand_in = f'#!/bin/bash\necho "${{0##*/}} $*" >> {folder}/calls\n'
     own = {
         "mount": f"[ $(grep -c '^mount ' {folder}/calls) -gt 2 ]\n",  # the name of the mount target appears late
-        "install": f"mkdir -p {folder}/data/work\n" + (f"touch {folder}/data/work/pyproject.toml\n" if has_code else ""),
+        "install": f"mkdir -p {folder}/data/code\n" + (f"touch {folder}/data/code/pyproject.toml\n" if has_code else ""),
         "runuser": 'shift 3\nexec "$@"\n',
     }
     for name in ("dnf", "mount", "mountpoint", "install", "runuser", "sleep", "python3.12"):
@@ -164,7 +164,7 @@ def test_a_node_mounts_the_shared_disk_and_reports_that_it_is_ready(tmp_path, te
 
 def test_a_node_that_finds_the_code_installs_it(tmp_path, template):
     calls = run_setup(tmp_path, template, has_code=True)
-    assert calls[-2] == "pip install -q -c /data/work/constraints.txt -e /data/work[demo]"
+    assert calls[-2] == "pip install -q -c /data/code/constraints.txt -e /data/code[demo]"
     assert "--exit-code 0 " in calls[-1]
 
 
@@ -218,9 +218,9 @@ def test_the_copy_has_the_code_and_neither_ignored_files_nor_secrets(tmp_path):
         (there / name).write_text("")
     (here / "cluster.yaml").write_text("backend: ssh\nnodes:\n  - ec2-user@203.0.113.20\n  - ec2-user@203.0.113.21\n")
     copy = command("rsync").splitlines()[0]
-    assert copy.endswith(':/data/work/"')
+    assert copy.endswith(':/data/code/"')
     host = subprocess.run(["bash", "-ec", f"echo {copy[copy.index(chr(34)) :]}"], cwd=here, capture_output=True, text=True).stdout
-    assert host == "ec2-user@203.0.113.20:/data/work/\n"
+    assert host == "ec2-user@203.0.113.20:/data/code/\n"
     subprocess.run(["bash", "-ec", f"{copy[: copy.index(chr(34))]} {there}/"], cwd=here, check=True)
     found = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     assert found == {*kept, ".gitignore", "cluster.yaml", "recipes/__pycache__/of_a_node.pyc"}
@@ -396,7 +396,7 @@ def test_the_query_writes_a_description_and_everything_is_deleted(cloud):
     assert {node.host for node in cluster.nodes} == set(nodes)
     assert cluster.main_address == nodes[cluster.nodes[0].host] == min(nodes.values())
     values = [(node.gpus, node.processes, node.folder, node.venv) for node in cluster.nodes]
-    assert values == [(4, 4, "/data/work", "/opt/accel_ddp")] * 2
+    assert values == [(4, 4, "/data/code", "/opt/accel_ddp")] * 2
     assert (cluster.backend, cluster.output, cluster.spot, cluster.copy) == ("ssh", "/data/runs", "aws", "none")
     example = re.search(r"^```text\n(backend: .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
     hide = lambda text: re.sub(r"\d+(\.\d+){3}", "ADDRESS", text).replace("spot: aws", "spot: none")

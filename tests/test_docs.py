@@ -6,7 +6,6 @@ The word after ```bash states what is done with a block:
     bash node0/node1  both run at the same time, with this machine as both nodes
     bash every node   it runs on two nodes at the same time
     bash parsed       its options are parsed, because it needs files, names or machines that are not here
-    bash sbatch       the same for a Slurm script
 
 The options of all blocks are parsed. A block that several pages show runs once.
 """
@@ -271,7 +270,7 @@ def test_options_in_the_text_exist():
 
 
 def test_every_block_has_a_kind_that_this_test_knows():
-    kinds = {"bash", "bash node0", "bash node1", "bash every node", "bash parsed", "bash sbatch", "text", "yaml", "python"}
+    kinds = {"bash", "bash node0", "bash node1", "bash every node", "bash parsed", "text", "yaml", "python"}
     for page in USER_PAGES:
         for block in blocks_of(page):
             assert block.kind in kinds or re.fullmatch(r"python recipes/\w+\.py", block.kind), f"{page.name}: {block.kind}"

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 CLASSIFY = ROOT / "recipes" / "classify.py"
 IMAGES = ROOT / "recipes" / "images.py"
 HOST = socket.gethostname()
+# Without TF32 and with SGD: AdamW enlarges rounding errors where a gradient consists of them (biases of keys).
+EXACT = ["--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.01", "--steps", "20", "--micro_batch_size", "4"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
@@ -68,22 +70,8 @@ def test_classify_in_bf16_on_one_gpu(tmp_path):
 
 
 def test_two_nccl_nodes_learn_what_one_learns(tmp_path):
-    """Without TF32 and with SGD. AdamW enlarges rounding errors where a gradient consists of them (biases of keys)."""
-    exact = [
-        "--no_tf32",
-        "--mixed_precision",
-        "no",
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "0.01",
-        "--steps",
-        "20",
-        "--micro_batch_size",
-        "4",
-    ]
-    one_node(*exact, "--output_dir", tmp_path / "one")
-    ended = two_nodes(CLASSIFY, *exact, "--output_dir", tmp_path / "two").well()
+    one_node(*EXACT, "--output_dir", tmp_path / "one")
+    ended = two_nodes(CLASSIFY, *EXACT, "--output_dir", tmp_path / "two").well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
@@ -96,21 +84,8 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     description = tmp_path / "cluster.yaml"
     description.write_text(yaml.safe_dump(keys))
     launch = [BIN / "accel-ddp", "launch"]
-    exact = [
-        "--no_tf32",
-        "--mixed_precision",
-        "no",
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "0.01",
-        "--steps",
-        "20",
-        "--micro_batch_size",
-        "4",
-    ]
-    one_node(*exact, "--output_dir", tmp_path / "one")
-    ended = run_all([[*launch, "--name", "two", description, CLASSIFY, *exact]], [on_gpu()]).well()
+    one_node(*EXACT, "--output_dir", tmp_path / "one")
+    ended = run_all([[*launch, "--name", "two", description, CLASSIFY, *EXACT]], [on_gpu()]).well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.text
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5

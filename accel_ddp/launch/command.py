@@ -1,6 +1,7 @@
 """`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -36,8 +37,6 @@ _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 def launch(words: list[str]) -> int:
     """Run `accel-ddp launch` and return its exit code."""
     if not words or words[0] in ("-h", "--help"):
-        import sys
-
         print(_LAUNCH, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     parser = argparse.ArgumentParser(prog="accel-ddp launch", usage=_LAUNCH.partition("\n")[0][7:], add_help=False)

@@ -89,35 +89,31 @@ def uses_torchrun(cluster: Cluster) -> bool:
     return not cluster.has_equal_nodes or cluster.num_processes == 1
 
 
-def launcher_words(
-    cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str, processes: int | Shell | None = None
-) -> list[str]:
-    """Return the words of the launcher on a node. `processes` is the number of ranks on this node, as in the description by default."""
-    num_nodes = len(cluster.nodes)
-    if processes is None:
-        processes = cluster.nodes[int(node_rank)].processes if isinstance(node_rank, int) else cluster.nodes[0].processes
+def launcher_words(cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
+    """Return the words of the launcher on a node."""
     restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
-    if uses_torchrun(cluster):
-        words: list = ["torchrun", "--nnodes", num_nodes, "--nproc_per_node", processes, "--node_rank", node_rank]
-        words += ["--master_addr", address, "--master_port", port, *restarts]
-    else:
-        total = Shell(f"$(({num_nodes} * {processes}))") if isinstance(processes, Shell) else num_nodes * processes
-        words = ["accelerate", "launch", "--config_file", config_word(cluster), "--num_machines", num_nodes]
-        words += ["--num_processes", total, "--machine_rank", node_rank, "--main_process_ip", address]
-        words += ["--main_process_port", port, *restarts]
-    return [word if isinstance(word, str) else str(word) for word in [*words, job.script, *job.options]]
+    launcher = ["torchrun"] if uses_torchrun(cluster) else ["accelerate", "launch"]
+    return [*launcher, *_topology_words(cluster, node_rank, address, port), *restarts, job.script, *job.options]
 
 
 def doctor_words(cluster: Cluster, job: Job, *, node_rank: int, address: str, port: int) -> list[str]:
     """Return the words of the full doctor on a node, with the same options as the launcher."""
-    node, num_nodes = cluster.nodes[node_rank], len(cluster.nodes)
+    return ["accel-ddp", "doctor", *_topology_words(cluster, node_rank, address, port), job.script, *job.options]
+
+
+def _topology_words(cluster: Cluster, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
+    """Return the options that describe the nodes and processes, as torchrun or `accelerate launch` name them."""
+    words: list[int | str]
     if uses_torchrun(cluster):
-        words: list = ["--nnodes", num_nodes, "--nproc_per_node", node.processes, "--node_rank", node_rank]
+        # A rank that a shell evaluates is that of a backend whose nodes are equal.
+        node = cluster.nodes[node_rank if isinstance(node_rank, int) else 0]
+        words = ["--nnodes", len(cluster.nodes), "--nproc_per_node", node.processes, "--node_rank", node_rank]
         words += ["--master_addr", address, "--master_port", port]
     else:
-        words = ["--config_file", config_word(cluster), "--num_machines", num_nodes, "--num_processes", cluster.num_processes]
-        words += ["--machine_rank", node_rank, "--main_process_ip", address, "--main_process_port", port]
-    return [str(word) for word in ["accel-ddp", "doctor", *words, job.script, *job.options]]
+        words = ["--config_file", config_word(cluster), "--num_machines", len(cluster.nodes)]
+        words += ["--num_processes", cluster.num_processes, "--machine_rank", node_rank]
+        words += ["--main_process_ip", address, "--main_process_port", port]
+    return [word if isinstance(word, str) else str(word) for word in words]
 
 
 def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:

@@ -26,7 +26,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster description. The comment of each field is the documentation of the key with the same name."""
+    """A cluster description. `keys` documents the key that each field comes from."""
 
     file: Path
     name: str = ""  # of the job; the default is the name of the recipe
@@ -55,10 +55,6 @@ class Cluster:
     @property
     def has_equal_nodes(self) -> bool:
         return len({node.processes for node in self.nodes}) == 1
-
-    @property
-    def uses_gpus(self) -> bool:
-        return any(node.gpus for node in self.nodes)
 
 
 def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:

@@ -143,8 +143,8 @@ def _split_rank(line: str) -> tuple[int | None, str]:
 
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
-    how = "ends at once" if is_now else "saves a checkpoint, which takes as long as a step and a save"
-    print(f"stopping job {job.name!r}: it {how} ...", flush=True)
+    how = "at once" if is_now else "after a checkpoint, which takes as long as a step and a save"
+    print(f"asking all nodes to end job {job.name!r} {how} ...", flush=True)
     try:
         answers = asyncio.run(stop_all(cluster, job, is_now))
     except KeyboardInterrupt:
