@@ -19,7 +19,7 @@ from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
-from accel_ddp.ranks.liveness import report_output_dir
+from accel_ddp.ranks.liveness import report_claimed, report_output_dir
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restarts, resume, run_folder
@@ -140,6 +140,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
         if process.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
             process.run_folder_lock = run_folder.claim(cfg)
+            report_claimed()
             _check_hub_token(cfg)
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)

@@ -26,6 +26,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training import compilation
+from accel_ddp.training.breakdown import Breakdown, describe
 from accel_ddp.training.divergence import ParameterCheck
 from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.late_reader import LateReader, Numbers
@@ -96,6 +97,7 @@ def fit(
     own_time, system = OwnTime(accelerator.device, step), SystemSample(accelerator.device)
     own_time.attach(model)
     facts_of_run = describe_run(accelerator, cfg, len(train))
+    run.hosts = [rank["host"] for rank in facts_of_run.get("ranks", [])]
     for hook in hooks:
         hook.on_describe(facts_of_run)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
@@ -207,6 +209,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.nonfinite = NonfiniteSteps(self.accelerator, self.cfg, self.saved)
+        self.breakdown = Breakdown()
+        self.hosts: list[str] = []  # of each rank, on the main rank
         self.is_stopping = 0 < self.cfg.stop_after <= self.step
 
     def continues(self) -> bool:
@@ -237,6 +241,7 @@ class _Run:
             # The sum of votes is the same on every rank, so that all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
+            self.breakdown.add(numbers.ranks)
             process.heartbeat.enter(HOOKS)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
@@ -285,8 +290,12 @@ class _Run:
             print(f"goodput: {goodput:.1%} of the time since the first attempt began was spent on steps that count.", flush=True)
         more = {"stopped": reason} if reason else {}
         more |= {"goodput": goodput} if goodput is not None else {}
+        if breakdown := self.breakdown.summary(self.hosts):
+            more |= {"breakdown": breakdown}
         for hook in self.hooks:
             hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **more})
+        if breakdown and process.is_main:
+            print(describe(breakdown, process.num_ranks), flush=True)
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)

@@ -23,7 +23,7 @@ ALLOWED = {
     "config": ["errors", "options", "best_metric"],
     "parsing": ["errors", "environment", "options", "config"],
     "records": ["errors"],
-    "watch": ["errors", "net"],
+    "watch": ["errors", "net", "records"],
     "doctor": [*LOWEST, "records", "watch"],
     "tune": [*LOWEST, "doctor"],
     "ranks": [*LOWEST, "records", "watch"],
@@ -41,7 +41,7 @@ ALLOWED = {
     "entry": [*LOWEST, "watch", "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
-    "launch": [*LOWEST, "watch", "doctor", "recipe_files"],
+    "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
     "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify"],
 }
 

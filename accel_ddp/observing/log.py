@@ -8,6 +8,7 @@ from typing import Any
 from accel_ddp.config import TrainConfig
 from accel_ddp.observing.hook import Hook
 from accel_ddp.observing.rates import rates_of
+from accel_ddp.ranks.incidents import record
 from accel_ddp.records import tables as table_files
 from accel_ddp.records.log import FILE, SCHEMA, LogWriter
 from accel_ddp.training.rank_sample import SYSTEM, RankSample, Split, splits_between
@@ -31,7 +32,9 @@ class JsonlLog(Hook):
             self.works = True
         except OSError as error:
             if self.works:
-                print(f"{self.path} cannot be written: {error.strerror}. Training continues.", file=sys.stderr, flush=True)
+                text = f"{self.path} cannot be written: {error.strerror}. Training continues."
+                print(text, file=sys.stderr, flush=True)
+                record(text, "LOG_FAILED", step=step)
             self.works = False
 
     def on_describe(self, facts):
@@ -75,7 +78,9 @@ class JsonlLog(Hook):
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps({name: table.as_dict() for name, table in tables.items()}))
         except OSError as error:
-            print(f"{path} cannot be written: {error.strerror}. Training continues.", file=sys.stderr, flush=True)
+            text = f"{path} cannot be written: {error.strerror}. Training continues."
+            print(text, file=sys.stderr, flush=True)
+            record(text, "LOG_FAILED", step=step)
             return
         self._write("tables", step, path=table_files.file_of(step), names=list(tables))
 

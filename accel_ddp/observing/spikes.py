@@ -1,6 +1,7 @@
 """The report of losses that are far above those of recent steps."""
 
 from accel_ddp.observing.hook import Hook
+from accel_ddp.ranks.incidents import record
 from accel_ddp.training.loss_spikes import LossSpikes
 
 
@@ -13,3 +14,4 @@ class SpikeReport(Hook):
     def on_update(self, numbers, pace):
         if text := self.spikes.observe(numbers.step, numbers.loss):
             print(text, flush=True)
+            record(text, step=numbers.step)

@@ -13,6 +13,7 @@ from typing import Any
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.failures import Failure
+from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
 from accel_ddp.watch.page import step_of
@@ -32,11 +33,9 @@ def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
             launcher=process.launcher, report_after=cfg.hang_report_seconds, abort_after=0 if is_alone else cfg.hang_abort_seconds,
         )  # fmt: skip
     except OSError as error:
-        print(
-            f"warning: the monitor of {process.host} cannot be started: {error}. Faults are not reported.",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"warning: the monitor of {process.host} cannot be started: {error}. Faults are not reported."
+        print(text, file=sys.stderr, flush=True)
+        record(text, "MONITOR_LOST")
         return None
 
 
@@ -101,6 +100,7 @@ def _lose_monitor(address: MonitorAddress) -> None:
             "node are no longer reported within seconds."
         )
         print(text, file=sys.stderr, flush=True)
+        record(text, "MONITOR_LOST")
         remove_folder(address)
 
 
@@ -140,3 +140,9 @@ def report_output_dir(output_dir: str) -> None:
     """Let the monitor of the main node watch the output folder."""
     if process.link and process.is_main:
         process.link.send({"output_dir": os.path.abspath(output_dir)})
+
+
+def report_claimed() -> None:
+    """Let the monitor of the main node write incidents.jsonl. Before, the folder may belong to another run."""
+    if process.link and process.is_main:
+        process.link.send({"is_claimed": True})

@@ -6,6 +6,8 @@ import socket
 import sys
 from typing import TextIO
 
+from accel_ddp.ranks.incidents import IncidentHandler
+
 
 class _RankFilter(logging.Filter):
     """Drops messages below WARNING on all ranks but the main one, because every rank logs the same ones."""
@@ -35,7 +37,10 @@ class _StderrHandler(logging.StreamHandler):
 def configure() -> None:
     """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
     logger = logging.getLogger("accel_ddp")
-    if logger.handlers:
+    has_handlers = bool(logger.handlers)
+    if not any(isinstance(handler, IncidentHandler) for handler in logger.handlers):
+        logger.addHandler(IncidentHandler())
+    if has_handlers:
         return
     handler = _StderrHandler()
     handler.addFilter(_RankFilter())

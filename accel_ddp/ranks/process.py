@@ -16,6 +16,7 @@ from accel_ddp.environment.launcher import is_started_by_accelerate
 from accel_ddp.environment.mpi import adopt_mpi_world
 from accel_ddp.environment.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
+from accel_ddp.records.incidents import IncidentWriter
 from accel_ddp.watch.page import Heartbeat
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Process:
 
         self.heartbeat = Heartbeat()  # where this rank is, for the monitor of its node
         self.link: Link | None = None  # to the monitor of this node
+        self.incidents = IncidentWriter()  # used only if there is no monitor; see `ranks.incidents`
         self.failure: Failure | None = None  # the first failure of any rank, once received
         self.has_failed = threading.Event()  # set together with `failure`
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure

@@ -18,6 +18,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
+from accel_ddp.ranks.incidents import record_end
 from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
 from accel_ddp.watch.outcome import launcher_pid, write_outcome
@@ -83,6 +84,7 @@ def _finish(exits: bool) -> int:
     """Close the connections of a rank whose program is complete. Return the exit code."""
     if process.unsaved:
         return _leave(report_failure(Failure("unsaved", process.unsaved)))
+    process.incidents.close(1)
     if process.store:
         # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
         with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
@@ -193,6 +195,7 @@ def _leave(failure: Failure) -> int:
     process.is_leaving.set()
     is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
     is_printed = process.failure is not None
+    record_end(failure.text, failure.kind, failure.step)
     # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
     if not is_printed and (process.is_local_main or (is_first and process.link is None and launcher_pid())):
         print(failure, file=sys.stderr, flush=True)

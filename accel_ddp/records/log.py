@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from accel_ddp.records.lines import complete_last_line, read_objects, read_objects_backwards
+
 SCHEMA = 1
 FILE = "log.jsonl"
-_TAIL_BYTES = 1 << 20
 # Events of steps. After a resume from step s, those of steps after s that an earlier attempt has written do not count.
 OF_STEPS = ("update", "ranks", "evaluate", "tables")
 
@@ -25,7 +26,7 @@ class LogWriter:
     def __init__(self, path: Path):
         self.path = path
         self.last_step = last_step_of(path)  # of earlier attempts; steps up to it are marked as repeated
-        _complete_last_line(path)
+        complete_last_line(path)
         self.file: IO[str] = path.open("a", buffering=1)
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -42,12 +43,7 @@ class LogWriter:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. Incomplete lines, which a crash leaves, are left out."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and "event" in event:
-                    yield event
+    return (event for event in read_objects(path) if "event" in event)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -65,26 +61,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step_of(path: Path) -> int:
-    """Return the last step that the log contains, from the end of the file."""
-    steps = [0]
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, AttributeError):
-                event = json.loads(line)
-                if event.get("event") == "update":
-                    steps.append(int(event.get("step", 0)))
-    return max(steps)
+    """Return the last step that any attempt has logged, or 0. Only the end of the file is read.
+
+    An update that repeats no earlier one has a higher step than all before it. Therefore the last such update has the highest step.
+    """
+    for event in read_objects_backwards(path):
+        if event.get("event") == "update" and not event.get("repeated") and isinstance(step := event.get("step"), int):
+            return step
+    return 0
 
 
-def _complete_last_line(path: Path) -> None:
-    """End a line that a crash has cut, so that the next event is not appended to it."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        if file.seek(0, 2):
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+def last_step_of_attempt(path: Path) -> int | None:
+    """Return the last step that the newest attempt has logged, at least the one from which it has started. None: there is no log."""
+    steps = []
+    for event in read_objects_backwards(path):
+        if isinstance(step := event.get("step"), int):
+            steps.append(step)
+        if event.get("event") in ("start", "update"):  # the steps of one attempt only grow
+            break
+    return max(steps, default=None)
 
 
 def _without_nonfinite(value: Any) -> Any:

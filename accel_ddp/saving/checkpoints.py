@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, print_on_main, together
+from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format, restarts, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
@@ -98,6 +99,7 @@ class Checkpoints:
                 f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
             )
             print(text, file=sys.stderr, flush=True)
+            record(text, "SAVE_SKIPPED", step=step)
             return
         self.newest = step
         weights, optimizer, values = capture(self.model, self.optimizer)
@@ -146,7 +148,9 @@ class Checkpoints:
             where = f" ({error.filename})" if error.filename else ""
             self.failed = f"the checkpoint of step {run['step']} could not be written on {process.host}: {error.strerror}{where}"
             there = ", ".join(p.name for p in format.list_checkpoints(self.folder)) or "none"
-            print(f"{self.failed}. Training continues. Existing checkpoints: {there}.", file=sys.stderr, flush=True)
+            text = f"{self.failed}. Training continues. Existing checkpoints: {there}."
+            print(text, file=sys.stderr, flush=True)
+            record(text, "SAVE_FAILED", step=run["step"])
             return
         finally:
             process.heartbeat.report_writer(False)
@@ -184,7 +188,9 @@ class Checkpoints:
                 facts = {"step": best, "metric": self.metric.name, "value": value, "checkpoint": f"step_{best:08d}"}
                 format.write_json(self.folder / "best.json", facts)
         except OSError as error:
-            print(f"evaluations.json could not be written on {process.host}: {error.strerror}.", file=sys.stderr, flush=True)
+            text = f"evaluations.json could not be written on {process.host}: {error.strerror}."
+            print(text, file=sys.stderr, flush=True)
+            record(text, "SAVE_FAILED")
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the writer is idle. Return False if that takes longer than `timeout` seconds."""

@@ -16,6 +16,8 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.records import log
+from accel_ddp.records.lines import complete_last_line, read_objects
 from accel_ddp.saving import format
 from accel_ddp.watch.outcome import LAUNCHER, MOST_FAILURES_OF_A_STEP, find_repeated_step, launcher_pid, store_run
 
@@ -43,14 +45,11 @@ def begin_attempt(cfg: TrainConfig) -> None:
             _write(path, {"event": "start", "time": _started_at()}, mode="w")
         else:
             failure = process.earlier_run.get("failure") or {}
-            log = _read(Path(cfg.output_dir, "log.jsonl"))
-            starts = [number for number, line in enumerate(log) if line.get("event") == "start"]
-            logged = [line.get("step", 0) for line in log[starts[-1] if starts else 0 :]]
             _write(path, {
                 "event": "failure", "time": failure.get("time") or time.time(), "step": failure.get("step"),
-                "logged_step": max(logged, default=0), "text": failure.get("text") or NO_REASON,
+                "logged_step": log.last_step_of_attempt(Path(cfg.output_dir, log.FILE)) or 0, "text": failure.get("text") or NO_REASON,
             })  # fmt: skip
-        lines = _read(path)
+        lines = list(read_objects(path))
     lines, absolute = broadcast_object((lines, os.path.abspath(cfg.output_dir)))
     failures = [line for line in lines if line["event"] == "failure"]
     if process.is_local_main:
@@ -80,7 +79,7 @@ def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
     """
     if not folder or not cfg.resume:
         return "auto" if folder else cfg.resume
-    began = [line["step"] for line in _read(Path(folder, FILE)) if line["event"] == "training"]
+    began = [line["step"] for line in read_objects(Path(folder, FILE)) if line["event"] == "training"]
     saved = [format.step_of(path) for path in format.list_checkpoints(folder)]
     return "auto" if began and saved and max(saved) >= began[-1] else cfg.resume
 
@@ -93,7 +92,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
     if not _is_used(cfg) or not process.is_main:
         return {}
     path, now = Path(cfg.output_dir, FILE), time.time()
-    lines = _read(path)
+    lines = list(read_objects(path))
     saved = {"event": "training", "time": now, "step": step}
     if _is_restart() and (failures := [line for line in lines if line["event"] == "failure"]):
         committed = lines[0]["time"]
@@ -123,7 +122,7 @@ def goodput(cfg: TrainConfig) -> float | None:
     Time that counts begins when the steps of an attempt begin, and ends when the checkpoint is complete from which the next
     attempt continues. Evaluations and saves in between are included.
     """
-    lines = _read(Path(cfg.output_dir, FILE)) if _is_used(cfg) and process.is_main else []
+    lines = list(read_objects(Path(cfg.output_dir, FILE))) if _is_used(cfg) and process.is_main else []
     trained = [line for line in lines if line["event"] == "training"]
     if not any("restart" in line for line in trained):
         return None
@@ -151,16 +150,8 @@ def _started_at() -> float:
     return psutil.Process().create_time()
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the record. A main node that was lost may have written half of a line."""
-    lines = []
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(line))
-    return lines
-
-
 def _write(path: Path, line: dict[str, Any], mode: str = "a") -> None:
-    with contextlib.suppress(OSError), path.open(mode) as file:  # a full disk must not end the run
-        file.write(json.dumps(line) + "\n")
+    with contextlib.suppress(OSError):  # a full disk must not end the run
+        complete_last_line(path)  # a main node that was lost may have written half of a line
+        with path.open(mode) as file:
+            file.write(json.dumps(line) + "\n")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from accel_ddp.config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
+from accel_ddp.ranks.agreement import broadcast_object, gather_objects, together
+from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.saving import format, tensors
 from accel_ddp.saving.format import MODEL, OPTIMIZER
@@ -95,7 +96,7 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
             return rank, Path(path)
         damaged.append((rank, path, problem))
         host = broadcast_object(process.host, rank)
-        print_on_main(f"--resume: {path} on {host} cannot be used: {problem}.")
+        warn_on_main(f"--resume: {path} on {host} cannot be used: {problem}.", "CHECKPOINT_DAMAGED")
     if damaged:
         raise UserError(
             f"--resume: no complete checkpoint is left. {damaged[0][1]}: {damaged[0][2]}. Copy a complete one there, or start again "

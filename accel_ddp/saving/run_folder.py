@@ -1,8 +1,6 @@
 """Claims the output folder of a run: one run per folder, and neither a run nor a file of the user is overwritten."""
 
-import contextlib
 import fcntl
-import json
 import logging
 import os
 import time
@@ -12,12 +10,13 @@ from typing import IO
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
+from accel_ddp.records.log import last_step_of
 from accel_ddp.saving import format, resume
 
 log = logging.getLogger(__name__)
 
 MARKER = ".accel_ddp"  # a file in the folder of every run; config.json alone may belong to a model
-_WRITTEN_BY_RUNS = ("config.json", "log.jsonl", "evaluations.json", "best.json", "model")
+_WRITTEN_BY_RUNS = ("config.json", "log.jsonl", "incidents.jsonl", "evaluations.json", "best.json", "model")
 
 
 def claim(cfg: TrainConfig) -> IO[str]:
@@ -86,7 +85,7 @@ def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
             f"--output_dir {folder} holds another run ({checkpoints[-1].name}). Add --resume without a path to continue it, or "
             "choose another --output_dir."
         )
-    step = _last_logged_step(folder / "log.jsonl")
+    step = last_step_of(folder / "log.jsonl")
     if step or (folder / "model").exists():
         what = f"its log ends at step {step}" if step else "it has exported its model"
         raise UserError(
@@ -94,16 +93,6 @@ def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
             "--output_dir. Or add --resume without a path: the run then starts again at step 0 in this folder. A smaller --save_every "
             "saves earlier."
         )
-
-
-def _last_logged_step(log_file: Path) -> int:
-    """Return the last step of the log, or 0 if there is none. A killed run may have written half of a line."""
-    last = 0
-    with contextlib.suppress(OSError), log_file.open(errors="replace") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                last = max(last, int(json.loads(line)["step"]))
-    return last
 
 
 def _lock(folder: Path) -> IO[str]:

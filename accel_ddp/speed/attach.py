@@ -18,6 +18,7 @@ from torch import nn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, flops, linear_cross_entropy
@@ -137,7 +138,7 @@ class Speed:
             self.padding_free.remove()
             self.padding_free = None
         if reasons and asked == "on":
-            print_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.")
+            warn_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.", "FALLBACK")
         elif reasons and reasons[0] not in ("--padding_free off", NO_TEXTS):
             print_on_main(f"texts are padded: {reasons[0]}.")
 
@@ -174,7 +175,7 @@ class Speed:
             return
         reason = self._compile_and_capture(total_steps)
         if reason and self.cfg.compile == "on":
-            print_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.")
+            warn_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.", "FALLBACK")
 
     def _compile_and_capture(self, total_steps: int) -> str:
         if self.accelerator.device.type != "cuda":

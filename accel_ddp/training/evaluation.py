@@ -26,6 +26,9 @@ from accel_ddp.watch.page import EVALUATE, METRICS
 
 Rows = dict[str, np.ndarray]
 
+# Names of fields of the events `evaluate` and `end` of log.jsonl.
+RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "goodput", "breakdown")
+
 
 class EvalBatches:
     """This rank's share of an evaluation set: rank r of W has items r, r + W, ... Every item is evaluated exactly once.
@@ -115,7 +118,7 @@ def as_numbers(metrics: Any) -> dict[str, float]:
         )
     found = {}
     for name, value in metrics.items():
-        if not isinstance(name, str) or name in ("event", "step", "time"):
+        if not isinstance(name, str) or name in RESERVED:
             raise UserError(
                 f"the evaluation returned a metric named {name!r}, which log.jsonl cannot store. Choose another name."
             )

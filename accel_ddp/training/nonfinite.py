@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
+from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.training.late_reader import Numbers
@@ -48,10 +49,11 @@ class NonfiniteSteps:
         if in_a_row >= limit:
             self.refuse(numbers.step)
         if self.last:
-            print_on_main(
+            text = (
                 f"warning: step {numbers.step}: {self.last}. This update is skipped on every rank, and the run continues. {in_a_row} "
                 f"skipped in a row; --max_nonfinite {limit} ends the run."
             )
+            warn_on_main(text, "SKIPPED_STEP", numbers.step)
 
     def refuse(self, step: int) -> NoReturn:
         """Raise UserError, because the last steps were all skipped."""

@@ -20,7 +20,8 @@ from torch.backends import cudnn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.agreement import gather_everywhere, together
+from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
@@ -59,8 +60,9 @@ def require_independence(
             f"{sizes}: {reasons[0]}. The weights and metrics would depend on the micro-batch size and on the number of ranks. "
             f"Use {single}, which needs no padding, or another model. Or add --allow_inexact to train anyway."
         )
-    print_on_main(
-        f"--allow_inexact: {reasons[0]}. The weights and metrics depend on the micro-batch size and on the number of ranks."
+    warn_on_main(
+        f"--allow_inexact: {reasons[0]}. The weights and metrics depend on the micro-batch size and on the number of ranks.",
+        "INEXACT",
     )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from accel_ddp.records.incidents import ERROR as ERROR
+from accel_ddp.records.incidents import INFO as INFO
+from accel_ddp.records.incidents import WARNING as WARNING
 from accel_ddp.watch import page
 from accel_ddp.watch.stacks import Stack
 
-ERROR, WARNING, INFO = "error", "warning", "info"
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
 SLOW_DISK_FACTOR = 4  # times --hang_abort_seconds until a disk that does not answer ends the run
 DEBUGGERS = ("/pdb.py:", "/bdb.py:", "debugpy", "pydevd")

@@ -18,8 +18,9 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_ddp.records.incidents import Incident, IncidentWriter
 from accel_ddp.watch import page, processes
-from accel_ddp.watch.diagnosis import ERROR, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, wait_for_end
 from accel_ddp.watch.outcome import launcher_pid, write_outcome
 from accel_ddp.watch.output_folder import OutputFolder
@@ -61,6 +62,8 @@ class Monitor:
     def __post_init__(self) -> None:
         self.judge = Judge(self.host, self.report_after, self.abort_after)
         self.printer = Printer()
+        self.incidents = IncidentWriter()
+        self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
         self.failed_at = 0.0
         self.quiet_until = 0.0
@@ -84,6 +87,10 @@ class Monitor:
                     self._connect(message)
                 elif "output_dir" in message:
                     self.output = OutputFolder(message["output_dir"])
+                elif "is_claimed" in message and self.output:
+                    self.incidents.open(self.output.path)
+                elif "incident" in message:
+                    self._record(Incident(**message["incident"]))
                 elif "failed" in message:
                     self._submit(message["failed"])
                 elif "stop" in message:
@@ -153,6 +160,8 @@ class Monitor:
             return
         self.failure, self.failed_at = failure, time.monotonic()
         self.printer.print(failure["line"])
+        if self.node == 0:
+            self.incidents.write(_incident_of(failure))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
             step = failure.get("step", -1)
             outcome = {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
@@ -170,9 +179,25 @@ class Monitor:
             }  # fmt: skip
             self._fail(failure)
             return
-        self.printer.print(str(event))
+        self._print(event)
         if self.peers:
-            self.peers.broadcast({"event": str(event)})
+            self.peers.broadcast({"event": event._asdict()})
+
+    def _print(self, event: Event) -> None:
+        """Print a diagnosis. The main node stores it too."""
+        self.printer.print(str(event))
+        if self.node == 0:
+            step = event.step or -1
+            self.incidents.write(Incident(event.severity, event.kind, event.text, event.rank, event.host, step))
+
+    def _record(self, incident: Incident) -> None:
+        """Store what a rank has printed. Nodes send it to the main node."""
+        if self.node:
+            if self.peers:
+                self.peers.send(0, {"incident": incident._asdict()})
+        elif (incident.kind, incident.text) not in self.recorded:
+            self.recorded.add((incident.kind, incident.text))
+            self.incidents.write(incident)
 
     # ---- other nodes
 
@@ -204,7 +229,9 @@ class Monitor:
         if "failed" in message and not self.failure and self._decides():
             self._keep(self._decide(message["failed"], SECONDARY_SECONDS if message["failed"].get("is_secondary") else 0))
         if "event" in message:
-            self.printer.print(message["event"])
+            self._print(Event(**message["event"]))
+        if "incident" in message:
+            self._record(Incident(**message["incident"]))
         if "stop" in message:
             self._spread_stop(message["stop"], source=node)
         if self.slow_run and ("measure" in message or "rate" in message):
@@ -243,10 +270,12 @@ class Monitor:
             self.has_reported_unreachable = True
             for peer in self.peers.peers.values():
                 if not peer.heard_at and not peer.is_done:
-                    self.printer.print(
-                        f"warning: the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of "
-                        "one node are not reported on the other. Allow all TCP between the nodes."
+                    text = (
+                        f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of one node "
+                        "are not reported on the other. Allow all TCP between the nodes."
                     )
+                    self.printer.print(f"warning: {text}")
+                    self._record(Incident(WARNING, "UNREACHABLE", text, host=peer.host))
 
     async def _send_stack(self, node: int, rank: int) -> None:
         stack = await self.ranks.read_stack(rank)
@@ -285,6 +314,7 @@ class Monitor:
             if self.failure and self.ranks.end(now - self.failed_at):
                 for line in self.ranks.describe_blocked():
                     self.printer.print(line)
+                    self._record(Incident.parse(line, "RANK_BLOCKED", host=self.host))
                 break
             count += 1
             if count % BEAT_EVERY == 0:
@@ -358,6 +388,13 @@ class Monitor:
                 self.peers.send(self.remote[rank].node, {"want_stack": rank})
 
 
+def _incident_of(failure: dict[str, Any]) -> Incident:
+    """Return the incident of a failure that ends the run. A stop that was asked for is no error."""
+    level = INFO if failure["kind"] in ("stopped", "interrupted") else ERROR
+    place = {name: failure[name] for name in ("rank", "host", "step") if name in failure}
+    return Incident.parse(failure["text"], failure["kind"].upper(), level, **place)
+
+
 async def watch(options: dict[str, Any]) -> None:
     """Watch the ranks of this node until they have ended."""
     names = ("node", "host", "launcher", "parent", "report_after", "abort_after")
@@ -383,6 +420,7 @@ async def watch(options: dict[str, Any]) -> None:
     if monitor.output:
         monitor.output.close()
     monitor.printer.close()
+    monitor.incidents.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
     # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
     # every connection of a rank that cannot be killed.

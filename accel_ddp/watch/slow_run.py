@@ -45,7 +45,7 @@ class SlowRun:
     def _report(self, notices: list[Any]) -> None:
         for notice in notices:
             rank = notice.ranks[0] if notice.ranks else -1
-            self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, step=notice.since))
+            self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, notice.host, notice.since))
 
     async def _measure_reference(self) -> None:
         self.slowness.add_reference(await self._measure_all(min))

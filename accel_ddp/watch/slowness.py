@@ -25,13 +25,17 @@ CLEARLY_LOST = 0.4  # more than noise on a busy machine
 STEADY = 3.0  # standard deviations
 LINK_WINDOW, LINK_BAD = 5, 4  # fewer blocks, because a measurement has to confirm it
 GROWTH = 3.0  # times the earlier communication
-WAITING = 0.5  # fraction of the step time in communication, or in data loading, that is checked even if it was always so
-DATA_SECONDS = 0.2  # per step; shorter waits for data are not reported
+WAITING = 0.5  # fraction of the step time in communication that is checked even if it was always so
+DATA_SHARE, DATA_SECONDS = 0.3, 0.002  # of a step; shorter waits for data are not reported
+REPEAT_SECONDS = 60.0  # a lasting case is reported again after REPEAT_STEPS, but not before so many seconds
 OBSERVATIONS = 40  # of the state of a process
 
 # The parts of the own time of a rank, in the order in which it publishes them. Communication follows.
 PARTS = {
-    "data": ("waits for its data loader", "Check the disk and the processor of {host}, or raise --num_workers."),
+    "data": (
+        "waits for its data loader",
+        "Loading data takes {share} of each step on {host}; increase --num_workers, or check the disk and the processor of {host}.",
+    ),
     "forward": ("is slow in its forward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
     "backward": ("is slow in its backward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
     "optimizer": ("is slow in its optimizer", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
@@ -47,6 +51,7 @@ class Notice(NamedTuple):
     text: str
     ranks: tuple[int, ...]
     since: int  # the first step of the case
+    host: str = ""  # of the first rank, or of the first node
 
 
 class _Block(NamedTuple):
@@ -56,9 +61,9 @@ class _Block(NamedTuple):
     last: int
     seconds: float
     normal: float  # own time of the slowest rank that is not slow
-    slow: dict[int, tuple[float, str]]  # rank: own time, the part in which it is slow
+    slow: dict[int, tuple[float, str, float]]  # rank: own time, the part in which it is slow, time of data loading
     waiting: float  # communication of the rank that waits least; it does not wait for other ranks
-    data: float  # of the rank that waits least for data
+    data: dict[int, float]  # node: of its rank that waits least for data
     is_uneven: bool  # a rank is clearly slow
 
     @property
@@ -76,10 +81,10 @@ class _Case:
     def __init__(self, since: int) -> None:
         self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
 
-    def is_due(self, step: int, severity: float) -> bool:
+    def is_due(self, step: int, severity: float, step_seconds: float) -> bool:
         """Return whether to report the case now. The caller must do so."""
         if self.severity and severity < 2 * self.severity:
-            if step - self.reported_at < self.pause:
+            if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
             self.pause *= 2
         self.reported_at, self.severity = step, severity
@@ -166,9 +171,12 @@ class Slowness:
         def part(rank: int) -> str:
             return max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
 
+        data: dict[int, float] = {}
+        for node, parts in zip(self.nodes, spent):
+            data[node] = min(parts[0], data.get(node, parts[0]))
         return _Block(
-            self.first + 1, last, seconds, normal, {rank: (own[rank], part(rank)) for rank in slow},
-            min(parts[-1] for parts in spent), min(parts[0] for parts in spent),
+            self.first + 1, last, seconds, normal, {rank: (own[rank], part(rank), spent[rank][0]) for rank in slow},
+            min(parts[-1] for parts in spent), data,
             any(own[rank] - normal >= CLEARLY_LOST * seconds for rank in slow),
         )  # fmt: skip
 
@@ -185,8 +193,9 @@ class Slowness:
             case = self.cases.setdefault((STRAGGLER, node), _Case(self._since(ranks)))
             worst = max(ranks, key=self._lost)
             case.lost += max(newest.lost(rank) for rank in ranks) * newest.steps
-            if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst)):
-                found.append(Notice(STRAGGLER, False, self._straggler_text(ranks, worst, case), tuple(ranks), case.since))
+            if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst), newest.seconds):
+                text = self._straggler_text(ranks, worst, case)
+                found.append(Notice(STRAGGLER, False, text, tuple(ranks), case.since, self.hosts[worst]))
         found += self._judge_links(is_excluded=bool(stragglers) or self._has_suspect())
         found += self._judge_data(is_excluded=bool(stragglers))
         for kind, node in [key for key in self.cases if key[0] == STRAGGLER and key[1] not in stragglers]:
@@ -198,7 +207,7 @@ class Slowness:
                     f"{self.hosts[of_node[0]]} is as fast as the other nodes again. A rank there was slower from step {case.since} "
                     f"to about step {recent[0].first}, by which the others lost about {_seconds(case.lost)}."
                 )
-                found.append(Notice(STRAGGLER, True, text, tuple(of_node), case.since))
+                found.append(Notice(STRAGGLER, True, text, tuple(of_node), case.since, self.hosts[of_node[0]]))
         return found
 
     def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
@@ -267,23 +276,29 @@ class Slowness:
         return next((block.first for block in recent if any(rank in block.slow for rank in ranks)), recent[0].first)
 
     def _straggler_text(self, ranks: list[int], worst: int, case: _Case) -> str:
-        host = self.hosts[worst]
-        name = f"rank {worst} ({host}, pid {self.pids[worst]})"
+        host, pid = self.hosts[worst], self.pids[worst]
+        name = f"rank {worst} ({host})"
         if len(ranks) > 1:
-            name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst} (pid {self.pids[worst]}),"
+            name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst},"
         bad = [block for block in self._last(WINDOW) if worst in block.slow]
         share = self._stopped_share(worst)
-        stopped = f" Its process was stopped by a signal (state T) in {share:.0%} of the observations." if share >= LOST else ""
+        stopped = (
+            f" Its process was stopped by a signal (state T) in {_percent(share)} of the observations." if share >= LOST else ""
+        )
         if not bad:
-            return f"{name} is slow since step {case.since}.{stopped} Find out what stops it."
-        own, normal = (statistics.mean(values) for values in zip(*((b.slow[worst][0], b.normal) for b in bad)))
+            return f"{name} is slow since step {case.since} (pid {pid}).{stopped} Find out what stops it."
+        own, normal, data = (
+            statistics.mean(values) for values in zip(*((b.slow[worst][0], b.normal, b.slow[worst][2]) for b in bad))
+        )
         seconds = statistics.mean(block.seconds for block in bad)
         what, advice = PARTS[statistics.mode(block.slow[worst][1] for block in bad)]
+        ratio = own / max(normal, 1e-9)
+        slower = f"{_percent(ratio - 1)} slower than" if ratio < 10 else "more than 10 times slower than"
         return (
-            f"{name} {what}. It has needed {_seconds(own)} of its own per step since step {case.since}, "
-            f"{own / max(normal, 1e-9):.1f} times as long as the other ranks ({_seconds(normal)}). The others lose "
-            f"{_seconds(own - normal)} per step, which is {min(1.0, (own - normal) / seconds):.0%} of the step time.{stopped} "
-            f"{'Find out what stops it.' if stopped else advice.format(host=host)}"
+            f"{name} is {slower} the others, which wait {_seconds(own - normal)} per step for it, "
+            f"{_percent(min(1.0, (own - normal) / seconds))} of the step time. Since step {case.since} it {what} (pid {pid}): it needs "
+            f"{_seconds(own)} of its own per step, the others {_seconds(normal)}.{stopped} "
+            f"{'Find out what stops it.' if stopped else advice.format(host=host, share=_percent(min(1.0, data / seconds)))}"
         )
 
     # Links
@@ -346,7 +361,7 @@ class Slowness:
         text = (
             f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
             f"wait {_seconds(waiting)} per step for communication, instead of {_seconds(usual)}. They lose "
-            f"{(waiting - usual) / statistics.median(block.seconds for block in recent):.0%} of the step time. "
+            f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
             "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
         )
         return [Notice(SLOW_LINK, False, text, (), links.since or newest.first)]
@@ -359,23 +374,33 @@ class Slowness:
 
     def _judge_data(self, is_excluded: bool) -> list[Notice]:
         recent = self._last(WINDOW)
-        bad = [block for block in recent if block.data > max(DATA_SECONDS, WAITING * block.seconds)]
+        bad = {
+            node: found for node in recent[-1].data
+            if (found := [b for b in recent if b.data[node] > max(DATA_SECONDS, DATA_SHARE * b.seconds)])
+        }  # fmt: skip
+        nodes = [node for node, blocks in bad.items() if len(blocks) >= BAD]
+        if len(nodes) < len(recent[-1].data) and self._has_suspect():
+            nodes = []  # the others wait for this node, which is reported as a straggler if that lasts
         key = (DATA_SLOW, -1)
-        if len(bad) < BAD or is_excluded:
-            if key in self.cases and len(bad) <= WINDOW - BAD:
+        if not nodes or is_excluded:
+            if key in self.cases and all(len(blocks) <= WINDOW - BAD for blocks in bad.values()):
                 since = self.cases.pop(key).since
                 return [Notice(DATA_SLOW, True, f"data loading, slow since step {since}, is fast again.", (), since)]
             return []
-        case = self.cases.setdefault(key, _Case(bad[0].first))
-        data, seconds = (statistics.mean(values) for values in zip(*((block.data, block.seconds) for block in bad)))
-        if not case.is_due(bad[-1].last, data):
+        waits = {node: statistics.mean(block.data[node] for block in bad[node]) for node in nodes}
+        worst = max(nodes, key=waits.__getitem__)
+        seconds = statistics.mean(block.seconds for block in bad[worst])
+        case = self.cases.setdefault(key, _Case(bad[worst][0].first))
+        if not case.is_due(recent[-1].last, waits[worst], seconds):
             return []
-        who = "the rank waits" if len(self.hosts) == 1 else "all ranks wait"
+        hosts = [self.hosts[self.nodes.index(node)] for node in nodes]
+        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(recent[-1].data)} nodes"
         text = (
-            f"{who} {_seconds(data)} per step for data, {data / seconds:.0%} of the step time, since step {case.since}. Raise "
-            "--num_workers, or make the dataset faster: store decoded data, or use a faster disk."
+            f"loading data takes {_percent(waits[worst] / seconds)} of each step on {where}; increase --num_workers. "
+            f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {_seconds(waits[worst])} per step for its data loader "
+            f"since step {case.since}. If more workers do not help, make the dataset faster: store decoded data, or use a faster disk."
         )
-        return [Notice(DATA_SLOW, False, text, (), case.since)]
+        return [Notice(DATA_SLOW, False, text, (), case.since, hosts[0])]
 
 
 def _at(samples: list[Timing], step: int) -> list[float]:
@@ -390,7 +415,11 @@ def _at(samples: list[Timing], step: int) -> list[float]:
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+    return f"{value * 1000:.1f} ms" if value < 0.01 else f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
 
 
 def _rate(value: float) -> str:

@@ -35,11 +35,13 @@ def main(cfg: Config) -> None:
     from accel_ddp.training.own_time import OwnTime
 
     accelerator = accel_ddp.start(cfg)
-    now = {"step": 0}
+    now, slept = {"step": 0}, []
 
     def delay(where: str) -> None:
         if where == cfg.slow and accelerator.is_last_process and cfg.from_step <= now["step"] < cfg.until_step:
+            began = time.perf_counter()
             time.sleep(cfg.seconds)
+            slept.append(time.perf_counter() - began)
 
     class Items(torch.utils.data.Dataset):
         def __len__(self):
@@ -86,6 +88,8 @@ def main(cfg: Config) -> None:
         train=accel_ddp.TrainBatches(Items(), torch.stack), loss_sum=loss_sum, count=len,
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Slow()],
     )  # fmt: skip
+    if slept:
+        (Path(cfg.out) / "slept.json").write_text(json.dumps(slept))
 
 
 if __name__ == "__main__":

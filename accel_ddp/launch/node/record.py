@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from accel_ddp.records import log
+
 
 class Record:
     """The files of one node. Every node has names of its own, because nodes may share the run folder."""
@@ -75,7 +77,7 @@ class Record:
         is_running = self.is_running()
         if state.get("state") in ("starting", "running") and not is_running:
             state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}
-        return {**state, "log": str(self.log), "step": last_step(self.run_folder)}
+        return {**state, "log": str(self.log), "step": log.last_step_of_attempt(self.run_folder / log.FILE)}
 
 
 class LogFile:
@@ -103,17 +105,6 @@ class LogFile:
 
     def header(self, text: str) -> None:
         self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-
-
-def last_step(run_folder: Path) -> int | None:
-    """Return the last step in log.jsonl, or None. Only the end of the file is read."""
-    with contextlib.suppress(OSError), (run_folder / "log.jsonl").open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 65536))
-        for line in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                return int(json.loads(line)["step"])
-    return None
 
 
 def _place(output: str | Path, job: str) -> Path:

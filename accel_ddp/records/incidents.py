@@ -1,0 +1,129 @@
+"""incidents.jsonl: what went wrong in a run, or slowed it down. docs/log.md describes the fields.
+
+The monitor of the main node writes it. Without a monitor, the main rank writes it.
+"""
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from accel_ddp.records.lines import complete_last_line, read_objects
+from accel_ddp.records.redaction import redact
+
+FILE = "incidents.jsonl"
+INFO, WARNING, ERROR = "info", "warning", "error"
+RETRY_SECONDS = 5.0  # after a disk did not accept a line, or the folder was removed
+MOST_WAITING = 1000  # incidents of a disk that does not accept any
+_KIND = re.compile(r"(?:(?:info|warning|error): )?(?:([A-Z][A-Z_]+): )?")
+
+
+class Incident(NamedTuple):
+    """One incident. `rank` and `step` are -1, and `host` is "", if they are not known."""
+
+    level: str
+    kind: str  # for example STRAGGLER
+    text: str
+    rank: int = -1
+    host: str = ""
+    step: int = -1
+    time: float = 0.0  # unix seconds
+
+    @classmethod
+    def parse(cls, line: str, kind: str = "", level: str = "", **place: object) -> "Incident":
+        """Return the incident of a printed line such as "warning: LOSS_SPIKE: the loss is ...".
+
+        `kind` and `level` are those of a line that states none.
+        """
+        found = _KIND.match(line)
+        stated = line.partition(": ")[0]
+        level = stated if stated in (INFO, WARNING, ERROR) else level or WARNING
+        return cls(level, found[1] or kind, line[found.end() :], **place)  # type: ignore[arg-type]
+
+
+class IncidentWriter:
+    """Appends incidents to a file, from a thread, because a disk that does not answer would block the caller.
+
+    Incidents are kept until `open`, which states the folder of the run, and while the disk does not accept them.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.waiting: queue.SimpleQueue[Incident | None] = queue.SimpleQueue()
+        self.is_open, self.is_closing, self.is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def open(self, folder: str | Path) -> None:
+        """Write to the file in this folder from now on. A second call has no effect."""
+        if not self.is_open.is_set():
+            self.path = Path(folder, FILE)
+            self.is_open.set()
+            threading.Thread(target=self._write_all, name="incidents", daemon=True).start()
+
+    def write(self, incident: Incident) -> None:
+        """Append an incident soon. This never blocks and never raises."""
+        if self.is_open.is_set() or self.waiting.qsize() < MOST_WAITING:
+            self.waiting.put(incident if incident.time else incident._replace(time=time.time()))
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Wait at most `seconds` until everything is written."""
+        self.is_closing.set()
+        if self.is_open.is_set():
+            self.waiting.put(None)
+            self.is_done.wait(seconds)
+
+    def _write_all(self) -> None:
+        late: list[Incident] = []  # those that the disk has not accepted
+        is_first = True
+        while True:
+            try:
+                incident = self.waiting.get(timeout=RETRY_SECONDS if late else None)
+                late += [incident] if incident else []
+            except queue.Empty:
+                incident = late[0]
+            late = late[-MOST_WAITING:]
+            try:
+                while late:
+                    self._append(late[0], is_first)
+                    late, is_first = late[1:], False
+            except OSError:
+                is_first = True  # half of a line may have been written
+            if incident is None:
+                break
+        self.is_done.set()
+
+    def _append(self, incident: Incident, is_first: bool) -> None:
+        if is_first:
+            complete_last_line(self.path)
+        line = json.dumps(_as_fields(incident)).encode() + b"\n"
+        # The file is opened again each time, because the folder may have been removed and created again.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError("the disk is full")
+        finally:
+            os.close(descriptor)
+
+
+def _as_fields(incident: Incident) -> dict[str, object]:
+    fields = {"time": round(incident.time, 3), "level": incident.level, "kind": incident.kind, "text": redact(incident.text)}
+    if incident.rank >= 0:
+        fields["rank"] = incident.rank
+    if incident.host:
+        fields["host"] = incident.host
+    if incident.step >= 0:
+        fields["step"] = incident.step
+    return fields
+
+
+def read_incidents(folder: Path) -> list[Incident]:
+    """Return the incidents of a run in the order in which they were written. Fields that are not known are ignored."""
+    found = []
+    for line in read_objects(Path(folder, FILE)):
+        known = {name: line[name] for name in Incident._fields if name in line}
+        if {"level", "kind", "text"} <= known.keys():
+            found.append(Incident(**known))
+    return found

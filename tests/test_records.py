@@ -1,0 +1,131 @@
+"""log.jsonl and incidents.jsonl can be read while they are written, continue after a crash, and count every step once."""
+
+import json
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from accel_ddp.records import lines, log
+from accel_ddp.records.incidents import FILE, MOST_WAITING, Incident, IncidentWriter, read_incidents
+from accel_ddp.records.log import LogWriter, last_step_of, last_step_of_attempt, read_log
+
+
+def attempt(path: Path, first: int, last: int, ends: bool = False) -> None:
+    """Write what a run logs that continues from step `first` and is killed after step `last`."""
+    writer = LogWriter(path)
+    writer.write("start", first)
+    for step in range(first + 1, last + 1):
+        writer.write("update", step, loss=1.0 / step)
+    if ends:
+        writer.write("end", last)
+    writer.close()
+
+
+def test_steps_that_were_repeated_are_marked_and_counted_once(tmp_path):
+    path = tmp_path / "log.jsonl"
+    attempt(path, 0, 10)
+    attempt(path, 4, 6)
+    attempt(path, 5, 12, ends=True)  # steps 7 to 10 were logged by the first attempt only, and are repeated too
+    marked = [(event["step"], event.get("repeated", False)) for event in log.read_lines(path) if event["event"] == "update"]
+    assert marked == [(step, False) for step in range(1, 11)] + [(5, True), (6, True)] + [
+        (step, step <= 10) for step in range(6, 13)
+    ]
+    events = read_log(path)
+    assert [event["step"] for event in events if event["event"] == "update"] == list(range(1, 13))
+    assert [event["step"] for event in events if event["event"] == "start"] == [0, 4, 5]
+    assert last_step_of(path) == 12
+    assert last_step_of_attempt(path) == 12
+
+
+@pytest.mark.parametrize("ending", ['{"event": "update", "step": 11, "lo', '{"event": "update", "step": 10}', '{"eve\xc3'])
+def test_a_log_that_was_cut_in_the_middle_of_a_line_is_continued(tmp_path, ending):
+    path = tmp_path / "log.jsonl"
+    attempt(path, 0, 9)
+    with path.open("ab") as file:
+        file.write(ending.encode("latin-1"))
+    is_complete = ending.endswith("}")
+    assert last_step_of(path) == (10 if is_complete else 9)
+    attempt(path, 8, 12)
+    assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, 13))
+    raw = path.read_bytes().splitlines()
+    assert sum(lines.parse(line) is None for line in raw) == (0 if is_complete else 1), "only the cut line cannot be read"
+
+
+def test_the_end_of_a_log_of_2_gb_is_found_without_reading_the_log(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2 << 30)  # a sparse file, which takes no space
+        file.seek(0, 2)
+        file.write(b"\n")
+        wide = {"event": "ranks", "step": 4000, "data": [0.123456] * 100_000}  # 1 MB, as with 7,000 ranks
+        for event in ({"event": "update", "step": 4000}, wide, {"event": "update", "step": 3990, "repeated": True}, wide):
+            file.write(json.dumps(event).encode() + b"\n")
+    tracemalloc.start()
+    began = time.process_time()
+    assert last_step_of(path) == 4000
+    assert last_step_of_attempt(path) == 4000
+    assert time.process_time() - began < 2
+    assert tracemalloc.get_traced_memory()[1] < 30e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 64, 10_000])
+def test_a_file_is_read_backwards_whatever_the_size_of_its_lines(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(lines, "CHUNK_BYTES", size)
+    path = tmp_path / "log.jsonl"
+    for ending in ("\n", "", "\n\n\n", '\n{"cut": '):
+        path.write_text("\n".join(json.dumps({"n": n, "text": "é" * n}) for n in range(12)) + ending)
+        assert list(lines.read_objects_backwards(path)) == list(lines.read_objects(path))[::-1]
+    assert list(lines.read_objects_backwards(tmp_path / "missing")) == []
+
+
+def test_numbers_that_are_not_finite_are_strings_in_strict_json(tmp_path):
+    writer = LogWriter(tmp_path / "log.jsonl")
+    writer.write("update", 1, loss=float("nan"), grad_norm=float("inf"), ranks=[1.0, float("-inf")])
+    writer.close()
+    (event,) = read_log(tmp_path / "log.jsonl")
+    assert (event["loss"], event["grad_norm"], event["ranks"]) == ("nan", "inf", [1.0, "-inf"])
+
+
+def test_incidents_are_complete_lines_without_secrets_and_are_appended(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "swordfish-4711")
+    (tmp_path / FILE).write_text('{"time": 1.5, "level": "info", "kind": "OLD", "text": "before", "new": 1}\n{"time": 2, "lev')
+    writer = IncidentWriter()
+    writer.write(Incident("error", "RANK_DIED", "key swordfish-4711\n  at https://me:secret@host/", 3, "node1", 7))
+    assert len((tmp_path / FILE).read_text().splitlines()) == 2, "the folder is not known yet"
+    writer.open(tmp_path)
+    writer.write(Incident.parse("warning: LOSS_SPIKE: the loss is 9", step=8))
+    writer.write(Incident.parse("Texts are padded", "FALLBACK"))
+    writer.close()
+    old, died, spike, fallback = read_incidents(tmp_path)
+    assert (old.kind, old.time, old.rank, old.step) == ("OLD", 1.5, -1, -1)
+    assert died[:6] == ("error", "RANK_DIED", "key ***\n  at https://***@host/", 3, "node1", 7)
+    assert time.time() - 60 < died.time <= spike.time <= time.time()
+    assert spike[:6] == ("warning", "LOSS_SPIKE", "the loss is 9", -1, "", 8)
+    assert fallback[:3] == ("warning", "FALLBACK", "Texts are padded")
+    assert "rank" not in json.loads((tmp_path / FILE).read_text().splitlines()[-1])
+
+
+def test_incidents_are_written_when_a_removed_folder_exists_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_ddp.records.incidents.RETRY_SECONDS", 0.05)
+    folder = tmp_path / "run"
+    writer = IncidentWriter()
+    writer.open(folder)
+    for number in range(3):
+        writer.write(Incident("warning", "OUTPUT_REMOVED", str(number)))
+    time.sleep(0.2)
+    folder.mkdir()
+    deadline = time.monotonic() + 20
+    while len(read_incidents(folder)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [incident.text for incident in read_incidents(folder)] == ["0", "1", "2"]
+
+
+def test_a_queue_of_a_run_without_a_folder_does_not_grow():
+    writer = IncidentWriter()
+    for number in range(2 * MOST_WAITING):
+        writer.write(Incident("warning", "A", str(number)))
+    assert writer.waiting.qsize() == MOST_WAITING
+    writer.close()
