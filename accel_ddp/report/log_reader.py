@@ -1,0 +1,286 @@
+"""Reads log.jsonl into columns. A log of a million steps is read within seconds, with bounded memory."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_ddp.records.log import SCHEMA
+
+_BATCH = 1000  # lines that are parsed by one call, which takes half of the time of one call per line
+_CHUNK = 1 << 22
+_LONGEST = 1 << 26  # bytes; a longer line is garbage
+# Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
+MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 15, 1 << 19, 512
+_PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
+_NOT_VALUES = ("event", "repeated")
+
+
+@dataclass
+class RankTimes:
+    """How each rank spends a step, and how busy its machine is. Row i is the average of the steps first_steps[i] to steps[i].
+
+    W is the largest number of ranks of all attempts. Ranks that did not exist in an attempt are NaN in its rows.
+    """
+
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
+    first_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
+    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n], unix seconds
+    seconds: dict[str, np.ndarray] = field(default_factory=dict)  # part -> [n, W], seconds per step
+    system: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n, W], in the units of docs/log.md
+    stride: int = 1  # every stride-th line of the log was read
+
+    @property
+    def num_ranks(self) -> int:
+        """Return W, which is 0 if no times were recorded."""
+        return max((values.shape[1] for values in self.seconds.values()), default=0)
+
+
+@dataclass
+class LogContent:
+    """The events of a log that count. Steps that a later attempt has repeated are left out."""
+
+    updates: dict[str, np.ndarray]
+    ranks: RankTimes
+    events: list[dict[str, Any]]  # all other events, in the order of the file
+    num_bad_lines: int = 0
+    newer_schema: Any = None  # the number of a schema that this version does not know
+    num_repeated: int = 0  # logged steps that a later attempt has done again
+
+
+def read_log_columns(path: Path) -> LogContent:
+    """Return the content of a log. Raise OSError if it cannot be read."""
+    return _Reader().read(path)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.pending: list[bytes] = []  # lines of updates
+        self.chunks: list[dict[str, np.ndarray]] = []
+        self.rows: list[_RankRow] = []
+        self.seen, self.stride = 0, 1
+        self.events: list[dict[str, Any]] = []
+        self.bad = self.repeated = 0
+        self.newer: Any = None
+
+    def read(self, path: Path) -> LogContent:
+        for line in _lines(path):
+            if line.startswith(b'{"event": "update"'):  # as `LogWriter` writes it
+                self.pending.append(line)
+                if len(self.pending) == _BATCH:
+                    self._parse_updates()
+            elif line.startswith(b'{"event": "ranks"'):
+                self.seen += 1
+                if self.seen % self.stride == 0 and (event := self._parse(line)):
+                    self._add_rank_line(event)
+            elif event := self._parse(line):
+                self._add(event)
+        self._parse_updates()
+        updates = _in_order(_concatenate(self.chunks))
+        return LogContent(updates, _rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.repeated)
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        """Return the event of a line, or None if the line is incomplete or not an event of a step."""
+        try:
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event["event"], str):
+                event["step"] = _whole(event.get("step", 0))
+                event["time"] = number_of(event.get("time"))
+                return event
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        self.bad += 1
+        return None
+
+    def _add(self, event: dict[str, Any]) -> None:
+        name, step = event["event"], event["step"]
+        if name == "update":
+            self.chunks.append(_columns([event]))
+            return
+        if name == "ranks":
+            self.seen += 1
+            self._add_rank_line(event)
+            return
+        if name == "start":
+            self._parse_updates()
+            self._forget_after(step)
+            schema = event.get("schema", SCHEMA)
+            if not isinstance(schema, int) or schema > SCHEMA:
+                self.newer = schema
+        self.events.append(event)
+
+    def _forget_after(self, step: int) -> None:
+        """Leave out what earlier attempts have logged for steps after `step`, from which a new attempt continues."""
+        columns = _concatenate(self.chunks)
+        kept = columns["step"] <= step
+        self.repeated += int((~kept).sum())
+        self.chunks = [{name: values[kept] for name, values in columns.items()}]
+        self.rows = [row for row in self.rows if row.step <= step]
+        self.events = [one for one in self.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step]
+
+    def _add_rank_line(self, event: dict[str, Any]) -> None:
+        self.rows.append(row := _RankRow.of(event))
+        if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.num_ranks))):
+            self.rows, self.stride = self.rows[1::2], 2 * self.stride
+
+    def _parse_updates(self) -> None:
+        lines, self.pending = self.pending, []
+        try:
+            events = json.loads(b"[" + b",".join(lines) + b"]")
+        except (ValueError, RecursionError):  # one of the lines is incomplete
+            events = [event for line in lines if (event := self._parse(line))]
+        if events:
+            columns = _columns(events)
+            self.chunks.append(columns)
+            self.bad += len(events) - len(columns["step"])
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that end with a line break, and the last one. A run may still append to the file."""
+    rest = b""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from filter(None, lines)
+            if len(rest) > _LONGEST:
+                rest = b"{"  # what follows until the line break is not valid JSON
+    if rest:
+        yield rest
+
+
+def number_of(value: Any) -> float:
+    """Return a number of the log as a float, also "nan", "inf" and "-inf". Other values are NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(value: Any) -> int:
+    """Return a step. Raise ValueError if the value cannot be one."""
+    number = number_of(value)
+    if not 0 <= number < 2**53 or number != int(number):
+        raise ValueError(value)
+    return int(number)
+
+
+def _columns(events: list[Any]) -> dict[str, np.ndarray]:
+    """Return the numbers of events as columns, NaN where an event has none. Events without a step are left out."""
+    events = [event for event in events if isinstance(event, dict)]
+    names = dict.fromkeys(["step", "time"])
+    for event in events:
+        if event.keys() != names.keys():
+            names |= dict.fromkeys(name for name in event if name not in _NOT_VALUES)
+    columns = {}
+    for name in names:
+        values = [event.get(name) for event in events]
+        try:
+            if str in map(type, values) or bool in map(type, values):
+                raise ValueError
+            columns[name] = np.array(values, dtype=float)  # None becomes NaN
+        except (ValueError, TypeError, OverflowError):
+            columns[name] = np.array([number_of(value) for value in values], dtype=float)
+            if name not in ("step", "time") and not any(_is_number(value) for value in values):
+                del columns[name]
+    with np.errstate(invalid="ignore"):
+        step = columns["step"]
+        valid = (step >= 0) & (step < 2**53) & (step == np.floor(step))
+    return columns if valid.all() else {name: values[valid] for name, values in columns.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether the log has stored a number, which may be "nan"."""
+    return not math.isnan(number_of(value)) or (isinstance(value, str) and value.lower() == "nan") or isinstance(value, float)
+
+
+def _concatenate(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    names = list(dict.fromkeys(["step", "time", *(name for chunk in chunks for name in chunk)]))
+    sizes = [len(chunk["step"]) for chunk in chunks]
+    return {
+        name: np.concatenate(
+            [chunk[name] if name in chunk else np.full(size, np.nan) for chunk, size in zip(chunks, sizes)] or [np.empty(0)]
+        )
+        for name in names
+    }
+
+
+def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns in the order of steps, each step once. The last line of a step counts."""
+    step = columns["step"] = columns["step"].astype(np.int64)
+    if len(step) and not (np.diff(step) > 0).all():
+        order = np.argsort(step, kind="stable")
+        is_last = np.append(np.diff(step[order]) > 0, True)
+        columns = {name: values[order][is_last] for name, values in columns.items()}
+    return columns
+
+
+@dataclass
+class _RankRow:
+    """One event `ranks`. 4 bytes per value are enough to plot."""
+
+    step: int
+    first: int
+    last: int
+    time: float
+    parts: dict[str, np.ndarray]
+    system: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, event: dict[str, Any]) -> "_RankRow":
+        system = event.get("system")
+        last = _step_or(event.get("last_step"), event["step"])
+        first = _step_or(event.get("first_step"), last)
+        parts = _arrays({part: event.get(part) for part in _PARTS})
+        return cls(event["step"], first, last, event["time"], parts, _arrays(system if isinstance(system, dict) else {}))
+
+    @property
+    def num_ranks(self) -> int:
+        return max((len(values) for values in (*self.parts.values(), *self.system.values())), default=0)
+
+
+def _arrays(lists: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the lists of numbers as arrays."""
+    with np.errstate(over="ignore"):  # an absurd value becomes infinite
+        return {
+            name: np.array([number_of(value) for value in values], float).astype(np.float32)
+            for name, values in lists.items()
+            if isinstance(values, list)
+        }
+
+
+def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
+    """Return the rows as arrays, in the order of steps, each step once."""
+    found = {row.step: row for row in rows if row.parts}
+    rows = [found[step] for step in sorted(found)]
+    width = max((row.num_ranks for row in rows), default=0)
+
+    def matrices(dicts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        arrays = {name: np.full((len(dicts), width), np.nan, np.float32) for one in dicts for name in one}
+        for number, one in enumerate(dicts):
+            for name, values in one.items():
+                arrays[name][number, : len(values)] = values
+        return arrays
+
+    return RankTimes(
+        np.array([row.last for row in rows], np.int64),
+        np.array([row.first for row in rows], np.int64),
+        np.array([row.time for row in rows], float),
+        matrices([row.parts for row in rows]),
+        matrices([row.system for row in rows]),
+        stride,
+    )
+
+
+def _step_or(value: Any, default: int) -> int:
+    try:
+        return _whole(value)
+    except ValueError:
+        return default
