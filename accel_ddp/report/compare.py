@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.report.runs import Run
+from accel_ddp.report.run_data import Run
 
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
 

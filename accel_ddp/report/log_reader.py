@@ -3,41 +3,22 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from accel_ddp.records.log import SCHEMA
+from accel_ddp.report.run_data import RankTimes
 
 _BATCH = 1000  # lines that are parsed by one call, which takes half of the time of one call per line
 _CHUNK = 1 << 22
 _LONGEST = 1 << 26  # bytes; a longer line is garbage
 # Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
-MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 15, 1 << 19, 512
+MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 14, 1 << 19, 512
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 _NOT_VALUES = ("event", "repeated")
-
-
-@dataclass
-class RankTimes:
-    """How each rank spends a step, and how busy its machine is. Row i is the average of the steps first_steps[i] to steps[i].
-
-    W is the largest number of ranks of all attempts. Ranks that did not exist in an attempt are NaN in its rows.
-    """
-
-    steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    first_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n], unix seconds
-    seconds: dict[str, np.ndarray] = field(default_factory=dict)  # part -> [n, W], seconds per step
-    system: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n, W], in the units of docs/log.md
-    stride: int = 1  # every stride-th line of the log was read
-
-    @property
-    def num_ranks(self) -> int:
-        """Return W, which is 0 if no times were recorded."""
-        return max((values.shape[1] for values in self.seconds.values()), default=0)
 
 
 @dataclass
@@ -68,6 +49,12 @@ class _Reader:
         self.newer: Any = None
 
     def read(self, path: Path) -> LogContent:
+        with np.errstate(over="ignore"):  # an absurd value becomes infinite
+            self._read_lines(path)
+        updates = _in_order(_concatenate(self.chunks))
+        return LogContent(updates, _rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.repeated)
+
+    def _read_lines(self, path: Path) -> None:
         for line in _lines(path):
             if line.startswith(b'{"event": "update"'):  # as `LogWriter` writes it
                 self.pending.append(line)
@@ -80,8 +67,6 @@ class _Reader:
             elif event := self._parse(line):
                 self._add(event)
         self._parse_updates()
-        updates = _in_order(_concatenate(self.chunks))
-        return LogContent(updates, _rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.repeated)
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
@@ -248,12 +233,13 @@ class _RankRow:
 
 def _arrays(lists: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the lists of numbers as arrays."""
-    with np.errstate(over="ignore"):  # an absurd value becomes infinite
-        return {
-            name: np.array([number_of(value) for value in values], float).astype(np.float32)
-            for name, values in lists.items()
-            if isinstance(values, list)
-        }
+    return {name: _array(values) for name, values in lists.items() if isinstance(values, list)}
+
+
+def _array(values: list[Any]) -> np.ndarray:
+    if all(type(value) is float for value in values):
+        return np.array(values, np.float32)
+    return np.array([number_of(value) for value in values], np.float32)
 
 
 def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
@@ -263,7 +249,8 @@ def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
     width = max((row.num_ranks for row in rows), default=0)
 
     def matrices(dicts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        arrays = {name: np.full((len(dicts), width), np.nan, np.float32) for one in dicts for name in one}
+        names = dict.fromkeys(name for one in dicts for name in one)
+        arrays = {name: np.full((len(dicts), width), np.nan, np.float32) for name in names}
         for number, one in enumerate(dicts):
             for name, values in one.items():
                 arrays[name][number, : len(values)] = values

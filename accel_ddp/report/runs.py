@@ -3,48 +3,20 @@
 import fcntl
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import log, tables
 from accel_ddp.report.incidents import find_incidents
-from accel_ddp.report.log_reader import LogContent, RankTimes, number_of, read_log_columns
+from accel_ddp.report.log_reader import LogContent, number_of, read_log_columns
+from accel_ddp.report.run_data import RankTimes, Run, State
 from accel_ddp.report.summary import summarize
 from accel_ddp.saving import format
 
+__all__ = ["RankTimes", "Run", "read_run"]
+
 _YOUNG_SECONDS = 120.0  # a log that has grown since then belongs to a run that continues, where the file system has no locks
-
-State = Literal["complete", "stopped", "running", "interrupted"]
-
-
-@dataclass
-class Run:
-    """One run. Everything in it comes from files that others may have written: text is not escaped."""
-
-    folder: Path
-    name: str  # unique among the runs of a report
-    starts: list[dict[str, Any]] = field(default_factory=list)  # one per attempt; the last one describes the run
-    updates: dict[str, np.ndarray] = field(default_factory=dict)  # columns of full resolution, NaN where a line has no value
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # step, time and metrics
-    ranks: RankTimes = field(default_factory=RankTimes)
-    tables: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # step -> name -> columns, rows, kind, title
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)  # step, path, time, exists, is_best, bytes
-    incidents: list[dict[str, Any]] = field(default_factory=list)  # time, step, level, kind, text, rank, host
-    end: dict[str, Any] | None = None  # None: `state` is running or interrupted
-    state: State = "interrupted"  # interrupted: it was killed, or it failed
-    options: dict[str, Any] = field(default_factory=dict)  # config.json
-    summary: dict[str, Any] = field(default_factory=dict)
-    profile: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)  # what could not be read
-
-    @property
-    def start(self) -> dict[str, Any]:
-        """Return the event `start` of the last attempt, or {}."""
-        return self.starts[-1] if self.starts else {}
 
 
 def read_run(folder: str | Path, name: str = "") -> Run:

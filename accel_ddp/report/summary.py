@@ -1,19 +1,17 @@
 """Computes the numbers at the top of a report: duration, steps, rates, goodput, the best metric and the time of each part."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.log_reader import RankTimes, number_of
-
-if TYPE_CHECKING:
-    from accel_ddp.report.runs import Run
+from accel_ddp.report.log_reader import number_of
+from accel_ddp.report.run_data import RankTimes, Run
 
 _RATES = ("samples_per_second", "tokens_per_second", "tflops", "mfu")
 
 
-def summarize(run: "Run", best: dict[str, Any]) -> dict[str, Any]:
+def summarize(run: Run, best: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run. Values that are not known are None.
 
     The rates are averages over time. `seconds_per_step` has the average of each part over all ranks and logged steps, and
@@ -65,13 +63,13 @@ def _seconds_per_rank(ranks: RankTimes) -> dict[str, np.ndarray]:
     return found
 
 
-def _goodput(run: "Run") -> float | None:
+def _goodput(run: Run) -> float | None:
     """Return the goodput that the run has measured, at its end or at its last restart."""
     value = number_of((run.end or {}).get("goodput"))
     return value if math.isfinite(value) else None
 
 
-def _best(run: "Run", best: dict[str, Any]) -> dict[str, Any] | None:
+def _best(run: Run, best: dict[str, Any]) -> dict[str, Any] | None:
     """Return metric, step and value of the best evaluation: that of `--best_metric`, or the lowest loss."""
     if {"metric", "step", "value"} <= best.keys():
         return {"metric": str(best["metric"]), "step": best["step"], "value": number_of(best["value"])}
