@@ -109,7 +109,7 @@ class _Reader:
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
         self.rows.append(row := _RankRow.of(event))
-        if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.num_ranks))):
+        if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.values.shape[1]))):
             self.rows, self.stride = self.rows[1::2], 2 * self.stride
 
     def _parse_updates(self) -> None:
@@ -209,59 +209,55 @@ def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @dataclass
 class _RankRow:
-    """One event `ranks`. 4 bytes per value are enough to plot."""
+    """One event `ranks`."""
 
     step: int
     first: int
     last: int
     time: float
-    parts: dict[str, np.ndarray]
-    system: dict[str, np.ndarray]
+    parts: tuple[str, ...]
+    names: tuple[str, ...]  # of the parts, then of the system
+    values: np.ndarray  # [names, ranks]; 4 bytes per value are enough to plot
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> "_RankRow":
-        system = event.get("system")
         last = _step_or(event.get("last_step"), event["step"])
         first = _step_or(event.get("first_step"), last)
-        parts = _arrays({part: event.get(part) for part in _PARTS})
-        return cls(event["step"], first, last, event["time"], parts, _arrays(system if isinstance(system, dict) else {}))
-
-    @property
-    def num_ranks(self) -> int:
-        return max((len(values) for values in (*self.parts.values(), *self.system.values())), default=0)
-
-
-def _arrays(lists: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the lists of numbers as arrays."""
-    return {name: _array(values) for name, values in lists.items() if isinstance(values, list)}
-
-
-def _array(values: list[Any]) -> np.ndarray:
-    if all(type(value) is float for value in values):
-        return np.array(values, np.float32)
-    return np.array([number_of(value) for value in values], np.float32)
+        system = event.get("system")
+        lists = {part: event[part] for part in _PARTS if isinstance(event.get(part), list)}
+        parts = tuple(lists)
+        if isinstance(system, dict):
+            lists |= {name: values for name, values in system.items() if isinstance(values, list)}
+        try:
+            values = np.array(list(lists.values()), np.float32)  # also of "nan"
+        except (ValueError, TypeError, OverflowError):
+            rows = [[number_of(value) for value in row] for row in lists.values()]
+            width = max(map(len, rows))
+            values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32)
+        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values.reshape(len(lists), -1))
 
 
 def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
     """Return the rows as arrays, in the order of steps, each step once."""
     found = {row.step: row for row in rows if row.parts}
     rows = [found[step] for step in sorted(found)]
-    width = max((row.num_ranks for row in rows), default=0)
-
-    def matrices(dicts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        names = dict.fromkeys(name for one in dicts for name in one)
-        arrays = {name: np.full((len(dicts), width), np.nan, np.float32) for name in names}
-        for number, one in enumerate(dicts):
-            for name, values in one.items():
-                arrays[name][number, : len(values)] = values
-        return arrays
-
+    width = max((row.values.shape[1] for row in rows), default=0)
+    parts = dict.fromkeys(name for names in {row.parts for row in rows} for name in names)
+    arrays: dict[str, np.ndarray] = {}
+    for names in dict.fromkeys(row.names for row in rows):  # usually one, or one of each attempt
+        at = [number for number, row in enumerate(rows) if row.names == names]
+        for name in names:
+            arrays.setdefault(name, np.full((len(rows), width), np.nan, np.float32))
+        for number in at:
+            values = rows[number].values
+            for name, line in zip(names, values):
+                arrays[name][number, : values.shape[1]] = line
     return RankTimes(
         np.array([row.last for row in rows], np.int64),
         np.array([row.first for row in rows], np.int64),
         np.array([row.time for row in rows], float),
-        matrices([row.parts for row in rows]),
-        matrices([row.system for row in rows]),
+        {part: arrays[part] for part in _PARTS if part in parts},
+        {name: values for name, values in arrays.items() if name not in parts},
         stride,
     )
 

@@ -10,11 +10,9 @@ from accel_ddp.errors import UserError
 from accel_ddp.records import log, tables
 from accel_ddp.report.incidents import find_incidents
 from accel_ddp.report.log_reader import LogContent, number_of, read_log_columns
-from accel_ddp.report.run_data import RankTimes, Run, State
+from accel_ddp.report.run_data import Run, State
 from accel_ddp.report.summary import summarize
 from accel_ddp.saving import format
-
-__all__ = ["RankTimes", "Run", "read_run"]
 
 _YOUNG_SECONDS = 120.0  # a log that has grown since then belongs to a run that continues, where the file system has no locks
 
