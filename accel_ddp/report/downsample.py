@@ -34,4 +34,5 @@ def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
             is_finite.reshape(-1)[len(column) :] = True  # the padding is no gap
             gaps = ~is_finite.all(axis=1)
             kept.append(usable[(starts + is_finite.argmin(axis=1))[gaps]])
-    return np.unique(np.concatenate(kept))
+    indices: np.ndarray = np.unique(np.concatenate(kept))
+    return indices

@@ -12,12 +12,14 @@ import numpy as np
 from accel_ddp.records.log import SCHEMA
 from accel_ddp.report.run_data import RankTimes
 
-_BATCH = 1000  # lines that are parsed by one call, which takes half of the time of one call per line
+_BATCH = 20_000  # lines that are parsed by one call
 _CHUNK = 1 << 22
 _LONGEST = 1 << 26  # bytes; a longer line is garbage
 # Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
-MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 14, 1 << 19, 512
+MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 13, 1 << 18, 512
+_UPDATE_BYTES = 200  # of a usual line
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
+_MOST_COLUMNS = 200  # the memory of a log in which every line has other names
 _NOT_VALUES = ("event", "repeated")
 
 
@@ -62,6 +64,8 @@ class _Reader:
                     self._parse_updates()
             elif line.startswith(b'{"event": "ranks"'):
                 self.seen += 1
+                if self.seen == 1:  # an estimate of the number of lines, so that few lines are parsed in vain
+                    self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
                 if self.seen % self.stride == 0 and (event := self._parse(line)):
                     self._add_rank_line(event)
             elif event := self._parse(line):
@@ -114,6 +118,10 @@ class _Reader:
 
     def _parse_updates(self) -> None:
         lines, self.pending = self.pending, []
+        if len(lines) == _BATCH and (columns := _parse_fast(lines)):
+            self.chunks.append(columns)
+            self.bad += len(lines) - len(columns["step"])
+            return
         try:
             events = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):  # one of the lines is incomplete
@@ -122,6 +130,26 @@ class _Reader:
             columns = _columns(events)
             self.chunks.append(columns)
             self.bad += len(events) - len(columns["step"])
+
+
+def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
+    """Return the columns of complete lines that contain numbers only, in half of the time of `json`. None: there are others."""
+    import pyarrow
+    import pyarrow.json
+
+    try:
+        table = pyarrow.json.read_json(pyarrow.BufferReader(b"\n".join(lines)))
+    except pyarrow.ArrowException:
+        return None
+    columns = {name: table[name] for name in table.column_names if name not in _NOT_VALUES}
+    is_number = lambda kind: pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
+    if (
+        len(table) != len(lines)
+        or not {"step", "time"} <= columns.keys()
+        or not all(is_number(one.type) for one in columns.values())
+    ):
+        return None
+    return _with_steps({name: one.to_numpy().astype(float) for name, one in list(columns.items())[:_MOST_COLUMNS]})
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -146,7 +174,7 @@ def number_of(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # an integer of more than 308 digits
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if str(value).startswith("-") else math.inf
 
 
 def _whole(value: Any) -> int:
@@ -160,21 +188,25 @@ def _whole(value: Any) -> int:
 def _columns(events: list[Any]) -> dict[str, np.ndarray]:
     """Return the numbers of events as columns, NaN where an event has none. Events without a step are left out."""
     events = [event for event in events if isinstance(event, dict)]
-    names = dict.fromkeys(["step", "time"])
-    for event in events:
-        if event.keys() != names.keys():
-            names |= dict.fromkeys(name for name in event if name not in _NOT_VALUES)
-    columns = {}
+    names = dict.fromkeys(["step", "time", *(name for keys in dict.fromkeys(map(tuple, events)) for name in keys)])
+    columns: dict[str, np.ndarray] = {}
     for name in names:
+        if name in _NOT_VALUES or len(columns) == _MOST_COLUMNS:
+            continue
         values = [event.get(name) for event in events]
         try:
-            if str in map(type, values) or bool in map(type, values):
+            if {str, bool} & set(map(type, values)):
                 raise ValueError
             columns[name] = np.array(values, dtype=float)  # None becomes NaN
         except (ValueError, TypeError, OverflowError):
             columns[name] = np.array([number_of(value) for value in values], dtype=float)
             if name not in ("step", "time") and not any(_is_number(value) for value in values):
                 del columns[name]
+    return _with_steps(columns)
+
+
+def _with_steps(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns without lines that have no valid step."""
     with np.errstate(invalid="ignore"):
         step = columns["step"]
         valid = (step >= 0) & (step < 2**53) & (step == np.floor(step))
@@ -187,7 +219,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _concatenate(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    names = list(dict.fromkeys(["step", "time", *(name for chunk in chunks for name in chunk)]))
+    names = list(dict.fromkeys(["step", "time", *(name for chunk in chunks for name in chunk)]))[:_MOST_COLUMNS]
     sizes = [len(chunk["step"]) for chunk in chunks]
     return {
         name: np.concatenate(
@@ -202,7 +234,7 @@ def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     step = columns["step"] = columns["step"].astype(np.int64)
     if len(step) and not (np.diff(step) > 0).all():
         order = np.argsort(step, kind="stable")
-        is_last = np.append(np.diff(step[order]) > 0, True)
+        is_last: np.ndarray = np.append(np.diff(step[order]) > 0, True)
         columns = {name: values[order][is_last] for name, values in columns.items()}
     return columns
 
@@ -260,6 +292,11 @@ def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
         {name: values for name, values in arrays.items() if name not in parts},
         stride,
     )
+
+
+def _power_of_2(number: int) -> int:
+    """Return the largest power of 2 that is not above a number, and at least 1."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def _step_or(value: Any, default: int) -> int:

@@ -24,8 +24,8 @@ def summarize(run: Run, best: dict[str, Any]) -> dict[str, Any]:
     steps = [int(updates["step"][-1])] if len(updates["step"]) else []
     steps += [one["step"] for one in (*run.evaluations[-1:], *([run.end] if run.end else []))]
     last_step = max(steps, default=start.get("step", 0))
-    batch = start.get("batch") if isinstance(start.get("batch"), dict) else {}
-    size = _positive(batch.get("global")) or _positive(run.options.get("global_batch_size"))
+    batch = start.get("batch")
+    size = _positive(batch.get("global") if isinstance(batch, dict) else None) or _positive(run.options.get("global_batch_size"))
     tokens = _mean(updates.get("tokens"))
     ranks = [one for one in start.get("ranks") or [] if isinstance(one, dict)] if isinstance(start.get("ranks"), list) else []
     per_rank = _seconds_per_rank(run.ranks)
