@@ -233,6 +233,12 @@ def _stop(words: list[str]) -> int:
     return stop(words)
 
 
+def _report(words: list[str]) -> int:
+    from accel_ddp.report.command import main as report
+
+    return report(words)
+
+
 def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
@@ -279,6 +285,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "status": (_status, "print the state of launched jobs on every node"),
     "logs": (_logs, "print the logs of a launched job from all nodes"),
     "stop": (_stop, "stop a launched job on all nodes, with a checkpoint"),
+    "report": (_report, "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences"),
     "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
     "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
     "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),

@@ -33,6 +33,7 @@ ALLOWED = {
     "speed": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
     "sources": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
     "tasks": [*LOWEST, "records", "watch", "ranks", "saving", "training", "sources"],
+    "report": ["errors", "records", "saving"],
     "accelerator": [*LOWEST, "records", "watch", "ranks", "saving"],
     "model_card": ["sources"],
     "export": [*LOWEST, "ranks", "saving", "sources", "tasks", "model_card"],
@@ -42,7 +43,7 @@ ALLOWED = {
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
-    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify"],
+    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report"],
 }
 
 

@@ -1,0 +1,68 @@
+"""Compares runs: short names that distinguish them, and the options, versions and machines in which they differ."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.report.run_data import Run
+
+_OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
+
+
+def unique_names(folders: list[Path]) -> list[str]:
+    """Return the shortest end of each path that no other path has."""
+    parts = [folder.resolve().parts for folder in folders]
+    names = []
+    for own in parts:
+        ends = range(1, len(own))
+        length = next((n for n in ends if sum(other[-n:] == own[-n:] for other in parts) == 1), len(own))
+        names.append("/".join(own[-length:]).replace("//", "/"))
+    return names
+
+
+def common_metrics(runs: list[Run]) -> list[str]:
+    """Return the metrics that every run has evaluated, in the order of the first run."""
+    found = [dict.fromkeys(name for one in run.evaluations for name in one if name not in ("step", "time")) for run in runs]
+    return [name for name in found[0] if all(name in one for one in found)] if found else []
+
+
+def differences(runs: list[Run]) -> list[tuple[str, str, list[Any]]]:
+    """Return (section, name, value of each run) for what differs between runs. None: the run does not have the value."""
+    found = []
+    described = [_describe(run) for run in runs]
+    for section in ("options", "data", "cluster", "versions", "environment"):
+        names = dict.fromkeys(name for one in described for name in one[section])
+        for name in names:
+            values = [one[section].get(name) for one in described]
+            if any(value != values[0] for value in values[1:]):
+                found.append((section, name, values))
+    return found
+
+
+def _describe(run: Run) -> dict[str, dict[str, Any]]:
+    start = run.start
+    options = run.options or {
+        name: value[0] for name, value in _dict(start.get("options")).items() if isinstance(value, list) and value
+    }
+    ranks = [one for one in start.get("ranks") or [] if isinstance(one, dict)] if isinstance(start.get("ranks"), list) else []
+    devices = Counter(str(one.get("device")) for one in ranks)
+    cluster = {
+        "ranks": run.summary.get("ranks"),
+        "nodes": run.summary.get("nodes"),
+        "hosts": ", ".join(dict.fromkeys(str(one.get("host")) for one in ranks)) or None,
+        "devices": ", ".join(f"{count} x {name}" for name, count in devices.items()) or None,
+        "precision": start.get("precision"),
+        "micro-batch": _dict(start.get("batch")).get("micro"),
+        "accumulation": _dict(start.get("batch")).get("accumulation"),
+    }
+    return {
+        "options": {name: value for name, value in options.items() if name not in _OF_THE_FOLDER},
+        "data": {"items": start.get("items"), "total_steps": start.get("total_steps")},
+        "cluster": cluster,
+        "versions": _dict(start.get("versions")),
+        "environment": _dict(start.get("environment")),
+    }
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
