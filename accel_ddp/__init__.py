@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_ddp.parsing import parse_config
     from accel_ddp.ranks.agreement import together
     from accel_ddp.recipe import train
+    from accel_ddp.records.tables import Table
     from accel_ddp.saving.checkpoints import Checkpoints
     from accel_ddp.sources import builtin, data, model_kinds, models, tokenisation
     from accel_ddp.speed import linear_cross_entropy
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         labels,
         masking,
         metrics,
+        tables,
         tagging,
         text_blocks,
         text_files,
@@ -53,6 +55,7 @@ _HOME = {
     "Outcome": "loop",
     "ParameterCheck": "training.divergence",
     "RecipeConfig": "config",
+    "Table": "records.tables",
     "TrainBatches": "training.stream",
     "TrainConfig": "config",
     "UserError": "errors",
@@ -86,6 +89,7 @@ _HOME = {
     "seeds": ".",
     "start": "accelerator",
     "stream": "training.",
+    "tables": "tasks.",
     "tagging": "tasks.",
     "text_blocks": "tasks.",
     "text_files": "tasks.",
@@ -102,6 +106,7 @@ __all__ = [
     "Outcome",
     "ParameterCheck",
     "RecipeConfig",
+    "Table",
     "TrainBatches",
     "TrainConfig",
     "UserError",
@@ -135,6 +140,7 @@ __all__ = [
     "seeds",
     "start",
     "stream",
+    "tables",
     "tagging",
     "text_blocks",
     "text_files",

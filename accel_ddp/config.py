@@ -13,6 +13,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.options import option, properties_of
 
 _TIMEOUT_VARIABLE = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
+MOST_PREDICTIONS = 1000
 _DDP_TIMEOUT = int(_TIMEOUT_VARIABLE) if _TIMEOUT_VARIABLE.isdigit() else 0  # `validate` rejects 0
 
 
@@ -527,6 +528,14 @@ class RecipeConfig(TrainConfig):
         at_least=0,
         also=("max_eval_samples", "max_val_samples"),
     )
+    log_predictions: int = option(
+        0,
+        "sample predictions in the tables of each evaluation: so many correct ones, wrong ones and worst ones; they contain your data",
+        group="logging",
+        affects_result=False,
+        at_least=0,
+        also=("log_samples", "log_sample_predictions"),
+    )
     skip_broken: bool = option(
         False, "leave out rows that cannot be used and report their number; default: stop and report them", group="data"
     )
@@ -545,6 +554,11 @@ class RecipeConfig(TrainConfig):
             raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
+        if self.log_predictions > MOST_PREDICTIONS:
+            raise UserError(
+                f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less, because every evaluation stores so "
+                "many rows of each group."
+            )
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 

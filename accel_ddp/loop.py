@@ -3,7 +3,10 @@
 It is the only one, and it is meant to be read. `recipes/own_loop.py` is a short copy to start from if you need another.
 """
 
+import contextlib
 import dataclasses
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +22,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import process
-from accel_ddp.records.tables import Table
+from accel_ddp.records.tables import Table, check_tables
 from accel_ddp.saving import restarts
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
@@ -70,9 +73,9 @@ def fit(
     """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
 
     The update of step `s` depends on `s`, the seed and the weights, so that neither a restart nor the number of ranks changes it.
-    `tables` returns the tables of the last evaluation, on the main rank. `files` are stored in every checkpoint, for its export.
-    With `speedups=None` the model is computed as it is. If the run is asked to stop, every rank raises `Stopped` after the same
-    step, when the checkpoint is complete.
+    `tables` returns the tables of the last evaluation. It is called on the main rank only, and an error in it does not end the run.
+    `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is asked
+    to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
     """
     if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
@@ -206,6 +209,7 @@ class _Run:
     is_done: bool = False  # a hook has ended the run
     is_stopping: bool = False  # the run was asked to stop
     metrics: dict[str, float] = field(default_factory=dict)
+    table_errors: set[str] = field(default_factory=set)  # printed ones
 
     def __post_init__(self) -> None:
         self.nonfinite = NonfiniteSteps(self.accelerator, self.cfg, self.saved)
@@ -261,9 +265,30 @@ class _Run:
         process.heartbeat.enter(HOOKS)
         ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
         self.is_done = self.is_done or ends
-        if self.tables and process.is_main and (tables := self.tables()):
-            for hook in self.hooks:
+        if self.tables and process.is_main:
+            self._report_tables()
+
+    def _report_tables(self) -> None:
+        """Pass the tables of the evaluation to the hooks."""
+        tables: dict[str, Table] = {}
+        with self._surviving_errors(), process.heartbeat.within(METRICS):
+            tables = check_tables(self.tables())
+        for hook in self.hooks if tables else ():
+            with self._surviving_errors():
                 hook.on_tables(self.step, tables)
+
+    @contextlib.contextmanager
+    def _surviving_errors(self) -> Iterator[None]:
+        """Print an error in tables once. The run continues, because only the main rank has tables and nothing depends on them."""
+        try:
+            yield
+        except Exception as error:  # code of a task or of a hook
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+            reason = f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
+            if reason not in self.table_errors:
+                print(f"The tables of the evaluation at step {self.step} failed: {reason}. Training continues.", file=sys.stderr)
+            self.table_errors.add(reason)
 
     def report_saves(self) -> None:
         for step, path in self.saved.take_committed():

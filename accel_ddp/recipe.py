@@ -5,6 +5,7 @@ from typing import Any
 from accel_ddp import export
 from accel_ddp.accelerator import start
 from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.loop import Outcome, fit
 from accel_ddp.observing import hooks
 from accel_ddp.training import optim
@@ -18,6 +19,12 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
     print at the end, `tables()`, which returns the tables of the last evaluation (see `records.tables`), `example`, which is
     Python code that uses the exported {folder} (see `export.describe`), and `more_files`, which are exported too.
     """
+    number = getattr(cfg, "log_predictions", 0)
+    if number and not hasattr(task_class, "tables"):
+        raise UserError(
+            f"--log_predictions {number}: {task_class.__name__} of this recipe has no method `tables`, which returns the predictions. "
+            "Leave --log_predictions out, or write the method as docs/own_recipe.md describes."
+        )
     accelerator = start(cfg)
     task = task_class(cfg, accelerator)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))

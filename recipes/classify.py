@@ -54,7 +54,7 @@ class Task:
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSequenceClassification")
-            train_rows, self.eval_rows, self.labels, self.texts = build_data(cfg, self.processor)
+            train_rows, self.eval_rows, self.labels, self.eval_texts = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
@@ -88,6 +88,8 @@ class Task:
             else scores.argmax(-1)
         )
         rows = {"loss": losses, "predictions": answers, "references": batch["labels"]}
+        if self.cfg.log_predictions and not self.labels.is_regression:
+            rows["confidence"] = accel_ddp.tables.confidence(scores, self.labels.is_multi_label)
         if self.more_metrics.needs_probabilities:
             scores = scores.float()
             rows["probabilities"] = scores.sigmoid() if self.labels.is_multi_label else scores.softmax(-1)
@@ -95,12 +97,24 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
+        self.rows = dict(rows)  # for `tables`
         loss = rows.pop("loss").mean()
+        rows.pop("confidence", None)
         if self.labels.is_regression:
             scores = accel_ddp.metrics.regression_metrics(**rows)
         else:
             scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
         return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        scores = None if self.labels.is_regression else self.table
+        return accel_ddp.labels.make_tables(self.labels, self.rows, scores, self.cfg.log_predictions, self.describe)
+
+    def describe(self, items):
+        """Return the texts of some evaluation items, as the data contain them."""
+        rows = self.eval_texts[items]
+        return {name: accel_ddp.data.read_texts(rows, column) for name, column in text_columns(self.cfg).items()}
 
     def report(self):
         """Return what is printed after training."""
@@ -109,8 +123,9 @@ class Task:
     @property
     def example(self):
         """Python code that applies the exported {model} to the first evaluation row."""
-        pair = dict(zip(("text", "text_pair"), self.texts))
-        row = accel_ddp.examples.literal(pair if self.cfg.text_pair_column else self.texts[0])
+        columns = text_columns(self.cfg)
+        texts = dict(zip(columns, accel_ddp.examples.first_texts(self.eval_texts, list(columns.values()))))
+        row = accel_ddp.examples.literal(texts if self.cfg.text_pair_column else texts["text"])
         several = ", top_k=None" if self.labels.is_multi_label else ""
         return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}{several}))'
 
@@ -119,14 +134,19 @@ def logits(model, batch):
     return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
+def text_columns(cfg: Config):
+    columns = {"text": cfg.text_column, "text_pair": cfg.text_pair_column}
+    return {name: column for name, column in columns.items() if column}
+
+
 def build_data(cfg: Config, tokenizer):
-    """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the texts of a row."""
+    """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the evaluation texts."""
     train, test = accel_ddp.data.load_rows(cfg)
     texts = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column}
     accel_ddp.data.require_columns({**texts, "label_column": cfg.label_column}, train, test)
     accel_ddp.data.require_texts(texts, train, test)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
-    columns = [column for column in texts.values() if column]
+    columns = list(text_columns(cfg).values())
 
     def encode(rows):
         tokens = tokenizer(
@@ -139,7 +159,7 @@ def build_data(cfg: Config, tokenizer):
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     labels.report_classes(usable)
-    return (*usable, labels, accel_ddp.examples.first_texts(test, columns))
+    return (*usable, labels, accel_ddp.data.select_sources(test, usable[1]))
 
 
 def build_model(cfg: Config, accelerator, tokenizer, labels):

@@ -90,7 +90,7 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
-            train_rows, eval_rows, self.texts = build_data(cfg, self.processor)
+            train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
@@ -131,14 +131,27 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
+        self.rows = rows  # for `tables`
         if self.cfg.score_column:
             return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
 
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        rows, self.rows = self.rows, {}  # the embeddings of all items are large
+        return accel_ddp.contrastive.make_tables(rows, self.cfg.log_predictions, self.describe)
+
+    def describe(self, items):
+        """Return the texts of some evaluation items, as the data contain them."""
+        columns = {"anchor": self.cfg.anchor_column, "positive": self.cfg.positive_column}
+        rows = self.eval_texts[items]
+        return {name: accel_ddp.data.read_texts(rows, column) for name, column in columns.items()}
+
     @property
     def example(self):
         """Python code that prints the cosine of the first evaluation row with the exported model in {folder}."""
-        anchor, positive = (accel_ddp.examples.literal(text) for text in self.texts[:2])
+        texts = accel_ddp.examples.first_texts(self.eval_texts, [self.cfg.anchor_column, self.cfg.positive_column])
+        anchor, positive = map(accel_ddp.examples.literal, texts)
         return (
             "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
             f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
@@ -147,7 +160,7 @@ class Task:
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the texts of a row."""
+    """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
     tables = accel_ddp.data.load_rows(cfg)
     columns = [cfg.anchor_column, cfg.positive_column, *cfg.negative_columns]
     options = ["anchor_column", "positive_column", *["negative_columns"] * len(cfg.negative_columns)]
@@ -173,7 +186,7 @@ def build_data(cfg: Config, tokenizer):
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length, scores]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    return (*usable, accel_ddp.examples.first_texts(tables[1], columns))
+    return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -96,13 +96,21 @@ class Task:
         scores = logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
         rows = {"loss": losses, "predictions": scores.argmax(-1), "references": batch["labels"]}
+        rows |= {"confidence": accel_ddp.tables.confidence(scores)} if self.cfg.log_predictions else {}
         return rows | ({"probabilities": scores.softmax(-1)} if self.more_metrics.needs_probabilities else {})
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
+        self.rows = dict(rows)  # for `tables`
         loss = rows.pop("loss").mean()
+        rows.pop("confidence", None)
         scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
         return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        describe = lambda items: accel_ddp.vision.describe(self.test, items)
+        return accel_ddp.labels.make_tables(self.labels, self.rows, self.table, self.cfg.log_predictions, describe)
 
     def report(self):
         """Return what is printed after training."""

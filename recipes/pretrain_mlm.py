@@ -59,9 +59,8 @@ class Task:
         collate = accel_ddp.masking.pad_collate(self.processor, accelerator)
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, cfg.mask_share, seed)
         self.train = accel_ddp.TrainBatches(masked(train_blocks, None), collate, fingerprints[0])
-        self.eval_batches = accel_ddp.EvalBatches(
-            masked(self.eval_blocks, cfg.seed), collate, cfg.eval_batch_size, accelerator, cfg
-        )
+        self.eval_masked = masked(self.eval_blocks, cfg.seed)
+        self.eval_batches = accel_ddp.EvalBatches(self.eval_masked, collate, cfg.eval_batch_size, accelerator, cfg)
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
@@ -77,13 +76,19 @@ class Task:
         scores, answers = accel_ddp.masking.masked_logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, answers, reduction="none")
         rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
-        return {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
+        sums = {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
+        return sums | (accel_ddp.masking.first_guesses(scores, losses, batch) if self.cfg.log_predictions else {})
 
     def summarize(self, rows):
         """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
+        self.rows = rows  # for `tables`
         tokens = max(1, rows["tokens"].sum())
         loss = float(rows["loss"].sum(dtype="float64") / tokens)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": float(rows["right"].sum() / tokens)}
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.rows, self.eval_masked, self.processor)
 
     def report(self):
         """Return some guesses of masked words."""

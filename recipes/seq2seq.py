@@ -97,9 +97,16 @@ class Task:
         outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         self.samples = accel_ddp.generation_metrics.format_samples(sources, targets, outputs)
+        self.rows, self.outputs = rows, outputs  # for `tables`
         loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
         metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
         return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
+        losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
+        return accel_ddp.generation_metrics.make_tables(self.cfg.log_predictions, sources, targets, self.outputs, losses)
 
     def report(self):
         """Return some generated texts."""

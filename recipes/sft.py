@@ -40,6 +40,9 @@ class Config(RecipeConfig):
         affects_result=False,
         at_least=0,
     )
+    log_predictions: int = option(
+        0, "answers in a table of each evaluation, which generates so many (--max_new_tokens); they contain your data"
+    )
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
     global_batch_size: int = 16
@@ -92,12 +95,18 @@ class Task:
         loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        return accel_ddp.generation_metrics.make_answer_tables(
+            self.cfg.log_predictions, self.samples, self.answers[-1], self.processor
+        )
+
     def report(self):
         """Return the answers to the samples, before and after training."""
         if not self.answers:
             return ""
         before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
-        return accel_ddp.chat.format_samples(self.samples, before, self.answers[-1])
+        return accel_ddp.chat.format_samples(self.samples[: self.cfg.samples], before, self.answers[-1])
 
     @property
     def example(self):
@@ -118,7 +127,8 @@ def build_data(cfg: Config, tokenizer):
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    return (*usable, form.select_samples(tables[1], cfg.samples, max_tokens=cfg.max_length), form.first_prompt(tables[1]))
+    samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
+    return (*usable, samples, form.first_prompt(tables[1]))
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

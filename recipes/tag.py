@@ -46,7 +46,7 @@ class Task:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "tags")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
             self.processor = accel_ddp.tagging.prepare_for_words(self.processor, cfg.model)
-            train_rows, self.eval_rows, self.tags, self.text = build_data(cfg, self.processor)
+            train_rows, self.eval_rows, self.tags, self.eval_words = build_data(cfg, self.processor)
             self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
             self.more_metrics.try_out(self.references)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
@@ -70,14 +70,24 @@ class Task:
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         scores, labels = logits(model, batch), batch["labels"]
         losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
-        return {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
+        rows = {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
+        if self.cfg.log_predictions:
+            rows["confidence"] = (accel_ddp.tables.confidence(scores) * (labels != -100)).sum(-1)  # over words
+        return rows
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
+        self.rows = rows  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
         scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
         loss = rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1)
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        words = lambda items: self.eval_words[items][self.cfg.tokens_column]
+        tables = accel_ddp.tagging.make_tables(self.tags, self.rows, self.eval_rows, self.cfg.log_predictions, words)
+        return {"classes": self.table.as_table(), **tables}
 
     def report(self):
         """Return what is printed after training."""
@@ -86,8 +96,10 @@ class Task:
     @property
     def example(self):
         """Python code that applies the exported {model} to the first evaluation row."""
+        text = accel_ddp.tagging.first_text(self.eval_words, self.cfg.tokens_column, self.tags)
         use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
-        return f'from transformers import pipeline; {use}; print(*use({accel_ddp.examples.literal(self.text)}), sep="\\n")'
+        row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
+        return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
 
 
 def logits(model, batch):
@@ -95,7 +107,7 @@ def logits(model, batch):
 
 
 def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and a text."""
+    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and its words."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
     accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
     tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
@@ -109,7 +121,7 @@ def build_data(cfg: Config, tokenizer):
     train, test = accel_ddp.data.drop_broken(encoded, cfg)
     accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
     tags.report_classes([train, test])
-    return train, test, tags, accel_ddp.examples.shorten(accel_ddp.tagging.first_text(rows, cfg.tokens_column, tags))
+    return train, test, tags, accel_ddp.data.select_sources(rows, test)
 
 
 def build_model(cfg: Config, accelerator, tokenizer, tags):

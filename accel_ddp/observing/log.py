@@ -1,6 +1,5 @@
 """The log of a run, log.jsonl in its folder. docs/log.md describes every event."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ class JsonlLog(Hook):
         self.every, self.folder = cfg.log_every, Path(cfg.output_dir)
         self.path = self.folder / FILE
         self.log = LogWriter(self.path)
-        self.works = True
+        self.works = self.tables_work = True
+        self.best, self.evaluations = cfg.best(), {}
         self.facts: dict[str, Any] = {}
         self.before: list[RankSample] = []
 
@@ -42,6 +42,8 @@ class JsonlLog(Hook):
 
     def on_start(self, step, total_steps, evaluations):
         self.first, self.total_steps = step, total_steps
+        self.evaluations = dict(evaluations)
+        table_files.remove_after(self.folder, step)
         self._write("start", step, schema=SCHEMA, total_steps=total_steps, **self.facts)
 
     def on_warm_up(self, step, seconds):
@@ -70,19 +72,23 @@ class JsonlLog(Hook):
         self.before = ranks
 
     def on_evaluate(self, step, metrics):
+        self.evaluations[step] = metrics
         self._write("evaluate", step, **metrics)
 
     def on_tables(self, step, tables):
-        path = self.folder / table_files.file_of(step)
         try:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({name: table.as_dict() for name, table in tables.items()}))
+            path = table_files.write_tables(self.folder, step, tables)
+            self.tables_work = True
         except OSError as error:
-            text = f"{path} cannot be written: {error.strerror}. Training continues."
-            print(text, file=sys.stderr, flush=True)
-            record(text, "LOG_FAILED", step=step)
+            if self.tables_work:
+                text = f"{self.folder / table_files.file_of(step)} cannot be written: {error.strerror}. Training continues."
+                print(text, file=sys.stderr, flush=True)
+                record(text, "LOG_FAILED", step=step)
+            self.tables_work = False
             return
-        self._write("tables", step, path=table_files.file_of(step), names=list(tables))
+        self._write("tables", step, path=path, names=list(tables))
+        ranking = self.best.rank({at: metrics for at, metrics in self.evaluations.items() if at})
+        table_files.prune(self.folder, best=ranking[0] if ranking else None)
 
     def on_save(self, step, path):
         self._write("save", step, path=str(path))

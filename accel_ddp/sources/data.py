@@ -145,6 +145,13 @@ def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets
     return rows
 
 
+def select_sources(rows: "datasets.Dataset", made: "datasets.Dataset") -> "datasets.Dataset":
+    """Return the rows from which `made` was made, one for each of its rows. `made` is what `drop_broken` returns."""
+    numbers = row_numbers(rows)
+    order = np.argsort(numbers)
+    return _select(rows, order[np.searchsorted(numbers, row_numbers(made), sorter=order)])
+
+
 def _select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Dataset":
     return with_row_numbers(rows.select(positions), row_numbers(rows)[positions])
 

@@ -127,8 +127,9 @@ class Format:
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
         found: list[Sample] = []
-        some = rows[: min(len(rows), 100)]
-        for i in range(min(len(rows), 100)):
+        most = min(len(rows), max(100, 2 * number))
+        some = rows[:most]
+        for i in range(most):
             rendered = self._render(some, i)
             if len(found) == number:
                 break

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_ddp.records.tables import Table
 from accel_ddp.sources import data, tokenisation
+from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
@@ -129,6 +131,43 @@ def retrieval_metrics(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int,
         metrics |= {f"recall_at_{k}{name}": float((rank <= k).double().mean()) for k in (1, 5, 10)}
         metrics[f"mrr{name}"] = float(torch.where(rank <= 10, 1 / rank, 0.0).mean())
     return metrics
+
+
+def nearest(rows: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return for each anchor its rank of `retrieval_metrics`, the row whose positive is nearest to it, and its cosine with that.
+
+    If the rank is 1, this is its own row.
+    """
+    _, first = np.unique(keys[:, 1], return_index=True)
+    unit = F.normalize(torch.from_numpy(rows).float(), dim=-1)
+    found: list[list[Tensor]] = []
+    for start in range(0, len(unit), 1024):  # as in `retrieval_metrics`
+        scores = unit[start : start + 1024, 0] @ unit[first, 1].T
+        is_right = torch.from_numpy(keys[start : start + 1024, 1:2] == keys[:, 1][first][None, :])
+        own = (scores * is_right).sum(1)
+        best, at = scores.masked_fill(is_right, float("-inf")).max(1)
+        rank = 1 + ((scores >= own[:, None]) & ~is_right).sum(1)
+        places = torch.arange(start, start + len(scores))
+        found.append([rank, torch.where(rank == 1, places, torch.from_numpy(first)[at]), torch.where(rank == 1, own, best)])
+    ranks, places, cosines = (torch.cat(parts).numpy() for parts in zip(*found))
+    return ranks, places, cosines
+
+
+def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs) -> dict[str, Table]:
+    """Return the errors of cosines of scored pairs, and `number` predictions of each group: found texts, or cosines.
+
+    `inputs` returns the texts `anchor` and `positive` of some rows.
+    """
+    if "scores" in rows:
+        cosines, scores = rows["cosines"][:, 0].astype(np.float64), rows["scores"].astype(np.float64)
+        made = tables.of_numbers(cosines, scores)
+        values = {"predictions": cosines, "references": scores, "loss": (cosines - scores) ** 2}
+        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+    if not number:
+        return {}
+    ranks, places, cosines = nearest(rows["embeddings"], rows["keys"])
+    columns = {"found": lambda i: inputs([int(places[i])])["positive"][0], "cosine": cosines, "rank": ranks}
+    return tables.of_predictions(number, inputs, is_correct=ranks == 1, certainty=cosines, columns=columns)
 
 
 def sentence_transformers_files(dimension: int, pooling: str, max_length: int, prompts: dict[str, str]) -> dict[str, bytes]:

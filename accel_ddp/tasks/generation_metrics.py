@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.tables import Table
 from accel_ddp.sources.messages import warn
+from accel_ddp.tasks import tables
 
 if TYPE_CHECKING:
     import datasets
+
+    from accel_ddp.tasks.chat import Sample
 
 
 def find_truncated(tokenizer: Any, texts: list[str], rows: list[list[int]], max_length: int) -> list[bool]:
@@ -94,6 +98,37 @@ def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
     if name == "bleu":
         return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenised texts
     return {"chrf": sacrebleu.corpus_chrf, "ter": sacrebleu.corpus_ter}[name](outputs, [references]).score
+
+
+def make_tables(number: int, sources: list[str], targets: list[str], outputs: list[str], losses: np.ndarray) -> dict[str, Table]:
+    """Return `number` generated texts of each group: those that equal their target, others, and those with the lowest chrF."""
+    if not number:
+        return {}
+    scores = text_scores(outputs, targets)
+    describe = lambda items: {"prompt": [sources[i] for i in items], "reference": [targets[i] for i in items]}
+    is_correct = np.array([output.strip() == target.strip() for output, target in zip(outputs, targets)])
+    columns = {"prediction": outputs, "score": scores, "loss": losses}
+    return tables.of_predictions(
+        number, describe, is_correct=is_correct, certainty=-np.array(scores), columns=columns, worst="lowest score"
+    )
+
+
+def make_answer_tables(number: int, samples: list["Sample"], answers: list[str], tokenizer: Any) -> dict[str, Table]:
+    """Return the answers to the first `number` samples, and chrF of each."""
+    if not number:
+        return {}
+    samples, answers = samples[:number], answers[:number]
+    ids = [tokenizer(sample.answer, add_special_tokens=False)["input_ids"] for sample in samples]
+    wanted = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]  # without end tokens, as answers are decoded
+    columns = {"prompt": [sample.prompt for sample in samples], "reference": wanted, "prediction": answers}
+    return tables.of_samples(len(samples), {**columns, "score": text_scores(answers, wanted)})
+
+
+def text_scores(outputs: list[str], references: list[str]) -> list[float]:
+    """Return chrF of each text, from 0 to 100."""
+    import sacrebleu
+
+    return [sacrebleu.sentence_chrf(a.strip(), [b.strip()]).score for a, b in zip(outputs, references, strict=True)]
 
 
 def format_samples(sources: list[str], targets: list[str], outputs: list[str], number: int = 3) -> str:

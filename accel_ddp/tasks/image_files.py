@@ -1,5 +1,6 @@
 """Reads images from folders with a subfolder per class, from .npz arrays, and from tables."""
 
+import base64
 import dataclasses
 import io
 import zipfile
@@ -16,6 +17,9 @@ from accel_ddp.sources.files import load_file, require_file
 
 if TYPE_CHECKING:
     import datasets
+
+THUMBNAIL = 64
+MOST_PNG_BYTES = 4096
 
 
 def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:
@@ -65,6 +69,23 @@ def decode(content: bytes) -> Image.Image:
     picture = Image.open(io.BytesIO(content))
     picture.load()
     return ImageOps.exif_transpose(picture)
+
+
+def thumbnail(image: dict[str, Any]) -> str | None:
+    """Return a data URI of the image with at most THUMBNAIL pixels per side, or None if its file is no longer there.
+
+    It has at most a few kilobytes: .png, or .jpg for images with many colours.
+    """
+    try:
+        picture = decode(read_content(image))
+    except Exception:  # types of Pillow and of the disk; every image was decoded once before training
+        return None
+    picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(file := io.BytesIO(), kind := "png")
+    if file.tell() > MOST_PNG_BYTES:
+        picture.save(file := io.BytesIO(), kind := "jpeg", quality=80)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

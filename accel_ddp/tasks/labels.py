@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.tables import Table
 from accel_ddp.sources import data
 from accel_ddp.sources.messages import warn
+from accel_ddp.tasks import tables
+from accel_ddp.tasks.score_table import ScoreTable
 
 if TYPE_CHECKING:
     import datasets
@@ -201,6 +204,37 @@ def describe_unknown(what: str, unknown: list, names: list[str], is_declared: bo
     known = ", ".join(names[:10]) + (", ..." if names[10:] else "")
     reason = "is not declared by the dataset" if is_declared else "does not occur in the training data"
     return f"it has a {what} that {reason} ({known})\t{', '.join(map(repr, unknown[:3]))}"
+
+
+# ------------------------------------------------------------------------------------ tables of an evaluation
+
+
+def make_tables(
+    labels: Labels, rows: dict[str, np.ndarray], scores: ScoreTable | None, number: int, inputs: tables.Inputs
+) -> dict[str, Table]:
+    """Return the scores and the confusion of the classes, or the errors of a regression, and `number` predictions of each group.
+
+    `rows` has `predictions`, `references` and `loss`, and if there are predictions to show `confidence`; see `tables.confidence`.
+    `inputs` describes items; see `tables.of_predictions`.
+    """
+    predictions, references, loss = rows["predictions"], rows["references"], rows["loss"]
+    if labels.is_regression:
+        made = tables.of_numbers(predictions, references)
+        values = {"predictions": predictions, "references": references, "loss": loss}
+        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+    made = {"classes": scores.as_table()} if scores else {}
+    if labels.is_multi_label:
+        made["counts"] = tables.counts_of_classes(predictions, references, labels.names)
+        is_correct = (predictions == references).all(-1)
+        show = lambda values: lambda i: ", ".join(labels.names[at] for at in values[i].nonzero()[0])
+    else:
+        made["confusion"] = tables.confusion(predictions, references, labels.names)
+        is_correct = predictions == references
+        show = lambda values: lambda i: labels.names[values[i]]
+    if number:
+        columns = {"true": show(references), "predicted": show(predictions), "confidence": rows["confidence"], "loss": loss}
+        made |= tables.of_predictions(number, inputs, is_correct=is_correct, certainty=rows["confidence"], columns=columns)
+    return made
 
 
 # ------------------------------------------------------------------------------------ classes that may be mistakes

@@ -10,8 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from accel_ddp.records.tables import Table
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import tokenisation
+from accel_ddp.tasks import tables
 from accel_ddp.tasks.text_blocks import SPECIAL
 
 
@@ -100,6 +102,46 @@ def sum_by_row(values: Tensor, batch: Any) -> Tensor:
     flat = values.new_zeros(batch["labels"].numel())
     flat[batch["masked_positions"]] = values
     return flat.view(batch["labels"].shape).sum(-1)
+
+
+def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tensor]:
+    """Return for each row the position of its first masked token (-1: none), this token, the guess, its probability and the loss."""
+    positions, (height, width) = batch["masked_positions"], batch["labels"].shape
+    if not len(positions):
+        nothing = positions.new_full((height,), -1)
+        numbers = {"confidence": nothing.float(), "guess_loss": nothing.float()}
+        return {"position": nothing, "truth": nothing, "guess": nothing, **numbers}
+    number = len(positions)
+    indices = torch.arange(number, device=positions.device)
+    first = indices.new_full((height,), number).scatter_reduce(0, positions // width, indices, "amin")
+    is_there, at = first < number, first.clamp(max=number - 1)
+    return {
+        "position": torch.where(is_there, positions[at] % width, -1),
+        "truth": batch["labels"].flatten()[positions[at]],
+        "guess": scores.argmax(-1)[at],
+        "confidence": tables.confidence(scores)[at],
+        "guess_loss": losses[at],
+    }
+
+
+def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, tokenizer: Any) -> dict[str, Table]:
+    """Return `number` guesses of masked tokens of each group. The token is between brackets in its text, as the model reads it."""
+    if not number:
+        return {}
+    items = np.flatnonzero(rows["position"] >= 0)
+    names = ("position", "truth", "guess", "confidence", "guess_loss")
+    place, truth, guess, certainty, losses = (rows[name][items] for name in names)
+    word = lambda token: tokenizer.decode([int(token)]).strip()
+
+    def text(i: int) -> str:
+        row, at = blocks[int(items[i])]["input_ids"], place[i]
+        before, after = (tokenizer.decode(part) for part in (row[max(0, at - 20) : at], row[at + 1 : at + 21]))
+        return f"{before} [{word(row[at])}] {after}".strip()
+
+    columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i])}
+    columns |= {"confidence": certainty, "loss": losses}
+    describe = lambda chosen: {"text": [text(i) for i in chosen]}
+    return tables.of_predictions(number, describe, is_correct=guess == truth, certainty=certainty, columns=columns)
 
 
 def masked_text(tokenizer: Any, blocks: Any) -> str:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_ddp.ranks.process import process
+from accel_ddp.records.tables import Table
 from accel_ddp.saving import format
 
 MOST_ROWS = 12  # a table with more classes is printed as the worst ones
 WORST_ROWS = 10
+MOST_IN_TABLE = 1000  # trackers and the report show no more
+NAME = "class"
 FILE = "classes.csv"
 
 
@@ -54,11 +57,21 @@ class ScoreTable:
             )
         return "\n".join(lines)
 
+    def as_table(self) -> Table:
+        """Return all classes and averages, or if there are very many, those with the lowest F1. classes.csv has all of them."""
+        empty = lambda row: [None if isinstance(value, float) and math.isnan(value) else value for value in row]
+        rows, title = self.rows, f"Scores of the {self.noun}"
+        if len(rows) > MOST_IN_TABLE:
+            lowest = sorted(range(len(rows)), key=lambda i: (math.isnan(rows[i].f1), rows[i].f1, -rows[i].support, i))
+            rows = [rows[i] for i in sorted(lowest[:MOST_IN_TABLE])]
+            title = f"Scores of the {MOST_IN_TABLE:,} of {len(self.rows):,} {self.noun} with the lowest F1"
+        return Table([NAME, "precision", "recall", "f1", "support"], list(map(empty, [*rows, *self.averages])), "scores", title)
+
     def report(self, output_dir: str) -> str:
         """Write all classes to OUTPUT_DIR/classes.csv, and return the text to print. A disk that is full does not end the run."""
         file = io.StringIO()
         writer = csv.writer(file)
-        writer.writerow(["class", "precision", "recall", "f1", "support"])
+        writer.writerow([NAME, "precision", "recall", "f1", "support"])
         writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in self.rows)
         path = Path(output_dir) / FILE
         try:

@@ -1,16 +1,19 @@
 """Words and their tags: reads files, aligns tags with sub-word tokens, and computes metrics of entities."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.tables import Table
 from accel_ddp.sources.files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.sources.messages import warn
+from accel_ddp.tasks import tables
 from accel_ddp.tasks.labels import describe_unknown, report_classes
 from accel_ddp.tasks.score_table import Row, ScoreTable
 
@@ -240,6 +243,45 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     micro = rows[-3]  # micro, macro and weighted averages follow the types
     scores |= {"f1": micro.f1, "precision": micro.precision, "recall": micro.recall}
     return scores, ScoreTable(rows[:-3], rows[-3:], "types of entities")
+
+
+def make_tables(
+    tags: Tags, rows: dict[str, np.ndarray], words: "datasets.Dataset", number: int, texts: Callable[[list[int]], list[list[str]]]
+) -> dict[str, Table]:
+    """Return the confusion of the tags of words, and `number` predictions of each group of texts.
+
+    `rows` has `predictions`, and if there are predictions to show `confidence`, `loss` and `words`, each summed over the words of a
+    text. `words` has the columns `first` and `tags` of `align`, and `texts` returns the words of some texts.
+    """
+    first, truth = words["first"][:], words["tags"][:]
+    has_outside = "O" in tags.names or not any(-1 in places for places in first)
+    names = tags.names if has_outside else [*tags.names, "O"]  # words without a prediction count as O
+    outside = names.index("O") if "O" in names else -1
+    guess = [[outside if at == -1 else int(row[at]) for at in places] for row, places in zip(rows["predictions"], first)]
+    flat = lambda lists: np.fromiter(chain.from_iterable(lists), dtype=np.int64)
+    made = {"confusion": tables.confusion(flat(guess), flat(truth), names)}
+    if number:
+        described: dict[int, list[str]] = {}
+
+        def describe(items: list[int]) -> dict[str, list]:
+            described.update(zip(items, texts(items)))
+            return {"text": [" ".join(described[i]) for i in items]}
+
+        show = lambda numbers: lambda i: format_entities([names[tag] for tag in numbers[i]], described[i])
+        per_word = lambda values: values / np.maximum(rows["words"], 1)
+        confidence = per_word(rows["confidence"])
+        columns = {"true": show(truth), "predicted": show(guess), "confidence": confidence, "loss": per_word(rows["loss"])}
+        is_correct = np.array([a == b for a, b in zip(guess, truth)])
+        made |= tables.of_predictions(number, describe, is_correct=is_correct, certainty=confidence, columns=columns)
+    return made
+
+
+def format_entities(tags: list[str], words: list[str]) -> str:
+    """Return the entities of a text, for example "PER: Ada Lovelace; LOC: London"."""
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    found = get_entities([_for_seqeval(tag) for tag in tags])
+    return "; ".join(f"{kind}: {' '.join(words[first : last + 1])}" for kind, first, last in found)
 
 
 def _for_seqeval(name: str) -> str:

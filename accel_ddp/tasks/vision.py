@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
+from accel_ddp.records.tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenisation
 from accel_ddp.tasks.examples import literal
-from accel_ddp.tasks.image_files import decode, read_content
+from accel_ddp.tasks.image_files import decode, read_content, thumbnail
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 
@@ -135,6 +136,17 @@ class Images(Dataset):
         if self.augment != "none":
             picture = augment_image(picture, flip=self.augment == "crop_flip")
         return {"pixel_values": self.processor(picture, return_tensors="pt")["pixel_values"][0], "labels": self.labels[i]}
+
+
+def describe(images: CheckedImages, items: list[int]) -> dict[str, list]:
+    """Return the names and thumbnails of some images, for `tables.of_predictions`. The name is CLASS/FILE, or the row in the table."""
+    indices, numbers = images.properties["index"][:], data.row_numbers(images.properties)
+    contents = [images.rows[int(indices[i])][images.column] for i in items]
+    name = lambda i, path: "/".join(Path(path).parts[-2:]) if path else f"row {numbers[i] + 1}"
+    return {
+        "file": [name(i, content["path"]) for i, content in zip(items, contents)],
+        IMAGE: [thumbnail(content) for content in contents],
+    }
 
 
 def augment_image(picture: Image.Image, flip: bool) -> Image.Image:
