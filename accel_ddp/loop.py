@@ -95,7 +95,7 @@ def fit(
     run = _Run(accelerator, cfg, model, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
     own_time, system = OwnTime(accelerator.device, step), SystemSample(accelerator.device)
     own_time.attach(model)
-    facts_of_run = describe_run(accelerator, cfg, len(train))
+    facts_of_run = describe_run(accelerator, cfg, len(train), model)
     for hook in hooks:
         hook.on_describe(facts_of_run)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])

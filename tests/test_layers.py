@@ -42,7 +42,8 @@ ALLOWED = {
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "launch": [*LOWEST, "watch", "doctor", "recipe_files"],
-    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify"],
+    "scaling": [*LOWEST, "records", "doctor", "recipe_files", "launch"],
+    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "scaling", "export", "verify"],
 }
 
 
