@@ -137,8 +137,8 @@ def _compute(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
         )
     if not on_gpu:
         return (
-            f"shared cores: a{slower}, with the same micro-batch. The ranks of a node share its cores, caches and memory bandwidth, and "
-            "gloo uses the same cores. On more nodes, or on GPUs, this loss is smaller."
+            f"shared cores: a{slower}, with the same micro-batch. The ranks of a node share its cores, caches and memory bandwidth, "
+            "and gloo uses the same cores. On more nodes, or on GPUs, this loss is smaller."
         )
     check = "Check the power limit and the temperature of the GPUs, and other processes."
     return f"computing: a{slower}, with the same micro-batch. {check}"

@@ -93,7 +93,7 @@ class Scaling:
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
             self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, not given.no_prediction)
-            self.on_gpu = self.runs.cluster.uses_gpus
+            self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
             places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
             cores = 0 if self.on_gpu else self.runs.cores()
             local_ranks = max(node.processes for node in self.runs.cluster.nodes)
@@ -108,8 +108,7 @@ class Scaling:
             self.runs = LocalRuns(given.folder, options.launch, options.recipe)
             local_ranks = places[-1].ranks
         self.cores, self.threads = cores, self._threads(cores, local_ranks)
-        micro = options.cfg.micro_batch_size
-        micro = None if micro == "auto" else int(micro)
+        micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
         self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:
             self.runs.close()
@@ -146,10 +145,10 @@ class Scaling:
             f"{_duration(high)}, longer if steps take seconds."
         )
         if not self.on_gpu:
-            cores = f" on {self.cores} cores" if self.cores else ""
+            cores, threads = f" on {self.cores} cores" if self.cores else "", f"{self.threads} thread{'s' * (self.threads > 1)}"
             self.show(
-                f"CPU ranks{cores}: every rank has {self.threads} thread{'s' * (self.threads > 1)} in every run, so that runs are comparable. "
-                "The ranks of a node share its cores and its memory bandwidth."
+                f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
+                "cores and its memory bandwidth."
             )
 
     def _measure_links(self) -> None:

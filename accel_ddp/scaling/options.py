@@ -9,8 +9,8 @@ from accel_ddp.doctor.options import load_recipe_config
 from accel_ddp.errors import UserError
 from accel_ddp.scaling.plan import STRONG, WEAK
 
-DESCRIPTION = """Run a few steps of a recipe on 1, 2, ... ranks, and print how the speed grows with them: speed-up and efficiency next to
-the ideal and to the doctor's prediction, what limits scaling, and which global batch would reach 90 %. The recipe runs unchanged.
+DESCRIPTION = """Run a few steps of a recipe on 1, 2, ... ranks, and print how the speed grows with them: speed-up and efficiency next
+to the ideal and to the doctor's prediction, what limits scaling, and which global batch would reach 90 %. The recipe runs unchanged.
 Nothing is evaluated, and checkpoints are deleted."""
 USAGE = "accel-ddp scaling [options] [options of accelerate launch] RECIPE [options of the recipe]"
 # Options of `accelerate launch` that `scaling` sets itself, or that describe several nodes.
@@ -36,17 +36,20 @@ class ScalingOptions:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="accel-ddp scaling", usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
-    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
-    parser.add_argument("--ranks", default="", metavar="1,2,4", help="numbers of ranks (default: powers of two up to the GPUs of this machine, "
-                        "or without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes)")  # fmt: skip
-    parser.add_argument("--mode", choices=(STRONG, WEAK, "both"), default="both", help="strong: the same global batch on more ranks; weak: the "
-                        "global batch grows with the ranks (default: both)")  # fmt: skip
-    parser.add_argument("--cluster", default="", metavar="CLUSTER.yaml", help="run on the nodes of a cluster description, as `accel-ddp launch` does")  # fmt: skip
-    parser.add_argument("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")  # fmt: skip
-    parser.add_argument("--page", default="scaling.html", metavar="FILE", help="HTML page with the plots; '' for none (default: scaling.html)")  # fmt: skip
-    parser.add_argument("--no_prediction", action="store_true", help="do not let the doctor measure the links")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add = parser.add_argument
+    add("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
+    add("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
+    ranks = "powers of two up to the GPUs of this machine, or without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
+    add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
+    modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
+    add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
+    cluster = "run on the nodes of a cluster description, as `accel-ddp launch` does"
+    add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
+    add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
+    page = "HTML page with the plots; '' for none (default: scaling.html)"
+    add("--page", default="scaling.html", metavar="FILE", help=page)
+    add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
+    add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 
@@ -73,7 +76,7 @@ def read_options(words: list[str]) -> ScalingOptions:
 
 
 def _read_launch(words: list[str], cluster: str) -> tuple[list[str], int, int]:
-    """Return the options of `accelerate launch` with a config and without the number of processes, that number, and the number of GPUs."""
+    """Return (the options of `accelerate launch` with a config, without the number of processes; that number; the number of GPUs)."""
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
     kept: list[str] = []
@@ -85,8 +88,8 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], int, int]:
         name = name.replace("-", "_") if word.startswith("--") else ""
         if name in _OF_NODES:
             raise UserError(
-                f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp launch, "
-                "and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
+                f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
+                "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
             )
         if name in values:
             if not equals and not rest:

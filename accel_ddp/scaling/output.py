@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from accel_ddp.doctor.scaling import format_si
 from accel_ddp.scaling.advice import Advice, advise, describe_advice, find_limits, format_seconds
 from accel_ddp.scaling.analysis import Comparison, Result, compare
 from accel_ddp.scaling.measurement import PARTS
@@ -70,8 +71,7 @@ class Summary:
 
 def row_of(summary: Summary, comparison: Comparison) -> tuple[str, ...]:
     """Return the cells of one row, in the order of HEAD."""
-    result, setting, measured = comparison.result, comparison.result.setting, comparison.result.measured
-    assert measured
+    result, setting, measured = comparison.result, comparison.result.setting, comparison.result.known
     predicted = summary.prediction(comparison)
     share = lambda *parts: f"{measured.mean(*parts) / measured.seconds:.0%}"
     tokens = f"{measured.tokens / measured.seconds:,.0f}" if measured.tokens else ""
@@ -109,23 +109,15 @@ def format_summary(summary: Summary) -> str:
     if advice:
         lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
         lines += [f"  {describe_advice(one, summary.batch())}" for one in advice]
-        lines += (
-            ["  A larger global batch is another training: choose the learning rate for it."]
-            if _asks_for_more(summary, advice)
-            else []
-        )
+        if any(not one.is_reached and one.batch > summary.batch() for one in advice):
+            lines.append("  A larger global batch is another training: choose the learning rate for it.")
     for links in summary.links:
         where = f"{links.ranks} ranks on {links.nodes} node{'s' * (links.nodes > 1)}"
-        lines.append(
-            f"predicted: from {links.bus / 1e9:.3g} GB/s of bus bandwidth and {format_seconds(links.latency)} of latency on {where}."
-        )
+        measured = f"{format_si(links.bus)}B/s of bus bandwidth and {format_si(links.latency)}s of latency"
+        lines.append(f"predicted: by the doctor, from {measured} on {where}.")
     if not summary.is_complete:
         lines.append("Some settings were not measured.")
     return "\n".join(lines)
-
-
-def _asks_for_more(summary: Summary, advice: Sequence[Advice]) -> bool:
-    return any(not one.is_reached and one.batch > summary.batch() for one in advice)
 
 
 def _explain_limits(summary: Summary) -> list[str]:

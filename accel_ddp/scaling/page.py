@@ -33,7 +33,8 @@ const dark = matchMedia("(prefers-color-scheme: dark)").matches;
 for (const [id, figure] of Object.entries(figures)) {{
   const layout = Object.assign({{paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {{color: dark ? "#ddd" : "#222"}},
     margin: {{l: 55, r: 15, t: 40, b: 45}}, legend: {{orientation: "h", y: -0.2}}}}, figure.layout);
-  for (const axis of ["xaxis", "yaxis"]) layout[axis] = Object.assign({{gridcolor: dark ? "#444" : "#ddd", zeroline: false}}, layout[axis]);
+  const grid = {{gridcolor: dark ? "#444" : "#ddd", zeroline: false}};
+  for (const axis of ["xaxis", "yaxis"]) layout[axis] = Object.assign({{}}, grid, layout[axis]);
   Plotly.newPlot(id, figure.data, layout, {{responsive: true, displaylogo: false}});
 }}
 </script></body></html>
@@ -108,7 +109,7 @@ def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:
             efficiency.append(line(name, [100 * pick(found) for _, found in predicted], ORANGE, **style))
     labels = [str(number) for number in ranks]
     parts = [
-        {"type": "bar", "name": part, "x": labels, "y": [1000 * one.result.measured.mean(part) for one in table if one.result.measured],
+        {"type": "bar", "name": part, "x": labels, "y": [1000 * one.result.known.mean(part) for one in table],
          "marker": {"color": colour}}
         for part, colour in PART_COLOURS.items()
     ]  # fmt: skip

@@ -89,8 +89,8 @@ class ClusterRuns:
         self.cluster: Cluster = read_description(file)
         if self.cluster.backend not in ("ssh", "local"):
             raise UserError(
-                f"--cluster {file}: has backend: {self.cluster.backend}, where each run would wait in a queue. Describe the hosts of an "
-                "allocation with backend: ssh."
+                f"--cluster {file}: has backend: {self.cluster.backend}, where each run would wait in a queue. Describe the hosts "
+                "of an allocation with backend: ssh."
             )
         listed = yaml.safe_load(Path(file).read_text())["nodes"]
         listed = [f"node{number}" for number in range(listed)] if isinstance(listed, int) else listed
