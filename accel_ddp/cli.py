@@ -260,6 +260,12 @@ def _verify(words: list[str]) -> int:
     return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder)
 
 
+def _scaling(words: list[str]) -> int:
+    from accel_ddp.scaling.command import main as scaling
+
+    return scaling(words)
+
+
 def _export(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp export", description="Write a folder that transformers can load from a checkpoint of a run."
@@ -290,6 +296,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
     "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
     "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
+    "scaling": (_scaling, "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them"),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }
 

@@ -99,7 +99,7 @@ def fit(
     run = _Run(accelerator, cfg, model, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
     own_time, system = OwnTime(accelerator.device, step), SystemSample(accelerator.device)
     own_time.attach(model)
-    facts_of_run = describe_run(accelerator, cfg, len(train))
+    facts_of_run = describe_run(accelerator, cfg, len(train), model)
     run.hosts = [rank["host"] for rank in facts_of_run.get("ranks", [])]
     for hook in hooks:
         hook.on_describe(facts_of_run)

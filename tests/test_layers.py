@@ -43,7 +43,8 @@ ALLOWED = {
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
-    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report"],
+    "scaling": [*LOWEST, "records", "doctor", "recipe_files", "launch"],
+    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report", "scaling"],
 }
 
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from accel_ddp.doctor.host import local_finding
 from accel_ddp.doctor.report import Finding, format_bytes
 from accel_ddp.environment.launcher import cpu_is_wanted
-from accel_ddp.environment.topology import Topology
+from accel_ddp.environment.topology import Topology, topology_of_this_rank
 
 _HANGS = "nvidia-smi does not answer"
 
@@ -34,6 +34,12 @@ def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict
         return None, {}, f"nvidia-smi fails: {output.splitlines()[-1] if output else error}"
     driver = {"driver": _text(tree, "driver_version"), "cuda": _text(tree, "cuda_version")}
     return [_read_gpu(gpu) for gpu in tree.findall("gpu")], driver, ""
+
+
+def count_visible() -> int:
+    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs, or the GPUs are not known."""
+    gpus = None if cpu_is_wanted() else query_driver()[0]
+    return len(_select_visible(topology_of_this_rank(), gpus)[0]) if gpus else 0
 
 
 def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:

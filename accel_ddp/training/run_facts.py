@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks.agreement import gather_objects
@@ -18,7 +19,7 @@ from accel_ddp.saving.tensors import versions
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")
 
 
-def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int) -> dict[str, Any]:
+def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, model: nn.Module) -> dict[str, Any]:
     """Return the facts on the main rank, and {} on the others. This is a collective."""
     on_gpu = accelerator.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -39,7 +40,19 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int) -> 
         "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
+        "model": describe_model(model),
     }  # fmt: skip
+
+
+def describe_model(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters, the number of those that are trained, and the bytes of their gradients."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "trained": sum(p.numel() for p in trained),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+    }
 
 
 def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:

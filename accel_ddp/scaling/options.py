@@ -1,0 +1,105 @@
+"""The options of `accel-ddp scaling`, and how its command line is divided."""
+
+import argparse
+from dataclasses import dataclass
+
+from accel_ddp import recipe_files
+from accel_ddp.config import TrainConfig
+from accel_ddp.doctor.options import load_recipe_config
+from accel_ddp.errors import UserError
+from accel_ddp.scaling.plan import STRONG, WEAK
+
+DESCRIPTION = """Run a few steps of a recipe on 1, 2, ... ranks, and print how the speed grows with them: speed-up and efficiency next
+to the ideal and to the doctor's prediction, what limits scaling, and which global batch would reach 90 %. The recipe runs unchanged.
+Nothing is evaluated, and checkpoints are deleted."""
+USAGE = "accel-ddp scaling [options] [options of accelerate launch] RECIPE [options of the recipe]"
+# Options of `accelerate launch` that `scaling` sets itself, or that describe several nodes.
+_OF_NODES = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "same_network")
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """The command line."""
+
+    given: argparse.Namespace
+    launch: list[str]  # options of `accelerate launch`, with the config
+    limit: int  # --num_processes; 0: not given
+    gpu_ids: int  # how many GPUs --gpu_ids selects; 0: all
+    recipe: str
+    options: list[str]  # of the recipe
+    cfg: TrainConfig
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (STRONG, WEAK) if self.given.mode == "both" else (self.given.mode,)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="accel-ddp scaling", usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
+    add("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
+    ranks = "powers of two up to the GPUs of this machine, or without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
+    add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
+    modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
+    add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
+    cluster = "run on the nodes of a cluster description, as `accel-ddp launch` does"
+    add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
+    add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
+    page = "HTML page with the plots; '' for none (default: scaling.html)"
+    add("--page", default="scaling.html", metavar="FILE", help=page)
+    add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
+    add("--json", action="store_true", help="print one JSON document instead of text")
+    return parser
+
+
+def read_options(words: list[str]) -> ScalingOptions:
+    """Return the options. Raise UserError for a mistake, also in the options of the recipe, before anything runs."""
+    names = recipe_files.recipe_names()
+    at = next((index for index, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    given, launch = build_parser().parse_known_args(words[:at])
+    if at == len(words):
+        meant = next((word for word in launch if not word.startswith("-")), "")
+        near = recipe_files.nearest(meant, names) if meant else ""
+        raise UserError(f"accel-ddp scaling needs a recipe: accel-ddp scaling recipes/classify.py [options of the recipe].{near}")
+    for name, minimum in {"steps": 2, "warmup": 0}.items():
+        if getattr(given, name) < minimum:
+            raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
+    recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
+    cfg = load_recipe_config([str(recipe_files.recipe_path(words[at])), *words[at + 1 :]])
+    if cfg is None:
+        raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
+    if cfg.resume:
+        raise UserError(f"--resume {cfg.resume}: every run of accel-ddp scaling begins a new training. Leave --resume out.")
+    launch, limit, gpu_ids = _read_launch(launch, given.cluster)
+    return ScalingOptions(given, launch, limit, gpu_ids, recipe, words[at + 1 :], cfg)
+
+
+def _read_launch(words: list[str], cluster: str) -> tuple[list[str], int, int]:
+    """Return (the options of `accelerate launch` with a config, without the number of processes; that number; the number of GPUs)."""
+    if cluster and words:
+        raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
+    kept: list[str] = []
+    values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_") if word.startswith("--") else ""
+        if name in _OF_NODES:
+            raise UserError(
+                f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
+                "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
+            )
+        if name in values:
+            if not equals and not rest:
+                raise UserError(f"{word} needs a value.")
+            values[name] = value if equals else rest.pop(0)
+        else:
+            kept.append(word)
+    if values["num_processes"] and not values["num_processes"].isdecimal():
+        raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
+    gpu_ids = values["gpu_ids"]
+    kept += ["--gpu_ids", gpu_ids] if gpu_ids else []
+    config = ["--config_file", str(recipe_files.config_path(values["config_file"]))]
+    return [*config, *kept], int(values["num_processes"] or 0), len(gpu_ids.split(",")) if gpu_ids not in ("", "all") else 0

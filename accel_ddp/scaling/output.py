@@ -1,0 +1,181 @@
+"""The tables, the chart and the JSON document of the results."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accel_ddp.doctor.scaling import format_si
+from accel_ddp.scaling.advice import Advice, advise, describe_advice, find_limits, format_seconds
+from accel_ddp.scaling.analysis import Comparison, Result, compare
+from accel_ddp.scaling.measurement import PARTS
+from accel_ddp.scaling.plan import STRONG, WEAK, Place
+from accel_ddp.scaling.prediction import Links, Prediction, predict
+
+TITLES = {
+    STRONG: "strong scaling: the same global batch on more ranks",
+    WEAK: "weak scaling: the global batch grows with the ranks",
+}
+HEAD = ("ranks", "nodes", "batch", "micro x acc.", "step", "spread", "samples/s", "tokens/s", "speed-up", "efficiency", "predicted",
+        "data", "compute", "comm.", "other")  # fmt: skip
+COMPUTE = ("forward", "backward", "optimizer")
+_WIDTH = 40  # of the chart
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is shown."""
+
+    recipe: str
+    modes: Sequence[str]
+    results: Sequence[Result]
+    links: Sequence[Links]
+    left_out: Sequence[str]
+    places: Sequence[Place]
+    on_gpu: bool
+    threads: int
+    hook: str
+    steps: int
+    warmup: int
+    is_complete: bool
+
+    def table(self, mode: str) -> list[Comparison]:
+        return compare(self.results, mode)
+
+    def links_of(self, place: Place) -> Links | None:
+        """Return the links that were measured for this number of nodes: one, or several."""
+        found = [links for links in self.links if (links.nodes > 1) == (place.nodes > 1)]
+        return found[-1] if found else None
+
+    def prediction(self, comparison: Comparison) -> Prediction | None:
+        return predict(comparison, self.links_of(comparison.result.setting.place), self.hook)
+
+    def advice(self) -> list[Advice]:
+        return advise(self.table(STRONG), self.table(WEAK))
+
+    def limits(self, mode: str) -> tuple[Comparison | None, list[str]]:
+        """Return the setting with the most ranks, and what limits it."""
+        table = [one for one in self.table(mode) if one.ideal_speedup > 1]
+        return (table[-1], find_limits(table[-1], mode, self.on_gpu)) if table else (None, [])
+
+    def device(self) -> str:
+        ranks = next((result.measured.ranks for result in self.results if result.measured and result.measured.ranks), [])
+        names = sorted({str(rank.get("device", "")) for rank in ranks} - {""})
+        return " and ".join(names) or ("GPU" if self.on_gpu else "CPU")
+
+    def batch(self) -> int:
+        """The global batch of strong scaling."""
+        return min((result.setting.batch for result in self.results), default=0)
+
+
+def row_of(summary: Summary, comparison: Comparison) -> tuple[str, ...]:
+    """Return the cells of one row, in the order of HEAD."""
+    result, setting, measured = comparison.result, comparison.result.setting, comparison.result.known
+    predicted = summary.prediction(comparison)
+    share = lambda *parts: f"{measured.mean(*parts) / measured.seconds:.0%}"
+    tokens = f"{measured.tokens / measured.seconds:,.0f}" if measured.tokens else ""
+    return (
+        str(setting.ranks), str(setting.place.nodes), str(setting.batch), f"{measured.micro} x {measured.accumulation}",
+        format_seconds(measured.seconds), f"{measured.spread:.0%}", f"{result.samples_per_second:,.1f}", tokens,
+        f"{comparison.speedup:.2f} of {comparison.ideal_speedup:g}", f"{comparison.efficiency:.0%}",
+        _range(predicted) if predicted else "", share("data"), share(*COMPUTE), share("communication"), share("other"),
+    )  # fmt: skip
+
+
+def _range(predicted: Prediction) -> str:
+    low, high = f"{predicted.worst:.0%}", f"{predicted.best:.0%}"
+    return low if low == high else f"{low[:-1]}-{high}"
+
+
+def format_summary(summary: Summary) -> str:
+    """Return the tables, a chart, what limits scaling, and which batch reaches 90 %."""
+    lines = [
+        f"\n{summary.recipe} on {summary.device()}: medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
+    ]
+    for mode in summary.modes:
+        table = summary.table(mode)
+        lines += ["", TITLES[mode]]
+        rows = [HEAD, *(row_of(summary, one) for one in table)]
+        used = [column for column in range(len(HEAD)) if any(row[column] for row in rows[1:])]
+        widths = {column: max(len(row[column]) for row in rows) for column in used}
+        lines += ["  ".join(row[column].rjust(widths[column]) for column in used) for row in rows]
+        for result in summary.results:
+            if mode in result.setting.modes and (result.problem or result.setting.note):
+                lines.append(f"{result.setting.describe()}: {result.problem or result.setting.note}.")
+        lines += ["", *format_chart(table)]
+    lines += ["", *_explain_limits(summary)]
+    advice = summary.advice()
+    if advice:
+        lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
+        lines += [f"  {describe_advice(one, summary.batch())}" for one in advice]
+        if any(not one.is_reached and one.batch > summary.batch() for one in advice):
+            lines.append("  A larger global batch is another training: choose the learning rate for it.")
+    for links in summary.links:
+        where = f"{links.ranks} ranks on {links.nodes} node{'s' * (links.nodes > 1)}"
+        measured = f"{format_si(links.bus)}B/s of bus bandwidth and {format_si(links.latency)}s of latency"
+        lines.append(f"predicted: by the doctor, from {measured} on {where}.")
+    if not summary.is_complete:
+        lines.append("Some settings were not measured.")
+    return "\n".join(lines)
+
+
+def _explain_limits(summary: Summary) -> list[str]:
+    lines = []
+    for mode in summary.modes:
+        comparison, texts = summary.limits(mode)
+        if comparison:
+            where = f"{mode} scaling on {comparison.result.setting.ranks} ranks, {comparison.efficiency:.0%} efficient"
+            lines.append(f"what limits {where}:" if texts else f"{where}: no loss is above 3 % of a step.")
+            lines += [f"  {text}" for text in texts]
+    return lines
+
+
+def format_chart(table: Sequence[Comparison]) -> list[str]:
+    """Return bars of the speed-up. The end of the line of dots is the ideal."""
+    full, dot = ("█", "·") if "utf" in (getattr(sys.stdout, "encoding", "") or "").lower() else ("#", ".")
+    most = max((one.ideal_speedup for one in table), default=1)
+    lines = []
+    for one in table:
+        ideal = max(1, round(_WIDTH * one.ideal_speedup / most))
+        bar = min(_WIDTH + 10, max(1, round(_WIDTH * one.speedup / most)))
+        ranks = f"{one.result.setting.ranks:>5} rank{'s' if one.result.setting.ranks > 1 else ' '}"
+        lines.append(f"{ranks}  {full * bar}{dot * (ideal - bar)} {one.speedup:.2f} of {one.ideal_speedup:g}")
+    return lines
+
+
+def as_json(summary: Summary) -> str:
+    """Return one JSON document with everything that was measured and computed."""
+    results = []
+    for result in summary.results:
+        setting, measured = result.setting, result.measured
+        one: dict[str, Any] = {
+            "ranks": setting.ranks, "nodes": setting.place.nodes, "global_batch": setting.batch, "modes": list(setting.modes),
+            "problem": result.problem, "note": setting.note, "runs": result.runs,
+        }  # fmt: skip
+        if measured:
+            one |= {
+                "micro_batch": measured.micro, "accumulation": measured.accumulation, "step_seconds": measured.seconds,
+                "spread": measured.spread, "samples_per_second": result.samples_per_second,
+                "tokens_per_second": measured.tokens / measured.seconds if measured.tokens else None,
+                "seconds": {part: measured.parts[part] for part in PARTS}, "gradient_bytes": measured.gradient_bytes,
+            }  # fmt: skip
+        results.append(one)
+    tables = {}
+    for mode in summary.modes:
+        rows = []
+        for comparison in summary.table(mode):
+            predicted = summary.prediction(comparison)
+            rows.append({
+                "ranks": comparison.result.setting.ranks, "global_batch": comparison.result.setting.batch,
+                "speedup": comparison.speedup, "ideal_speedup": comparison.ideal_speedup, "efficiency": comparison.efficiency,
+                "predicted_efficiency": [predicted.worst, predicted.best] if predicted else None,
+                "predicted_communication_seconds": predicted.communication if predicted else None,
+                "lost_seconds": comparison.losses(),
+            })  # fmt: skip
+        tables[mode] = {"rows": rows, "limits": summary.limits(mode)[1]}
+    return json.dumps({
+        "recipe": summary.recipe, "device": summary.device(), "steps": summary.steps, "warmup": summary.warmup,
+        "threads": summary.threads, "is_complete": summary.is_complete, "left_out": list(summary.left_out), "results": results,
+        "tables": tables, "advice": [asdict(one) for one in summary.advice()], "links": [asdict(one) for one in summary.links],
+    }, allow_nan=False)  # fmt: skip
