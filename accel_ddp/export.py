@@ -23,6 +23,7 @@ from accel_ddp.sources.adapters import adapter_config
 from accel_ddp.sources.hub import prepare_hub
 from accel_ddp.sources.pretrained import locate
 from accel_ddp.tasks import examples
+from accel_ddp.watch.page import EXPORT
 
 BASE = "base"  # subfolder for the config of the model below adapters
 ADAPTER = "adapter"  # subfolder for the adapters of a merged model
@@ -66,7 +67,7 @@ def at_the_end(
 
     `example` is Python code that uses the exported {folder}.
     """
-    with together("export the model"):
+    with process.heartbeat.within(EXPORT), together("export the model"):
         if not accelerator.is_main_process:
             return
         folder = Path(cfg.output_dir) / "model"

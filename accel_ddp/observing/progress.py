@@ -1,35 +1,51 @@
-"""The progress of a run in the terminal."""
+"""The progress of a run: a live panel in a terminal, and plain lines elsewhere."""
 
-import sys
+import contextlib
 import time
+from typing import TYPE_CHECKING
 
+from accel_ddp import best_metric
 from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.observing.hook import Hook
+from accel_ddp.ranks.process import process
+
+if TYPE_CHECKING:
+    from accel_ddp.observing.panel import State
 
 
 class Progress(Hook):
-    """Shows a progress bar in a terminal, and prints plain lines otherwise."""
+    """Updates the panel that `start` has opened. If there is none, it prints a line every `--log_every` steps."""
 
     def __init__(self, cfg: TrainConfig):
-        self.every, self.bar = cfg.log_every, None
+        self.cfg, self.every, self.num_items = cfg, cfg.log_every, 0
+
+    @property
+    def state(self) -> "State | None":
+        """What the panel shows. None: there is no panel."""
+        return process.display.state if process.display else None
+
+    def on_describe(self, facts):
+        self.num_items = facts.get("items", 0)
 
     def on_start(self, step, total_steps, evaluations):
-        from tqdm import tqdm
-
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
         self.evaluations = dict(evaluations)
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+        if state := self.state:
+            state.first_step, state.began, state.numbers = step, self.began, None
+            state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
+            state.evaluations, state.metric = self.evaluations, _metric_of(self.cfg)
+            state.total_steps = total_steps
 
     def on_warm_up(self, step, seconds):
-        self._print(f"warm-up: {seconds:.1f} s")
-        self.began = time.monotonic()
+        print(f"warm-up: {seconds:.1f} s")
+        self._begin_steps()
 
     def on_update(self, numbers, pace):
-        if self.bar is not None:
-            self.bar.update(numbers.step - self.bar.n)
-            speed = str(pace).replace("  ", ", ")
-            self.bar.set_postfix_str(f"loss {numbers.loss:.4f}, lr {numbers.lr:.2e}, {speed}", refresh=False)
+        if state := self.state:
+            state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
+            if numbers.ranks:
+                state.samples = state.samples[1], numbers.ranks
         elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
@@ -41,13 +57,13 @@ class Progress(Hook):
     def on_evaluate(self, step, metrics):
         self.evaluations[step] = metrics
         when = f"step {step}" if step else "before training"
-        self._print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if step == self.first:
-            self.began = time.monotonic()  # the remaining time is estimated from steps alone
+            self._begin_steps()
 
     def on_end(self, step, summary):
-        if self.bar is not None:
-            self.bar.close()
+        if process.display:
+            process.display.finish("stopped" if "stopped" in summary else "done")
         before, after = self.evaluations.get(0, {}), self.evaluations.get(step, {})
         both = {name: (before[name], after[name]) for name in after if name in before}
         if step and both:
@@ -56,5 +72,13 @@ class Progress(Hook):
                 f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
             ]))  # fmt: skip
 
-    def _print(self, text: str) -> None:
-        self.bar.write(text) if self.bar is not None else print(text)
+    def _begin_steps(self) -> None:
+        self.began = time.monotonic()  # the remaining time is estimated from steps alone
+        if state := self.state:
+            state.began = self.began
+
+
+def _metric_of(cfg: TrainConfig) -> best_metric.BestMetric | None:
+    with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
+        return cfg.best()
+    return None

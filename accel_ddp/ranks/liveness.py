@@ -86,6 +86,7 @@ def _leave_late(failure: Failure) -> None:
         return
     process.is_leaving.set()
     process.complete_save()  # after the message, because the disk may hang
+    process.close_display()
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(failure.exit_code)
 

@@ -4,6 +4,7 @@ There is one object, `process`. Signals and the process group belong to a proces
 through every function would only hide that it is shared. No other module of the library has mutable globals.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -72,9 +73,17 @@ class Process:
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit
+        self.display: Any = None  # the live panel of the main rank, if it has a terminal; see `observing.display`
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process
         self.stop = StopRequest()
+
+    def close_display(self, seconds: float = 2.0) -> None:
+        """Remove the live panel before the last messages, and wait at most `seconds` for a terminal that is stopped."""
+        display, self.display = self.display, None
+        if display:
+            with contextlib.suppress(Exception):  # this process is about to end, with an exit code that matters more
+                display.close(seconds)
 
     @property
     def is_main(self) -> bool:

@@ -196,6 +196,7 @@ def _request(reason: str) -> None:
 
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
+    process.close_display()
     if ends_job:
         write_outcome(launcher_pid(), failure.as_outcome())
     first = report_failure(failure, seconds=0.5 if is_urgent else 3)

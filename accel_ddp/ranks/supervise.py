@@ -82,6 +82,7 @@ def _exit(code: int) -> None:
 
 def _finish(exits: bool) -> int:
     """Close the connections of a rank whose program is complete. Return the exit code."""
+    process.close_display(seconds=10)
     if process.unsaved:
         return _leave(report_failure(Failure("unsaved", process.unsaved)))
     process.incidents.close(1)
@@ -97,6 +98,7 @@ def _finish(exits: bool) -> int:
 
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
+    process.close_display()
     process.heartbeat.enter_phase_of(error)
     if isinstance(error, Stopped):
         return _leave(report_failure(error.failure))

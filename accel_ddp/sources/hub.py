@@ -19,7 +19,7 @@ def prepare_hub() -> str:
     import huggingface_hub
     import transformers
 
-    if not (process.is_local_main and sys.stderr.isatty()):  # progress bars of every rank would fill the log
+    if not (process.is_main and sys.stderr.isatty()):  # progress bars of every rank would fill the terminal or the log
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

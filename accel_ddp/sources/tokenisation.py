@@ -12,10 +12,12 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig
+from accel_ddp.ranks.process import process
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.cache import write_once
 from accel_ddp.sources.data import row_numbers, with_row_numbers
 from accel_ddp.sources.messages import warn
+from accel_ddp.watch.page import TOKENISE
 
 if TYPE_CHECKING:
     import datasets
@@ -68,8 +70,9 @@ def map_once(
     """
     import datasets
 
-    key = cache_key(rows, function, depends_on)
-    done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
+    with process.heartbeat.within(TOKENISE):
+        key = cache_key(rows, function, depends_on)
+        done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
     if SOURCE in done.column_names:  # a table without rows has no columns
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
         done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])

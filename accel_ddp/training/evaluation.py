@@ -73,15 +73,17 @@ def evaluate(
     module.eval()
     parts: dict[str, list[Tensor]] = {}
     is_interrupted = False
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if is_interrupted := is_stop_requested():
             break
         process.heartbeat.enter(EVALUATE)
         process.heartbeat.beat()
+        process.heartbeat.progress = number, len(batches.loader)
         with CurrentBatch(batch):
             measured = measure(module, batch)
         for name, value in measured.items():
             parts.setdefault(name, []).append(value)
+    process.heartbeat.progress = 0, 0
     process.heartbeat.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
     mine = {name: _join([_as_array(value) for value in values]) for name, values in parts.items()}

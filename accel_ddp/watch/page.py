@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The phases of a rank. A rank that is in none of them runs code of the user (a loop of its own, for example).
-START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END = range(15)
+(
+    START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END,
+    TOKENISE, EXPORT,
+) = range(17)  # fmt: skip
 NAMES = (
     "start", "load", "compile", "data", "forward", "backward", "optimizer", "device", "evaluate", "metrics", "save", "hooks", "wait",
-    "other", "end",
+    "other", "end", "tokenise", "export",
 )  # fmt: skip
 # In these phases a rank may wait for other ranks, so that its own delay proves nothing.
 WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
 # These have no usual duration: downloads, tokenisation, compilation, and code of the user before and after the training.
-UNLIMITED = (START, LOAD, COMPILE, WAIT, END)
+UNLIMITED = (START, LOAD, COMPILE, WAIT, END, TOKENISE, EXPORT)
 # The usual duration in seconds of a phase that has not been completed LEARN_AFTER times. The first batch starts data workers, the
 # first passes choose kernels.
 UNLEARNED = {DATA: 120.0, EVALUATE: 120.0}
@@ -66,6 +69,7 @@ class Heartbeat:
             SIZE
         )  # until `publish`; with it, callers need not ask whether there is one
         self.step, self.phase, self.since, self.beats = 0, START, time.monotonic_ns(), 0
+        self.progress = 0, 0  # of an evaluation: batches done, batches in total; only the panel of this process reads it
         self._window_began = 0
         self._error = 0, START  # the identity of the last exception, and the phase in which it was raised
 

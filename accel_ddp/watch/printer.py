@@ -5,12 +5,15 @@ import os
 import queue
 import threading
 
+from accel_ddp.environment.terminal import erase_before_line
+
 
 class Printer:
     """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
 
     def __init__(self) -> None:
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.erase = erase_before_line(2)  # of the panel that the main rank may show in the same terminal
         self.thread = threading.Thread(target=self._print, daemon=True)
         self.thread.start()
 
@@ -20,7 +23,7 @@ class Printer:
     def _print(self) -> None:
         while (text := self.lines.get()) is not None:
             with contextlib.suppress(OSError):
-                os.write(2, (text + "\n").encode(errors="replace"))
+                os.write(2, (self.erase + text + "\n").encode(errors="replace"))
 
     def close(self) -> None:
         """Wait a moment until everything is printed."""

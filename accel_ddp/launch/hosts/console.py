@@ -7,6 +7,8 @@ import sys
 import threading
 from typing import TextIO
 
+from accel_ddp.environment.terminal import erase_before_line, split_incomplete_frame, without_controls
+
 _CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
 _RESTART = re.compile(r"^restart \d+")  # the job continues after the errors before it
 _KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
@@ -18,8 +20,15 @@ _REPORT = re.compile(r"^Root Cause \(first observed failure\)")
 _EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 
 
+def _erase_before_line(stream: TextIO) -> str:
+    try:
+        return erase_before_line(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # a stream without a descriptor
+        return ""
+
+
 class Console:
-    """Prints lines of the main rank as they are, and lines of others with their node and rank.
+    """Prints lines of the main rank as they are, and lines of others with their node and rank, above the panel of the main rank.
 
     A thread prints, because a terminal that the user has stopped with Ctrl-S, or a pager that does not read, blocks a program that
     prints. The heartbeats must go on, or all nodes would stop the job.
@@ -27,6 +36,8 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
+        self.erase = _erase_before_line(self.stream)  # of the panel of the main rank
+        self.frame = ""  # the part of a frame that has arrived
         self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
         self.at_line_start = True
         self.failure: OSError | None = None  # of printing
@@ -45,11 +56,14 @@ class Console:
             self._print(f"{prefix}{line}\n")
 
     def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
-        """Print what the main rank has written to its terminal, including its progress bar. `lines` are those that are complete."""
+        """Print what the main rank has written to its terminal, including its panel. `lines` are those that are complete."""
         for line in lines:
             self._remember(host, 0, line)
+        # A frame arrives in several parts. No other line may be printed between them.
+        text, self.frame = split_incomplete_frame(self.frame + text)
         self._write(text)
-        self.at_line_start = text.endswith(("\n", "\r"))
+        if outside := without_controls(text):
+            self.at_line_start = outside.endswith(("\n", "\r"))
 
     def note(self, text: str) -> None:
         """Print a message of the launching machine itself."""
@@ -88,7 +102,7 @@ class Console:
                 del self._open[key]
 
     def _print(self, text: str) -> None:
-        self._write(text if self.at_line_start else f"\n{text}")
+        self._write(f"{self.erase}{text}" if self.at_line_start else f"\n{self.erase}{text}")
         self.at_line_start = True
 
     def _write(self, text: str) -> None:

@@ -119,7 +119,7 @@ class Session:
             self._send_all("kill", why="the end was requested")
 
     def resize(self) -> None:
-        """Give the terminal of the main rank the new size of this one, so that its progress bar fits."""
+        """Give the terminal of the main rank the new size of this one, so that its panel fits."""
         if self.has_started and (size := _terminal_size()):
             self.connections[0].send("resize", size=size)
 

@@ -235,7 +235,7 @@ class JobOnNode:
         is_terminal = rank == 0 and self.outputs.has_terminal
         found = self.lines.setdefault(rank, Lines()).add(data)
         self._store(rank, found, sends=not is_terminal)
-        if is_terminal:  # a progress bar is shown as it is
+        if is_terminal:  # the panel is shown as it is
             self.channel.send("out", rank=self._global(rank), raw=self.terminal_text.decode(data), lines=found)
 
     def _store(self, rank: int | None, lines: list[str], sends: bool = True) -> None:

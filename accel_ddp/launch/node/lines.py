@@ -1,6 +1,11 @@
-"""Splits the output of a process into lines. A progress bar, which returns to the start of its line, counts as one line."""
+"""Splits the output of a process into lines. A progress bar, which returns to the start of its line, counts as one line.
+
+The live panel of the main rank is not part of any line.
+"""
 
 import codecs
+
+from accel_ddp.environment.terminal import split_incomplete_frame, without_controls, without_frames
 
 
 class Lines:
@@ -12,7 +17,9 @@ class Lines:
 
     def add(self, data: bytes) -> list[str]:
         """Return the lines that are complete now, each without its end."""
-        *lines, self.rest = (self.rest + self.decoder.decode(data)).split("\n")
+        text, frame = split_incomplete_frame(self.rest + self.decoder.decode(data))
+        *lines, rest = without_frames(text).split("\n")
+        self.rest = rest + frame
         if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit
             lines, self.rest = [*lines, self.rest], ""
         if "\r" in self.rest[:-1]:
@@ -26,5 +33,5 @@ class Lines:
 
 
 def visible(line: str) -> str:
-    """Return what a terminal shows after this line: a carriage return starts the line again."""
-    return line.rstrip("\r").rpartition("\r")[2]
+    """Return what a terminal shows after this line, without colours: a carriage return starts the line again."""
+    return without_controls(line).rstrip("\r").rpartition("\r")[2]

@@ -16,7 +16,7 @@ _READ_BYTES = 1 << 16
 class RankOutputs:
     """One FIFO for each local rank, in a folder that ACCEL_DDP_OUTPUT names. They outlive a restart of the ranks.
 
-    With a terminal size (columns, lines), rank 0 writes to a terminal of this size instead, and therefore shows its progress bar.
+    With a terminal size (columns, lines), rank 0 writes to a terminal of this size instead, and therefore shows its panel.
     The folder must be local to the node, because nodes that share a folder would overwrite each other's FIFOs.
     """
 

@@ -1,0 +1,204 @@
+"""What the live panel shows, as rows of text."""
+
+import io
+import locale
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, OverflowMethod, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from accel_ddp.best_metric import BestMetric
+from accel_ddp.ranks.process import process
+from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.training.late_reader import Numbers
+from accel_ddp.training.rank_sample import RankSample, Split, splits_between
+from accel_ddp.training.throughput import Pace
+from accel_ddp.watch import page
+
+WIDEST = 110  # columns; a wider panel is harder to read
+NARROW = 50  # columns; a narrower panel has no frame
+_SHORT_WAIT = 1.0  # seconds; ranks wait for each other in most phases, and a short wait is part of the phase around it
+_LABELS = {
+    page.START: "start", page.LOAD: "load", page.TOKENISE: "tokenise", page.COMPILE: "compile", page.EVALUATE: "evaluate",
+    page.METRICS: "evaluate", page.SAVE: "save", page.END: "finish", page.EXPORT: "export", page.WAIT: "wait for other ranks",
+}  # fmt: skip
+
+
+@dataclass
+class State:
+    """The run as it is known. The training thread replaces values, and the thread of the panel reads them."""
+
+    title: str = ""
+    opened: float = field(default_factory=time.monotonic)
+    total_steps: int = 0  # 0: the training has not begun
+    first_step: int = 0
+    began: float = 0.0  # when the first step began
+    steps_per_epoch: float = 0.0
+    numbers: Numbers | None = None  # of the last update
+    updated: float = 0.0  # when `numbers` arrived
+    pace: Pace | None = None
+    samples: tuple[Sequence[RankSample], Sequence[RankSample]] = ((), ())  # the last two
+    metric: BestMetric | None = None
+    evaluations: dict[int, Metrics] = field(default_factory=dict)
+    bar: str = ""  # of a library
+    phase: str = "start"
+
+    @property
+    def step(self) -> int:
+        return self.numbers.step if self.numbers else max(self.first_step, process.heartbeat.step)
+
+    def seconds_left(self) -> float | None:
+        """Return the time that the remaining steps take at the mean speed of those so far. None: it is not known."""
+        if not self.numbers or self.numbers.step <= self.first_step:
+            return None
+        seconds = (self.updated - self.began) / (self.numbers.step - self.first_step) * (self.total_steps - self.numbers.step)
+        return max(seconds - (time.monotonic() - self.updated), 0.0)
+
+    def observe_phase(self) -> None:
+        """Read from the heartbeat of this rank what it does now."""
+        heartbeat = process.heartbeat
+        phase, (done, total) = heartbeat.phase, heartbeat.progress
+        if phase == page.WAIT and (time.monotonic_ns() - heartbeat.since) * 1e-9 < _SHORT_WAIT:
+            return
+        self.phase = _LABELS.get(phase, "train" if self.total_steps or heartbeat.step else "start")
+        if self.phase == "evaluate" and total:
+            self.phase += f" {done / total:.0%} ({done:,} of {total:,} batches)"
+        if self.phase != "save" and page.read(heartbeat.memory).writing:
+            self.phase += ", writing a checkpoint"
+
+
+def shows_unicode(encoding: str | None) -> bool:
+    """Return whether the terminal shows box characters: the locale and the stream use UTF-8."""
+    named = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    is_utf8 = lambda name: (name or "").lower().replace("-", "").endswith("utf8")
+    return is_utf8(encoding) and (is_utf8(named.partition("@")[0]) if named else is_utf8(locale.getpreferredencoding(False)))
+
+
+class Renderer:
+    """Turns a state into rows. rich reads COLORTERM and NO_COLOR, and draws frames in the characters that `encoding` has."""
+
+    def __init__(self, encoding: str = "utf-8"):
+        self.console = Console(
+            file=_Buffer(encoding), force_terminal=True, legacy_windows=False, highlight=False, width=80, height=25
+        )
+        self.overflow: OverflowMethod = "crop" if self.console.options.ascii_only else "ellipsis"
+
+    def rows(self, state: State, columns: int, lines: int) -> list[str]:
+        """Return at most `lines` rows, each narrower than `columns`, because terminals differ in what follows the last column."""
+        width, has_frame = max(min(columns - 1, WIDEST), 1), columns > NARROW and lines >= 8
+        inner = width - 4 if has_frame else width
+        first, *others = [_flow(items, inner, self.overflow) for items in _groups(state)]
+        content: list[RenderableType] = [*first]
+        if state.total_steps:
+            content.append(self._bar(state.step / state.total_steps, inner))
+        content += [row for rows in others for row in rows]
+        if state.bar:
+            content += _flow([_plain(state.bar, "dim")], inner, self.overflow)
+        whole: RenderableType = Group(*content[: max(lines - 2 * has_frame, 1)])
+        if has_frame:
+            title = _plain(state.title, "bold")
+            title.truncate(inner - 4, overflow=self.overflow)
+            whole = Panel(whole, title=title or None, title_align="left", border_style="dim", width=width)
+        self.console.file = _Buffer(self.console.encoding)
+        self.console.width = width
+        self.console.print(whole)
+        return self.console.file.getvalue().splitlines()[:lines]
+
+    def _bar(self, done: float, width: int) -> Text:
+        filled = round(min(done, 1.0) * width)
+        full, empty = ("=", "-") if self.console.options.ascii_only else ("━", "─")  # they also differ without colours
+        return Text.assemble((full * filled, "green" if done >= 1 else "cyan"), (empty * (width - filled), "bright_black"))
+
+
+class _Buffer(io.StringIO):
+    encoding = "utf-8"
+
+    def __init__(self, encoding: str):
+        super().__init__()
+        self.encoding = encoding
+
+
+def _groups(state: State) -> Iterator[list[Text]]:
+    """Yield what belongs into one row, if the terminal is wide enough."""
+    now = time.monotonic()
+    items = [_plain(state.phase, "bold cyan")]
+    if state.total_steps:
+        items.append(_item("step", f"{state.step:,}/{state.total_steps:,}"))
+        if state.steps_per_epoch:
+            items.append(_item("epoch", f"{state.step / state.steps_per_epoch:.2f}"))
+    items.append(_item("elapsed", format_seconds(now - state.opened)))
+    if (left := state.seconds_left()) is not None and state.step < state.total_steps:
+        items.append(_item("left", format_seconds(left)))
+    yield items
+    if state.numbers and state.pace:
+        numbers = state.numbers
+        rates = [_plain(rate) for rate in str(state.pace).split("  ")]
+        yield [
+            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"), *rates
+        ]  # fmt: skip
+    if state.evaluations:
+        yield list(_evaluation_items(state))
+    if splits := splits_between(*state.samples):
+        yield list(_time_items(splits))
+
+
+def _evaluation_items(state: State) -> Iterator[Text]:
+    """Yield the metric that is compared, of the last and of the best evaluation. Without one, yield the first metrics."""
+    last = max(state.evaluations)
+    metrics, metric = state.evaluations[last], state.metric
+    yield _plain("evaluation", "dim")
+    when = f"at step {last:,}" if last else "before training"
+    if metric and metric.name in metrics:
+        yield _item(metric.name, f"{metrics[metric.name]:.4f}", when)
+        if ranking := metric.rank(state.evaluations):
+            best = ranking[0]
+            yield _item("best", f"{state.evaluations[best][metric.name]:.4f}", f"at step {best:,}" if best else "before training")
+    else:
+        for name, value in list(metrics.items())[:3]:
+            yield _item(name, f"{value:.4f}", when)
+
+
+def _time_items(splits: Sequence[Split]) -> Iterator[Text]:
+    """Yield how an average rank spends a step."""
+    mean = Split(*(sum(values) / len(splits) for values in zip(*splits)))
+    seconds = max(sum(mean), 1e-9)
+    parts = {
+        "data": mean.data,
+        "compute": mean.forward + mean.backward + mean.optimizer,
+        "communication": mean.communication,
+        "other": mean.other,
+    }
+    yield _item("time per step", f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms")
+    yield from (_item(name, f"{value / seconds:.0%}") for name, value in parts.items())
+
+
+def _item(name: str, value: str, more: str = "") -> Text:
+    return Text.assemble((f"{name} ", "dim"), value, (f" {more}" if more else "", "dim"))
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Return a text of one row. Control characters in it would move the cursor."""
+    return Text("".join(c if c.isprintable() else " " for c in text), style)
+
+
+def _flow(items: Iterable[Text], width: int, overflow: OverflowMethod) -> list[Text]:
+    """Return rows that are filled with items. An item that is wider than a row is cut."""
+    rows: list[Text] = []
+    for item in items:
+        item.truncate(width, overflow=overflow)
+        if rows and rows[-1].cell_len + 3 + item.cell_len <= width:
+            rows[-1].append("   ").append_text(item)
+        else:
+            rows.append(Text(no_wrap=True, overflow="crop").append_text(item))
+    return rows
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 3:07 or 2:03:07."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
