@@ -97,7 +97,7 @@ def fit(
     reader = LateReader(accelerator.device, accelerator.num_processes)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
     run = _Run(accelerator, cfg, model, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
-    own_time, system = OwnTime(accelerator.device, step), SystemSample(accelerator.device)
+    own_time = OwnTime(accelerator.device, step)
     own_time.attach(model)
     facts_of_run = describe_run(accelerator, cfg, len(train), model)
     run.hosts = [rank["host"] for rank in facts_of_run.get("ranks", [])]
@@ -109,7 +109,7 @@ def fit(
     heartbeat = process.heartbeat
     heartbeat.advance(step)
     heartbeat.report_timing(own_time.timing)
-    with signals.can_save(cfg), heartbeat.within(LOAD):
+    with signals.can_save(cfg), heartbeat.within(LOAD), SystemSample(accelerator.device) as system:
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
@@ -167,7 +167,6 @@ def fit(
                 if run.saves_now() or run.evaluates_now():
                     pace.restart()
                     own_time.restart()
-        system.close()
         return run.finish()
 
 

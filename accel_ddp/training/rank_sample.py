@@ -24,7 +24,7 @@ class RankSample(NamedTuple):
     optimizer: float
     other: float
     communication: float
-    gpu_memory: float  # bytes that torch has allocated at most since the last sample
+    gpu_memory: float  # bytes that torch has allocated at most
     gpu_memory_used: float  # bytes in use on the device, by all processes
     gpu_utilisation: float  # 0 to 1
     gpu_temperature: float  # degrees Celsius

@@ -81,10 +81,11 @@ def update(
     samples: Tensor | Sequence[float] = sample
     counting = None
     if num_ranks > 1:
-        # Each rank has a place of its own for its sample and adds zeros to the others.
-        before, after = [0.0] * len(sample) * process.rank, [0.0] * len(sample) * (num_ranks - 1 - process.rank)
-        numbers = [0.0 if isinstance(items, Tensor) else items, votes, *work, *before, *sample, *after]
-        summed = torch.tensor(numbers, dtype=exact)
+        summed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes, *work], dtype=exact)
+        if sample:  # each rank has a place of its own and adds zeros to the others; a list would take 1.6 ms for 1,000 ranks
+            places = torch.zeros(num_ranks, len(sample), dtype=exact)
+            places[process.rank] = torch.tensor(sample, dtype=exact)
+            summed = torch.cat([summed, places.flatten()])
         summed = summed.to(device, non_blocking=True)
         if isinstance(items, Tensor):
             summed[0] += items
