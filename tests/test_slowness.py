@@ -402,3 +402,39 @@ def test_a_straggler_of_50_ms_is_reported_with_its_host_and_what_it_costs(jobs, 
     for rank in range(2):
         parts = sum(sum(line[part][rank] for part in Split._fields) for line in lines[1:])
         assert parts == pytest.approx(updates[last] - updates[first - 1], rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration(jobs, tmp_path, ranks):
+    from tests.programs import parts_of_time as true
+
+    with jobs.ranks(
+        [0] * ranks, "--out", tmp_path, "--output_dir", tmp_path / "run", script=PROGRAMS / "parts_of_time.py"
+    ) as job:
+        assert job.codes(90) == [0] * ranks, job.all_output()
+    measured = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert len(measured[0]) == 7
+    # name: forward passes, and those that the backward pass repeats
+    passes = {"plain": (1, 0), "accumulation": (3, 0), "whole batch": (1, 0), "whole batch in parts": (4, 0), "unused": (2, 0),
+              "checkpointing": (2, 2), "scaler": (2, 0)}  # fmt: skip
+    backwards = {"plain": 1, "accumulation": 3, "whole batch": 1}
+    for name, (forwards, repeated) in passes.items():
+        own = []
+        for rank in range(ranks):
+            wall, *parts = measured[rank][name]
+            data, forward, backward, optimizer, other, communication = parts
+            assert sum(parts) == pytest.approx(wall, rel=0.03), name
+            one = true.FORWARD + true.SLOWER * (ranks > 1 and rank == ranks - 1)
+            expected = {
+                "data": (data, true.DATA), "forward": (forward, forwards * one), "optimizer": (optimizer, true.OPTIMIZER),
+                "backward": (backward, backwards.get(name, 2) * true.BACKWARD + repeated * one), "other": (other, 0.0),
+            }  # fmt: skip
+            for part, (seconds, truth) in expected.items():
+                assert truth <= seconds < 1.5 * truth + 0.03, (name, rank, part)
+            own.append(wall - communication)
+        if ranks == 1:
+            assert communication == 0.0
+        else:
+            waits = [measured[rank][name][-1] for rank in range(ranks)]
+            assert waits[0] - waits[1] == pytest.approx(own[1] - own[0], abs=0.005 + 0.03 * wall), name
+            assert waits[1] < 0.02

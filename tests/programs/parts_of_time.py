@@ -1,0 +1,105 @@
+"""Do updates whose parts take known times, and write what `OwnTime` has measured to OUT/RANK.json.
+
+The last rank needs longer in its forward pass, so that the others wait for it.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, SLOWER = 0.010, 0.012, 0.016, 0.014, 0.04
+STEPS = 4
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    out: str = ""
+    global_batch_size: int = 2
+    micro_batch_size: int = 1
+
+
+def main(cfg: Config) -> None:
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    from accel_ddp.training.own_time import OwnTime, Part
+    from accel_ddp.training.update import update
+    from accel_ddp.training.whole_batch import WholeBatch
+
+    accelerator = accel_ddp.start(cfg)
+    is_slow = accelerator.num_processes > 1 and accelerator.is_last_process
+
+    class Sleeping(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            time.sleep(BACKWARD)
+            return gradient
+
+    class Model(nn.Module):
+        def __init__(self, has_unused: bool, recomputes: bool):
+            super().__init__()
+            self.layer, self.recomputes = nn.Linear(8, 8), recomputes
+            if has_unused:
+                self.unused = nn.Linear(8, 8)
+
+        def inner(self, x):
+            time.sleep(FORWARD + SLOWER * is_slow)
+            return self.layer(Sleeping.apply(x))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x)
+
+    loss_sum = lambda model, batch: model(batch).square().sum()
+    whole = WholeBatch(
+        lambda model, batch: model(batch), lambda batch: torch.arange(len(batch)), lambda rows, keys: rows.square().sum(-1)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    # name: micro-batches, loss, unused parameter, gradient checkpointing, scaler
+    cases = {
+        "plain": (1, loss_sum, False, False, None),
+        "accumulation": (3, loss_sum, False, False, None),
+        "whole batch": (1, whole, False, False, None),
+        "whole batch in parts": (2, whole, False, False, None),
+        "unused": (2, loss_sum, True, False, None),
+        "checkpointing": (2, loss_sum, False, True, None),
+        "scaler": (2, loss_sum, False, False, scaler),
+    }
+    measured = {}
+    for name, (count, loss, has_unused, recomputes, scaler) in cases.items():
+        model = Model(has_unused, recomputes)
+        if accelerator.num_processes > 1:
+            model = DistributedDataParallel(model, find_unused_parameters=has_unused)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(OPTIMIZER))
+        accelerator.scaler = scaler
+        if scaler:  # Accelerate does the same with fp16, which it uses on GPUs only
+            accelerator.unscale_gradients = scaler.unscale_
+        own_time = OwnTime(accelerator.device)
+        own_time.attach(model)
+        rows = []
+        for step in range(STEPS + 1):
+            own_time.mark(Part.OTHER)
+            time.sleep(DATA)
+            batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
+            own_time.mark(Part.DATA)
+            update(accelerator, model, optimizer, batches, loss, len, own_time=own_time)
+            own_time.end_step(step + 1)
+            rows.append((time.perf_counter(), *own_time.timing[1:]))
+        first, last = rows[0], rows[-1]
+        measured[name] = [(b - a) / STEPS for a, b in zip(first, last)]  # wall time, then the parts
+    (Path(cfg.out) / f"{accelerator.process_index}.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    run(Config, main)
