@@ -1,17 +1,20 @@
-"""The cost of detecting faults: heartbeats in a rank, the monitor of a node, and the main node of a large cluster.
+"""The cost of observing a run: heartbeats and time breakdown in a rank, the monitor of a node, the main node of a large cluster.
 
-    python benchmarks/watch_overhead.py                     # all three, about a minute
+    python benchmarks/watch_overhead.py                     # all, about a minute
+    python benchmarks/watch_overhead.py --only breakdown    # 1 and 2 with steps of 0.1 s, without the large cluster
     python benchmarks/watch_overhead.py --nodes 512 --ranks_per_node 8 --seconds 20
 
-1. Heartbeats. Every call of a heartbeat, and of the clock of each rank's own time, is timed inside a real run, which also shows
-   how many calls a step makes. The calls hold the GIL and do not wait, so that their time is both CPU time and GIL-holding time.
-   The time of the timer itself is subtracted.
+1. Heartbeats and time breakdown. Every call of a heartbeat is timed inside a real run, and so is everything that the breakdown adds
+   to a step: the clock of the rank's own time, the sample of the rank, the larger vector that is summed, the samples of all ranks,
+   and the line of the log. The calls hold the GIL and do not wait, so that their CPU time is also the time in which they hold the
+   GIL. The time of the timer itself is subtracted. The thread that measures GPU, CPU and memory is added. With --log_every 1
+   every step is logged, which is the worst case.
 2. Monitor. Its CPU time per second of the same run, from /proc.
 3. Main node. A real monitor process is the coordinator of a cluster whose other nodes are simulated by one process: each has its own
    connection, speaks the protocol of the monitors, and sends heartbeats of its ranks every 0.5 s. The messages per second, their
    bytes, and the CPU time and memory of the monitor are measured.
 
-The goal is below 0.5 % of a step for the sum of 1 and 2.
+The goal is below 0.5 % of a step for the sum of 1 and 2, and below 0.5 % for the breakdown alone.
 """
 
 import argparse
@@ -42,58 +45,86 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="steps of the run in which heartbeats are timed")
     parser.add_argument("--step_seconds", type=float, default=0.1, help="minimum duration of a step of that run")
+    parser.add_argument("--log_every", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=512)
     parser.add_argument("--ranks_per_node", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=15, help="for how long the main node is measured")
     if sys.argv[1:2] == ["--inside"]:  # this process is a rank of the run
         return time_heartbeats(sys.argv[2], sys.argv[3:])
+    parser.add_argument("--only", choices=["all", "breakdown"], default="all")
     options = parser.parse_args()
     measure_run(options)
-    measure_main_node(options)
+    if options.only == "all":
+        measure_main_node(options)
 
 
 # ---- 1 and 2: a real run
 
 
 def time_heartbeats(report: str, arguments: list[str]) -> None:
-    """Run tests/programs/faulty.py with a timer around every method of the heartbeat, and write the sums to a file."""
+    """Run tests/programs/faulty.py with a timer around everything that is measured, and write the sums to a file."""
     import runpy
 
+    from accel_ddp.observing.log import JsonlLog
+    from accel_ddp.training import late_reader, update
+    from accel_ddp.training.breakdown import Breakdown
     from accel_ddp.training.own_time import OwnTime
+    from accel_ddp.training.rank_sample import RankSample
+    from accel_ddp.training.system_sample import SystemSample
     from accel_ddp.watch.page import Heartbeat
 
-    calls, spent, depth = {}, 0, 0
+    calls, spent, depth = {}, {"heartbeat": 0, "breakdown": 0, "thread": 0}, 0
 
-    def timed(name: str, method):
+    def timed(name: str, group: str, method):
         calls[name] = 0
 
         def wrapper(*args):
-            nonlocal spent, depth
+            nonlocal depth
             calls[name] += 1
             depth += 1
-            began = time.perf_counter_ns()
+            began = time.thread_time_ns()
             try:
                 return method(*args)
             finally:
                 depth -= 1
                 if depth == 0:
-                    spent += time.perf_counter_ns() - began
+                    spent[group] += time.thread_time_ns() - began
 
         return wrapper
 
-    for owner in (Heartbeat, OwnTime):
+    def timed_in_thread(method):
+        def wrapper(*args):
+            began = time.thread_time_ns()
+            try:
+                return method(*args)
+            finally:
+                spent["thread"] += time.thread_time_ns() - began
+
+        return wrapper
+
+    for owner, group in ((Heartbeat, "heartbeat"), (OwnTime, "breakdown")):
         for name, method in list(vars(owner).items()):
             if inspect.isfunction(method) and not name.startswith("_"):
-                setattr(owner, name, timed(f"{owner.__name__}.{name}", method))
-    began = time.perf_counter_ns()
+                setattr(owner, name, timed(f"{owner.__name__}.{name}", group, method))
+    RankSample.of = timed("RankSample.of", "breakdown", RankSample.of)
+    Breakdown.add = timed("Breakdown.add", "breakdown", Breakdown.add)
+    JsonlLog._write_ranks = timed("JsonlLog._write_ranks", "breakdown", JsonlLog._write_ranks)
+    update._append_sample = timed("_append_sample", "breakdown", update._append_sample)
+    late_reader.split_samples = timed("split_samples", "breakdown", late_reader.split_samples)
+    SystemSample._measure = timed_in_thread(SystemSample._measure)
+    began = time.thread_time_ns()
     for _ in range(10_000):
-        time.perf_counter_ns()
-    timer = (time.perf_counter_ns() - began) / 10_000
+        time.thread_time_ns()
+    timer = (time.thread_time_ns() - began) / 10_000
     sys.argv = [str(ROOT / "tests" / "programs" / "faulty.py"), *arguments]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        Path(report).write_text(json.dumps({"calls": calls, "seconds": (spent - timer * sum(calls.values())) * 1e-9}))
+        of_heartbeat = sum(count for name, count in calls.items() if name.startswith("Heartbeat"))
+        spent["heartbeat"] -= timer * of_heartbeat
+        spent["breakdown"] -= timer * (sum(calls.values()) - of_heartbeat)
+        seconds = {group: value * 1e-9 for group, value in spent.items()}
+        Path(report).write_text(json.dumps({"calls": calls, "seconds": seconds}))
 
 
 def measure_run(options: argparse.Namespace) -> None:
@@ -102,6 +133,7 @@ def measure_run(options: argparse.Namespace) -> None:
         report = Path(folder, "report.json")
         command = [sys.executable, __file__, "--inside", report, "--output_dir", Path(folder, "run"), "--steps", options.steps]
         command += ["--step_seconds", options.step_seconds, "--global_batch_size", 2, "--save_every", 1000]
+        command += ["--log_every", options.log_every]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
         # A run of a single process has no other rank to wait for, and may have no monitor. torchrun's variables make it one of two.
         process, other = start_two_ranks([str(word) for word in command], env, folder)
@@ -117,21 +149,31 @@ def measure_run(options: argparse.Namespace) -> None:
         assert codes == (0, 0), f"exit codes {codes}"
         found = json.loads(report.read_text())
     half = len(times) // 4
-    step = (times[-1] - times[half]) / (len(times) - 1 - half)
-    per_step = found["seconds"] / options.steps
-    calls = sum(found["calls"].values()) / options.steps
+    step = (times[-1] - times[half]) / (len(times) - 1 - half) / options.log_every
+    per_step = {group: seconds / options.steps for group, seconds in found["seconds"].items()}
+    counts = lambda is_heartbeat: {
+        name: count for name, count in found["calls"].items() if count and name.startswith("Heartbeat") == is_heartbeat
+    }
     monitor_share = (cpu[-1] - cpu[half]) / (times[-1] - times[half])
-    print(
-        f"1. heartbeats: {calls:.1f} calls per step, {per_step * 1e6:.1f} us of CPU and GIL time per step of {step * 1e3:.1f} ms"
-    )
-    print(f"   one call in a loop: {cost_of_a_call() * 1e6:.2f} us")
-    print(
-        f"   = {per_step / step:.4%} of a step   ({', '.join(f'{name} {count}' for name, count in found['calls'].items() if count)})"
-    )
+    print(f"1. in a rank, per step of {step * 1e3:.1f} ms with --log_every {options.log_every}, CPU time:")
+    for name, seconds, called in (
+        ("heartbeats", per_step["heartbeat"], counts(True)),
+        ("time breakdown", per_step["breakdown"], counts(False)),
+        ("thread of the system metrics", per_step["thread"], {}),
+    ):
+        print(
+            f"   {name}: {seconds * 1e6:.1f} us = {seconds / step:.4%} of a step, {sum(called.values()) / options.steps:.1f} calls"
+        )
+        print(
+            f"      {', '.join(f'{name} {count}' for name, count in called.items())}" if called else "", end="\n" * bool(called)
+        )
+    breakdown = (per_step["breakdown"] + per_step["thread"]) / step
+    print(f"   time breakdown with its thread: {breakdown:.4%} of a step (goal: below 0.5 %)")
+    print(f"   one call of a heartbeat in a loop: {cost_of_a_call() * 1e6:.2f} us")
     print(f"2. monitor (pid {monitor}): {monitor_share * 1e3:.2f} ms of CPU time per second = {monitor_share:.4%} of one core")
     cores = os.cpu_count() or 1
     print(f"   = {monitor_share / cores:.4%} of the {cores} cores of this node")
-    total = per_step / step + monitor_share / cores
+    total = sum(per_step.values()) / step + monitor_share / cores
     print(f"   sum of 1 and 2: {total:.4%} of a step (goal: below 0.5 %)\n", flush=True)
 
 
