@@ -97,7 +97,7 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        self.rows = dict(rows)  # for `tables`
+        self.rows = {name: values for name, values in rows.items() if name != "probabilities"}  # for `tables`
         loss = rows.pop("loss").mean()
         rows.pop("confidence", None)
         if self.labels.is_regression:

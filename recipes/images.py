@@ -101,7 +101,7 @@ class Task:
 
     def summarize(self, rows):
         """Return the metrics of all items. This runs on the main rank."""
-        self.rows = dict(rows)  # for `tables`
+        self.rows = {name: values for name, values in rows.items() if name != "probabilities"}  # for `tables`
         loss = rows.pop("loss").mean()
         rows.pop("confidence", None)
         scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)

@@ -1,6 +1,7 @@
 """Tests of every recipe as users start it: on one rank and on two, killed and resumed, exported and loaded."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp import export
+from accel_ddp.records.tables import Table, file_of, list_steps, read_tables
 from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
 
 WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
@@ -31,6 +34,9 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+CLASSES = ("classes", "confusion", "predictions")
+
+
 @dataclass
 class Case:
     """A recipe, the data and options of a run that takes seconds, and a function that loads its export with the usual library."""
@@ -41,6 +47,7 @@ class Case:
     loads: Callable[[str], object]
     weights: str = "model.safetensors"
     metrics: tuple[str, ...] = field(default=("loss",))
+    tables: tuple[str, ...] = ("predictions",)
 
 
 def pipeline(task: str, text: object, **more: object) -> Callable[[str], object]:
@@ -103,6 +110,7 @@ CASES = {
          "--early_stopping_patience", "9", "--best_metric", "weighted_by_place:min"],
         pipeline("text-classification", "a fine film"),
         metrics=("accuracy", "macro_f1", "loss", "matthews_correlation", "brier_score", "weighted_by_place"),
+        tables=CLASSES,
     ),
     "classify a number": Case(
         "classify",
@@ -110,6 +118,7 @@ CASES = {
         ["--num_labels", "1", "--text_column", "a", "--text_pair_column", "b", "--best_metric", "r2", "--metrics", "r2"],
         pipeline("text-classification", {"text": "a fine film", "text_pair": "a dull one"}),
         metrics=("mse", "pearson", "loss", "r2"),
+        tables=("errors", "points", "predictions"),
     ),
     "tag": Case(
         "tag",
@@ -117,6 +126,7 @@ CASES = {
         ["--metrics", "macro_f1"],
         pipeline("token-classification", "a fine film", aggregation_strategy="simple"),
         metrics=("f1", "loss", "macro_f1"),
+        tables=CLASSES,
     ),
     "sft": Case("sft", uneven_chat, ["--samples", "1", "--max_new_tokens", "2"], pipeline("text-generation", "hello"),
                 metrics=("loss", "perplexity")),
@@ -132,6 +142,7 @@ CASES = {
         merges_without_a_change,
         "adapter/adapter_model.safetensors",
         metrics=("loss",),
+        tables=CLASSES,
     ),
     "seq2seq": Case(
         "seq2seq",
@@ -143,6 +154,7 @@ CASES = {
         "images", None, ["--norm", "group", "--metrics", "roc_auc"],
         pipeline("image-classification", image_of_a_digit(), trust_remote_code=True),
         metrics=("accuracy", "loss", "roc_auc"),
+        tables=CLASSES,
     ),
     "embed": Case(
         "embed",
@@ -171,7 +183,7 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
         case = CASES[name]
         given = ["--steps", "6", "--save_every", "2", "--keep_last", "3", "--eval_every", "3", "--log_every", "1"]
         given += ["--global_batch_size", "8", "--micro_batch_size", "2", "--max_eval_items", "11", "--eval_batch_size", "4"]
-        given += ["--optimizer", "sgd", "--lr", "0.05"]
+        given += ["--optimizer", "sgd", "--lr", "0.05", "--log_predictions", "2"]
         if case.rows:
             for part, first, number in (("train", 0, 48), ("eval", 48, 13)):
                 write_jsonl(folder / f"{name}.{part}.jsonl", [case.rows(i) for i in range(first, first + number)])
@@ -185,6 +197,38 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
 
 def evaluations(folder: Path) -> list[dict]:
     return [e for e in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if e["event"] == "evaluate"]
+
+
+def assert_same_tables(a: dict[str, Table], b: dict[str, Table]) -> None:
+    """Require equal tables. Only rounded numbers may differ, by one in the last digit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert dataclasses.replace(a[name], rows=[]) == dataclasses.replace(b[name], rows=[])
+        for row_of_a, row_of_b in zip(a[name].rows, b[name].rows, strict=True):
+            assert [cell for cell in row_of_a if not isinstance(cell, float)] == [c for c in row_of_b if not isinstance(c, float)]
+            assert row_of_a == [pytest.approx(cell, abs=1.01e-4) if isinstance(cell, float) else cell for cell in row_of_b]
+
+
+def assert_tables_are_complete(case: Case, one: Path, two: Path, again: Path) -> None:
+    """Compare the tables of one rank with those of two, and of a run that repeats the last steps byte for byte."""
+    found = read_tables(one / file_of(6))
+    assert tuple(found) == case.tables
+    assert list_steps(one) == list_steps(two) == [0, 3, 6]
+    for step in (3, 6):
+        assert (again / file_of(step)).read_bytes() == (one / file_of(step)).read_bytes()
+    before = [read_tables(run / file_of(0)) for run in (one, two)]  # with equal weights
+    assert_same_tables(*before)
+    for name in {"classes", "confusion"} & found.keys():
+        assert before[0][name] == before[1][name]
+    shown = found["predictions"]
+    assert 2 <= len(shown.rows) <= 6
+    assert max(Counter(row[0] for row in shown.rows).values()) <= 2
+    assert not case.rows or any(word in str(shown.rows) for word in WORDS), "it shows texts of the data"
+    for name in {"confusion"} & found.keys():
+        counted = sum(sum(row[1:]) for row in found[name].rows)
+        assert counted == 11 or case.recipe == "tag"
+        right = sum(row[1 + i] for i, row in enumerate(found[name].rows))
+        assert right / counted == pytest.approx(evaluations(one)[-1]["accuracy"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -217,6 +261,8 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
     run_ranks(1, script, *given, "--resume", one / "step_00000002", "--output_dir", again).well()
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (again / "step_00000006" / file).read_bytes() == (one / "step_00000006" / file).read_bytes()
+
+    assert_tables_are_complete(case, one, two, again)
 
     out = export.from_checkpoint(str(one / "step_00000006"), str(tmp_path / "exported"))
     for path in (p for p in (one / "model").rglob("*") if p.is_file() and p.name not in ("README.md", "accel_ddp.json")):

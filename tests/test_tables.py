@@ -319,7 +319,9 @@ def test_a_damaged_or_removed_file_has_no_tables(tmp_path):
     for damaged in (whole[:-5], b"[]", b'{"a": 1}', b'{"a": {"rows": []}}', b"\xff\xfe", b""):
         path.write_bytes(damaged)
         assert read_tables(path) == {}
-    newer = json.loads(whole) | {"more": {"columns": [], "rows": [], "kind": "new", "title": ""}}
+    newer = json.loads(whole)
+    newer["classes"]["unit"] = "a field of a later version"
+    newer |= {"more": {"columns": [], "rows": [], "kind": "new", "title": ""}}
     path.write_text(json.dumps(newer))
     assert read_tables(path) == make(1), "a table of an unknown kind is left out"
     assert read_tables(tmp_path / "no.json") == {}

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,10 +97,12 @@ def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
 
 
 def read_tables(path: Path) -> dict[str, Table]:
-    """Return the tables of a file. Return {} if it was removed or is damaged. Tables of kinds that are not known are left out."""
+    """Return the tables of a file, or {} if it was removed or is damaged. Kinds and fields that are not known are left out."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = {name: Table(**value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
-        return {name: table for name, table in found.items() if table.kind in KINDS}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = [field.name for field in fields(Table)]
+        made = {name: Table(**{field: value[field] for field in known if field in value}) for name, value in found.items()}
+        return {name: table for name, table in made.items() if table.kind in KINDS}
     return {}
 
 
