@@ -5,8 +5,10 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,17 @@ def test_a_run_is_running_while_it_holds_its_lock(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert read_run(folder).state == "running"
     assert read_run(folder).state == "interrupted"
+    os.utime(folder / "log.jsonl")
+    assert read_run(folder).state == "running"  # the lock names no machine
+    (folder / ".lock").write_text(f"pid 1 on {socket.gethostname()}")
+    assert read_run(folder).state == "interrupted"
+    (folder / ".lock").write_text("pid 1 on another-machine")
+    assert read_run(folder).state == "running"
+    os.utime(folder / "log.jsonl", (time.time() - 250,) * 2)
+    assert read_run(folder).state == "interrupted"
+    write(folder, start(), update(10), update(20, time=1110.0))
+    os.utime(folder / "log.jsonl", (time.time() - 250,) * 2)
+    assert read_run(folder).state == "running"  # 100 s between lines are usual in this run
     write(folder, start(), update(10), {"event": "end", "step": 10, "time": 1.0, "stopped": "SIGUSR2"})
     assert (read_run(folder).state, read_run(folder).end["stopped"]) == ("stopped", "SIGUSR2")
     with (folder / "log.jsonl").open("a") as log:  # it was resumed
@@ -205,6 +218,17 @@ def test_every_incident_is_listed_once_in_the_order_of_time(tmp_path):
     assert run.incidents[2]["text"] == "rank 1 failed at step 25\nTraceback"
     assert run.incidents[4]["text"].endswith("2 logged steps up to step 40 are not finite.")
     assert run.summary["goodput"] == 0.5
+
+
+def test_secrets_in_messages_of_a_run_are_hidden(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "planted-secret")
+    texts = "https://user:planted-password@host/x failed with planted-secret"
+    folder = write(tmp_path, start(command=[texts], environment={"A": texts}), update(1),
+                   {"event": "restart", "step": 0, "time": 1.0, "text": texts}, config={"train_file": texts})  # fmt: skip
+    (folder / "incidents.jsonl").write_text(json.dumps({"time": 1.0, "level": "error", "kind": "X", "text": texts}))
+    run = read_run(folder)
+    assert "planted" not in str(vars(run))
+    assert "https://***@host/x failed with ***" in run.options["train_file"]
 
 
 def test_very_many_incidents_are_bounded(tmp_path):

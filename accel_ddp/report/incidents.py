@@ -17,9 +17,7 @@ _MOST_GAPS = 100  # groups of steps that are not finite
 _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
 
-def find_incidents(
-    folder: Path, content: LogContent, starts: list[dict[str, Any]], end: dict[str, Any] | None
-) -> list[dict[str, Any]]:
+def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the incidents in the order of time, each once: time, step, level, kind, text, rank, host. Unknown values are None."""
     recorded = [_incident(line) for line in _read_lines(folder / "incidents.jsonl") if "text" in line]
     found = [
