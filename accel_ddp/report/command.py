@@ -21,12 +21,13 @@ _EXAMPLES = """examples:
 A run that has not ended is shown as it is now. docs/report.md describes the page and the files."""
 
 
-def main(words: list[str]) -> int:
-    """Write the report of the runs in `words` and return the exit code."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="accel-ddp report",
-        description="Write one HTML file about one or several runs, which opens without a network: curves, the time of each rank, "
-        "evaluations, checkpoints, incidents, options and versions.",
+        usage="accel-ddp report RUN... [--out FILE] [--csv FOLDER] [--open]",
+        description="Write one HTML file about one or several runs, which opens without a network: curves, the time of\n"
+        "each rank, evaluations, checkpoints, incidents, options and versions.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,7 +36,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
     parser.add_argument("--csv", default="", metavar="FOLDER", help="also write the numbers as CSV files into this folder")
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
-    given = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str]) -> int:
+    """Write the report of the runs in `words` and return the exit code."""
+    given = build_parser().parse_args(words)
     folders, left_out = find_runs(given.runs)
     path = _choose_path(given.out, folders)
     if given.csv and Path(given.csv).exists() and not Path(given.csv).is_dir():

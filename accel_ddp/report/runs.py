@@ -1,20 +1,27 @@
 """Reads the folder of a run: its log, its options, its checkpoints, its tables and its incidents."""
 
 import fcntl
-import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accel_ddp.errors import UserError
 from accel_ddp.records import log, tables
+from accel_ddp.records.redaction import redact
+from accel_ddp.report import json_text
 from accel_ddp.report.incidents import find_incidents
-from accel_ddp.report.log_reader import LogContent, number_of, read_log_columns
+from accel_ddp.report.json_text import number_of
+from accel_ddp.report.log_reader import LogContent, read_log_columns
 from accel_ddp.report.run_data import Run, State
 from accel_ddp.report.summary import summarize
 from accel_ddp.saving import format
 
-_YOUNG_SECONDS = 120.0  # a log that has grown since then belongs to a run that continues, where the file system has no locks
+_YOUNG_SECONDS = 120.0  # a log that has grown since then, or within three times the usual time between lines, is young
+_RECENT_LINES = 20
 
 
 def read_run(folder: str | Path, name: str = "") -> Run:
@@ -26,9 +33,9 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if not content.events and not len(content.updates["step"]):
-        reason = f"none of its {content.num_bad_lines} lines is an event" if content.num_bad_lines else "it is empty"
+        reason = "no line is an event" if content.num_bad_lines else "it is empty"
         raise UserError(f"{path} contains no events: {reason}. The run has not begun, or this file belongs to another program.")
-    run = Run(folder, name or folder.resolve().name, updates=content.updates, ranks=content.ranks)
+    run = Run(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
     for event in content.events:
         if event["event"] == "start":
             run.starts.append(event)
@@ -41,11 +48,22 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     best = _read_object(folder / "best.json", run.notes)
     run.checkpoints = _find_checkpoints(run.folder, content, best)
     run.tables = _read_tables(run, content, best)
-    run.incidents = find_incidents(folder, content, run.starts, run.end)
+    run.incidents = find_incidents(folder, content, run.end)
     run.profile = _read_object(folder / "profile" / "summary.json", run.notes) or None
     run.notes += _notes_of(content, run)
-    run.summary = summarize(run, best)
+    run.summary = summarize(run, best, content)
+    # Newer runs store no secrets, but a message of an older one may contain some.
+    run.starts, run.options, run.incidents, run.end = _redacted([run.starts, run.options, run.incidents, run.end])
     return run
+
+
+def _redacted(value: Any) -> Any:
+    """Return a JSON value whose texts contain neither secrets of the environment nor passwords in URLs."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {name: _redacted(one) for name, one in value.items()}
+    return [_redacted(one) for one in value] if isinstance(value, list) else value
 
 
 def _notes_of(content: LogContent, run: Run) -> list[str]:
@@ -56,7 +74,8 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
             "that some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
-        notes.append(f"{content.num_bad_lines} lines of the log are incomplete or damaged. They are left out.")
+        lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"
+        notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
     if not run.starts:
         notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
@@ -67,13 +86,13 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return a JSON object from a file, or {} if the file is missing. A damaged file is noted."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json_text.parse(path.read_bytes())
         if isinstance(value, dict):
             return value
         notes.append(f"{path.name} contains no JSON object. It is left out.")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         notes.append(f"{path.name} is damaged or cannot be read. It is left out.")
     return {}
 
@@ -91,21 +110,29 @@ def _read_evaluations(content: LogContent) -> list[dict[str, Any]]:
 
 
 def _find_state(run: Run) -> State:
-    """Return whether the run has ended. A run holds the lock of its folder; where locks do not work, its log is young."""
+    """Return whether the run has ended. A run holds the lock of its folder.
+
+    A lock of another machine may not be visible here. In this case a log that grows belongs to a run that continues.
+    """
     if run.end is not None:
         return "stopped" if run.end.get("stopped") else "complete"
     try:
         with (run.folder / ".lock").open("rb") as file:
+            holder = file.read(1000).decode("utf-8", "replace")
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if holder.endswith(f" on {socket.gethostname()}"):
+            return "interrupted"
     except BlockingIOError:
         return "running"
     except OSError:
         pass
+    times = run.updates["time"][-_RECENT_LINES:]
+    gaps = np.diff(times[np.isfinite(times)])
     try:
         age = time.time() - (run.folder / log.FILE).stat().st_mtime
     except OSError:
         return "interrupted"
-    return "running" if age < _YOUNG_SECONDS and not (run.folder / ".lock").exists() else "interrupted"
+    return "running" if age < max(_YOUNG_SECONDS, 3 * gaps.max(initial=0.0)) else "interrupted"
 
 
 def _find_checkpoints(folder: Path, content: LogContent, best: dict[str, Any]) -> list[dict[str, Any]]:
