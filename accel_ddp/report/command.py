@@ -25,8 +25,9 @@ def main(words: list[str]) -> int:
     """Write the report of the runs in `words` and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="accel-ddp report",
-        description="Write one HTML file about one or several runs, which opens without a network: curves, the time of each rank, "
-        "evaluations, checkpoints, incidents, options and versions.",
+        usage="accel-ddp report RUN... [--out FILE] [--csv FOLDER] [--open]",
+        description="Write one HTML file about one or several runs, which opens without a network: curves, the time of\n"
+        "each rank, evaluations, checkpoints, incidents, options and versions.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,5 +1,6 @@
 """Compares runs: short names that distinguish them, and the options, versions and machines in which they differ."""
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the
 
 def unique_names(folders: list[Path]) -> list[str]:
     """Return the shortest end of each path that no other path has."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for own in parts:
         ends = range(1, len(own))
@@ -27,13 +28,19 @@ def common_metrics(runs: list[Run]) -> list[str]:
 
 
 def differences(runs: list[Run]) -> list[tuple[str, str, list[Any]]]:
-    """Return (section, name, value of each run) for what differs between runs. None: the run does not have the value."""
+    """Return (section, name, value of each run) for what differs between runs. None: the run does not have the value.
+
+    An option that a run does not have, because its version is older, is no difference if the other runs use the default.
+    """
     found = []
     described = [_describe(run) for run in runs]
+    changed = {name for run in runs for name in _dict(run.start.get("options"))}
     for section in ("options", "data", "cluster", "versions", "environment"):
         names = dict.fromkeys(name for one in described for name in one[section])
         for name in names:
             values = [one[section].get(name) for one in described]
+            if section == "options" and None in values and name not in changed and all("options" in run.start for run in runs):
+                continue
             if any(value != values[0] for value in values[1:]):
                 found.append((section, name, values))
     return found

@@ -66,6 +66,7 @@ def _require_own(path: Path) -> None:
 
 def _text(value: str) -> str:
     """Return text that a spreadsheet does not compute as a formula: an apostrophe precedes it. Numbers stay as they are."""
+    value = value.replace("\0", "")
     if value.startswith(_FORMULA) and not _is_number(value):
         return "'" + value
     return value
@@ -114,14 +115,12 @@ def _ranks(runs: list[Run]) -> tuple[list[str], Iterator[list[Any]]]:
         for run in runs:
             ranks, values = run.ranks, {**run.ranks.system, **run.ranks.seconds}
             for at in range(0, len(ranks.steps), _BLOCK):
-                part = slice(at, at + _BLOCK)
-                for rank in range(ranks.num_ranks):
-                    known = {name: values[name][part, rank] for name in values}
-                    exists = np.any([np.isfinite(one) for one in known.values()], axis=0)
-                    size = int(exists.sum())
-                    columns = [_strings(known[name][exists]) if name in known else [""] * size for name in names]
-                    times = [_strings(one[part][exists]) for one in (ranks.first_steps, ranks.steps, ranks.times)]
-                    yield from map(list, zip([_text(run.name)] * size, *times, [str(rank)] * size, *columns))
+                known = {name: one[at : at + _BLOCK] for name, one in values.items()}
+                exists = np.any([np.isfinite(one) for one in known.values()], axis=0)  # [rows, ranks]
+                row, rank = np.nonzero(exists)
+                columns = [_strings(known[name][exists]) if name in known else [""] * len(row) for name in names]
+                times = [_strings(one[at + row]) for one in (ranks.first_steps, ranks.steps, ranks.times)]
+                yield from map(list, zip([_text(run.name)] * len(row), *times, _strings(rank), *columns))
 
     return ["run", "first_step", "last_step", "time", "rank", *names], rows()
 

@@ -19,7 +19,7 @@ def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
     If one path is given it must be a run. Of several, as `runs/classify/*` has them, those that are not runs are left out.
     """
     found: dict[Path, Path] = {}
-    left_out = []
+    left_out: dict[str, str] = {}
     for word in words:
         folder = Path(word).expanduser()
         if not os.path.lexists(folder):
@@ -27,12 +27,23 @@ def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
         try:
             _require_run(folder, word)
         except UserError as error:
-            left_out.append(str(error))
+            left_out[word] = str(error)
         else:
             found.setdefault(folder.resolve(), folder)
     if not found:
-        raise UserError(left_out[0] if len(left_out) == 1 else "no run was given. " + " ".join(left_out[:_MOST_SHOWN]))
-    return list(found.values()), left_out
+        reasons = list(left_out.values())
+        raise UserError(reasons[0] if len(reasons) == 1 else "no run was given. " + " ".join(reasons[:_MOST_SHOWN]))
+    return list(found.values()), _listed(list(left_out))
+
+
+def _listed(words: list[str]) -> list[str]:
+    """Return one message about the paths that are not runs, or none."""
+    if not words:
+        return []
+    more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
+    return [
+        f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {'this is no run' if len(words) == 1 else 'these are no runs'}."
+    ]
 
 
 def _require_run(folder: Path, word: str) -> None:

@@ -1,6 +1,5 @@
 """Collects the incidents of a run: diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -8,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.log_reader import LogContent, number_of
+from accel_ddp.report import json_text
+from accel_ddp.report.json_text import number_of
+from accel_ddp.report.log_reader import LogContent
 
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
+_MOST = 2000
 _MOST_GAPS = 100  # groups of steps that are not finite
 _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
@@ -19,11 +21,12 @@ def find_incidents(
     folder: Path, content: LogContent, starts: list[dict[str, Any]], end: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
     """Return the incidents in the order of time, each once: time, step, level, kind, text, rank, host. Unknown values are None."""
+    recorded = [_incident(line) for line in _read_lines(folder / "incidents.jsonl") if "text" in line]
     found = [
-        *(_incident(line) for line in _read_lines(folder / "incidents.jsonl") if "text" in line),
+        *recorded,
         *_restarts(_read_lines(folder / "restarts.jsonl"), content.events),
         *_resumes(content.events),
-        *_nonfinite(content.updates),
+        *_nonfinite(content.updates, {one["step"] for one in recorded if one["kind"].startswith("SKIPPED_STEP")}),
         *(_incident(event, kind=event["event"]) for event in content.events if _is_finding(event)),
     ]
     if end and end.get("skipped_steps"):
@@ -31,9 +34,24 @@ def find_incidents(
             f"{end['skipped_steps']} updates of the last attempt were skipped, because their loss or gradients were not finite."
         )
         found.append(_incident({**end, "text": text}, "warning", "SKIPPED_STEPS"))
-    if end and end.get("stopped"):
+    if end and end.get("stopped") and not any(one["kind"] == "STOPPED" and _is_near(one, end) for one in recorded):
         found.append(_incident({**end, "text": f"The run was stopped: {end['stopped']}"}, "info", "STOPPED"))
-    return _once(found)
+    return _bounded(_once(found))
+
+
+def _bounded(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the incidents, or the first and the last of them if there are very many."""
+    half = _MOST // 2
+    if len(found) <= _MOST:
+        return found
+    line = {**found[half], "text": f"{len(found) - _MOST} more incidents are left out here. incidents.jsonl contains them."}
+    return [*found[:half], _incident({**line, "level": "info", "kind": "LEFT_OUT", "rank": None, "host": None}), *found[-half:]]
+
+
+def _is_near(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two incidents happened at about the same time. A time that is not known is near to none."""
+    times = [number_of(item.get("time")) for item in (one, other)]
+    return abs(times[0] - times[1]) < _SAME_SECONDS
 
 
 def _incident(line: dict[str, Any], level: str = "info", kind: str = "") -> dict[str, Any]:
@@ -65,8 +83,8 @@ def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list
     for line in {(one.get("restart"), one.get("lost_seconds"), one.get("committed")): one for one in restarts}.values():
         found.append(_incident({**line, "step": line.get("failed_step"), "kind": ""}, "error", "FAILURE"))
         text = (
-            f"Training continues at step {line.get('step')} after restart {line.get('restart')}. {line.get('lost_steps')} steps and "
-            f"{line.get('lost_seconds')} s are lost."
+            f"Training continues at step {line.get('step')} after restart {line.get('restart')}. Lost steps: {line.get('lost_steps')}. "
+            f"Lost time: {line.get('lost_seconds')} s."
         )
         found.append(_incident({"time": line.get("time"), "step": line.get("step"), "text": text}, "warning", "RESTART"))
     return found
@@ -88,11 +106,15 @@ def _resumes(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _nonfinite(updates: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return one incident for each group of logged steps in a row whose loss or gradient norm is not finite."""
+def _nonfinite(updates: dict[str, np.ndarray], recorded: set[int | None]) -> list[dict[str, Any]]:
+    """Return one incident for each group of logged steps in a row whose loss or gradient norm is not finite.
+
+    Steps that incidents.jsonl contains are `recorded`.
+    """
     step = updates["step"]
     names = [name for name in ("loss", "grad_norm") if name in updates]
     bad = ~np.all([np.isfinite(updates[name]) for name in names], axis=0) if names else np.zeros(len(step), bool)
+    bad &= ~np.isin(step, [one for one in recorded if one is not None])
     edges = np.flatnonzero(np.diff(np.concatenate([[0], bad.astype(np.int8), [0]])))
     groups = list(zip(edges[::2], edges[1::2] - 1))
     found = []
@@ -119,15 +141,17 @@ def _nonfinite(updates: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def _once(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the incidents in the order of time, without those that two files contain."""
+    """Return the incidents in the order of time, without those that two files contain. The longer text is kept."""
     kept: list[dict[str, Any]] = []
-    last: dict[str, dict[str, Any]] = {}  # by text
+    last: dict[str, dict[str, Any]] = {}  # by the first line of the text; a traceback may follow
     for one in sorted(found, key=lambda one: (one["time"] is None, one["time"] or 0.0)):
-        same = last.get(one["text"])
-        if same and (one["time"] or 0.0) - (same["time"] or 0.0) < _SAME_SECONDS and same["step"] in (one["step"], None):
-            same |= {name: value for name, value in one.items() if same[name] in (None, "")}
+        begin = one["text"].partition("\n")[0]
+        same = last.get(begin)
+        if same and _is_near(same, one) and (same["step"] == one["step"] or None in (same["step"], one["step"])):
+            longer = max(same["text"], one["text"], key=len)
+            same |= {name: value for name, value in one.items() if same[name] in (None, "")} | {"text": longer}
             continue
-        last[one["text"]] = one
+        last[begin] = one
         kept.append(one)
     return kept
 
@@ -139,8 +163,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
             for line in file:
                 try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError):
+                    value = json_text.parse(line)
+                except ValueError:
                     continue
                 if isinstance(value, dict):
                     found.append(value)

@@ -3,13 +3,16 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from accel_ddp.records.log import SCHEMA
+from accel_ddp.report import json_text
+from accel_ddp.report.json_text import number_of, step_of
+from accel_ddp.report.rank_rows import RankRow, rank_times
 from accel_ddp.report.run_data import RankTimes
 
 _BATCH = 20_000  # lines that are parsed by one call
@@ -18,7 +21,6 @@ _LONGEST = 1 << 26  # bytes; a longer line is garbage
 # Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
 MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 13, 1 << 18, 512
 _UPDATE_BYTES = 200  # of a usual line
-_PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 _MOST_COLUMNS = 200  # the memory of a log in which every line has other names
 _NOT_VALUES = ("event", "repeated")
 
@@ -32,6 +34,7 @@ class LogContent:
     events: list[dict[str, Any]]  # all other events, in the order of the file
     num_bad_lines: int = 0
     newer_schema: Any = None  # the number of a schema that this version does not know
+    spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
     num_repeated: int = 0  # logged steps that a later attempt has done again
 
 
@@ -44,9 +47,10 @@ class _Reader:
     def __init__(self) -> None:
         self.pending: list[bytes] = []  # lines of updates
         self.chunks: list[dict[str, np.ndarray]] = []
-        self.rows: list[_RankRow] = []
+        self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
         self.events: list[dict[str, Any]] = []
+        self.spans: list[list[float]] = []
         self.bad = self.repeated = 0
         self.newer: Any = None
 
@@ -54,7 +58,9 @@ class _Reader:
         with np.errstate(over="ignore"):  # an absurd value becomes infinite
             self._read_lines(path)
         updates = _in_order(_concatenate(self.chunks))
-        return LogContent(updates, _rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.repeated)
+        return LogContent(
+            updates, rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.spans, self.repeated
+        )
 
     def _read_lines(self, path: Path) -> None:
         for line in _lines(path):
@@ -75,12 +81,12 @@ class _Reader:
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
         try:
-            event = json.loads(line)
+            event = json_text.parse(line)
             if isinstance(event, dict) and isinstance(event["event"], str):
-                event["step"] = _whole(event.get("step", 0))
+                event["step"] = step_of(event.get("step", 0))
                 event["time"] = number_of(event.get("time"))
                 return event
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             pass
         self.bad += 1
         return None
@@ -97,9 +103,12 @@ class _Reader:
         if name == "start":
             self._parse_updates()
             self._forget_after(step)
+            self.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
                 self.newer = schema
+        else:
+            self._advance(event["time"])
         self.events.append(event)
 
     def _forget_after(self, step: int) -> None:
@@ -112,24 +121,32 @@ class _Reader:
         self.events = [one for one in self.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step]
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
-        self.rows.append(row := _RankRow.of(event))
+        self.rows.append(row := RankRow.of(event))
         if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.values.shape[1]))):
             self.rows, self.stride = self.rows[1::2], 2 * self.stride
 
     def _parse_updates(self) -> None:
         lines, self.pending = self.pending, []
         if len(lines) == _BATCH and (columns := _parse_fast(lines)):
-            self.chunks.append(columns)
-            self.bad += len(lines) - len(columns["step"])
+            self._add_columns(columns, len(lines))
             return
         try:
             events = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):  # one of the lines is incomplete
             events = [event for line in lines if (event := self._parse(line))]
         if events:
-            columns = _columns(events)
-            self.chunks.append(columns)
-            self.bad += len(events) - len(columns["step"])
+            self._add_columns(_columns(events), len(events))
+
+    def _add_columns(self, columns: dict[str, np.ndarray], num_lines: int) -> None:
+        self.chunks.append(columns)
+        self.bad += num_lines - len(columns["step"])
+        if len(columns["time"]):
+            self._advance(float(columns["time"][-1]))
+
+    def _advance(self, time: float) -> None:
+        """Note the time of the last line of an attempt."""
+        if self.spans and time > self.spans[-1][1]:
+            self.spans[-1][1] = time
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
@@ -139,9 +156,9 @@ def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
 
     try:
         table = pyarrow.json.read_json(pyarrow.BufferReader(b"\n".join(lines)))
-    except pyarrow.ArrowException:
+        columns = {name: table[name] for name in table.column_names if name not in _NOT_VALUES}
+    except (pyarrow.ArrowException, ValueError, KeyError):
         return None
-    columns = {name: table[name] for name in table.column_names if name not in _NOT_VALUES}
     is_number = lambda kind: pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
     if (
         len(table) != len(lines)
@@ -161,28 +178,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from filter(None, lines)
             if len(rest) > _LONGEST:
                 rest = b"{"  # what follows until the line break is not valid JSON
-    if rest:
+    if rest.endswith(b"}"):  # otherwise the run is writing this line, or a crash has cut it
         yield rest
-
-
-def number_of(value: Any) -> float:
-    """Return a number of the log as a float, also "nan", "inf" and "-inf". Other values are NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return -math.inf if str(value).startswith("-") else math.inf
-
-
-def _whole(value: Any) -> int:
-    """Return a step. Raise ValueError if the value cannot be one."""
-    number = number_of(value)
-    if not 0 <= number < 2**53 or number != int(number):
-        raise ValueError(value)
-    return int(number)
 
 
 def _columns(events: list[Any]) -> dict[str, np.ndarray]:
@@ -239,68 +236,6 @@ def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return columns
 
 
-@dataclass
-class _RankRow:
-    """One event `ranks`."""
-
-    step: int
-    first: int
-    last: int
-    time: float
-    parts: tuple[str, ...]
-    names: tuple[str, ...]  # of the parts, then of the system
-    values: np.ndarray  # [names, ranks]; 4 bytes per value are enough to plot
-
-    @classmethod
-    def of(cls, event: dict[str, Any]) -> "_RankRow":
-        last = _step_or(event.get("last_step"), event["step"])
-        first = _step_or(event.get("first_step"), last)
-        system = event.get("system")
-        lists = {part: event[part] for part in _PARTS if isinstance(event.get(part), list)}
-        parts = tuple(lists)
-        if isinstance(system, dict):
-            lists |= {name: values for name, values in system.items() if isinstance(values, list)}
-        try:
-            values = np.array(list(lists.values()), np.float32)  # also of "nan"
-        except (ValueError, TypeError, OverflowError):
-            rows = [[number_of(value) for value in row] for row in lists.values()]
-            width = max(map(len, rows))
-            values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32)
-        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values.reshape(len(lists), -1))
-
-
-def _rank_times(rows: list[_RankRow], stride: int) -> RankTimes:
-    """Return the rows as arrays, in the order of steps, each step once."""
-    found = {row.step: row for row in rows if row.parts}
-    rows = [found[step] for step in sorted(found)]
-    width = max((row.values.shape[1] for row in rows), default=0)
-    parts = dict.fromkeys(name for names in {row.parts for row in rows} for name in names)
-    arrays: dict[str, np.ndarray] = {}
-    for names in dict.fromkeys(row.names for row in rows):  # usually one, or one of each attempt
-        at = [number for number, row in enumerate(rows) if row.names == names]
-        for name in names:
-            arrays.setdefault(name, np.full((len(rows), width), np.nan, np.float32))
-        for number in at:
-            values = rows[number].values
-            for name, line in zip(names, values):
-                arrays[name][number, : values.shape[1]] = line
-    return RankTimes(
-        np.array([row.last for row in rows], np.int64),
-        np.array([row.first for row in rows], np.int64),
-        np.array([row.time for row in rows], float),
-        {part: arrays[part] for part in _PARTS if part in parts},
-        {name: values for name, values in arrays.items() if name not in parts},
-        stride,
-    )
-
-
 def _power_of_2(number: int) -> int:
     """Return the largest power of 2 that is not above a number, and at least 1."""
     return 1 << max(0, number.bit_length() - 1)
-
-
-def _step_or(value: Any, default: int) -> int:
-    try:
-        return _whole(value)
-    except ValueError:
-        return default

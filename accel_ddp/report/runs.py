@@ -1,15 +1,17 @@
 """Reads the folder of a run: its log, its options, its checkpoints, its tables and its incidents."""
 
 import fcntl
-import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import log, tables
+from accel_ddp.report import json_text
 from accel_ddp.report.incidents import find_incidents
-from accel_ddp.report.log_reader import LogContent, number_of, read_log_columns
+from accel_ddp.report.json_text import number_of
+from accel_ddp.report.log_reader import LogContent, read_log_columns
 from accel_ddp.report.run_data import Run, State
 from accel_ddp.report.summary import summarize
 from accel_ddp.saving import format
@@ -26,9 +28,9 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if not content.events and not len(content.updates["step"]):
-        reason = f"none of its {content.num_bad_lines} lines is an event" if content.num_bad_lines else "it is empty"
+        reason = "no line is an event" if content.num_bad_lines else "it is empty"
         raise UserError(f"{path} contains no events: {reason}. The run has not begun, or this file belongs to another program.")
-    run = Run(folder, name or folder.resolve().name, updates=content.updates, ranks=content.ranks)
+    run = Run(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
     for event in content.events:
         if event["event"] == "start":
             run.starts.append(event)
@@ -44,7 +46,7 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     run.incidents = find_incidents(folder, content, run.starts, run.end)
     run.profile = _read_object(folder / "profile" / "summary.json", run.notes) or None
     run.notes += _notes_of(content, run)
-    run.summary = summarize(run, best)
+    run.summary = summarize(run, best, content)
     return run
 
 
@@ -56,7 +58,8 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
             "that some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
-        notes.append(f"{content.num_bad_lines} lines of the log are incomplete or damaged. They are left out.")
+        lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"
+        notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
     if not run.starts:
         notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
@@ -67,13 +70,13 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return a JSON object from a file, or {} if the file is missing. A damaged file is noted."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json_text.parse(path.read_bytes())
         if isinstance(value, dict):
             return value
         notes.append(f"{path.name} contains no JSON object. It is left out.")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         notes.append(f"{path.name} is damaged or cannot be read. It is left out.")
     return {}
 

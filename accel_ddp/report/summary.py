@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.log_reader import number_of
+from accel_ddp.report.json_text import number_of
+from accel_ddp.report.log_reader import LogContent
 from accel_ddp.report.run_data import RankTimes, Run
 
 _RATES = ("samples_per_second", "tokens_per_second", "tflops", "mfu")
 
 
-def summarize(run: Run, best: dict[str, Any]) -> dict[str, Any]:
+def summarize(run: Run, best: dict[str, Any], content: LogContent) -> dict[str, Any]:
     """Return the summary of a run. Values that are not known are None.
 
-    The rates are averages over time. `seconds_per_step` has the average of each part over all ranks and logged steps, and
+    The times between attempts are part of `wall_seconds`, and not of `active_seconds`. The rates are averages over time. `seconds_per_step` has the average of each part over all ranks and logged steps, and
     `seconds_per_rank` the average of each part and rank.
     """
     start, updates = run.start, run.updates
@@ -34,7 +35,9 @@ def summarize(run: Run, best: dict[str, Any]) -> dict[str, Any]:
         "began": min(times, default=None),
         "ended": max(times, default=None),
         "wall_seconds": max(times) - min(times) if times else None,
+        "active_seconds": sum(end - begin for begin, end in content.spans if math.isfinite(end - begin)) or None,
         "attempts": len(run.starts),
+        "repeated_steps": content.num_repeated,
         "steps": last_step,
         "total_steps": _whole_or_none(start.get("total_steps")),
         "samples": int(last_step * size) if size else None,
@@ -42,7 +45,7 @@ def summarize(run: Run, best: dict[str, Any]) -> dict[str, Any]:
         "ranks": len(ranks) or run.ranks.num_ranks or None,
         "nodes": len({str(one.get("node")) for one in ranks}) or None,
         **{name: _harmonic_mean(updates.get(name)) for name in _RATES},
-        "goodput": _goodput(run),
+        "goodput": _goodput(run, content),
         "best": _best(run, best),
         "last_evaluation": run.evaluations[-1] if run.evaluations else None,
         "skipped_steps": _whole_or_none((run.end or {}).get("skipped_steps")),
@@ -63,10 +66,11 @@ def _seconds_per_rank(ranks: RankTimes) -> dict[str, np.ndarray]:
     return found
 
 
-def _goodput(run: Run) -> float | None:
+def _goodput(run: Run, content: LogContent) -> float | None:
     """Return the goodput that the run has measured, at its end or at its last restart."""
-    value = number_of((run.end or {}).get("goodput"))
-    return value if math.isfinite(value) else None
+    measured = [event.get("goodput") for event in (*content.events, run.end or {}) if event.get("event") in ("restart", "end")]
+    values = [value for one in measured if math.isfinite(value := number_of(one))]
+    return values[-1] if values else None
 
 
 def _best(run: Run, best: dict[str, Any]) -> dict[str, Any] | None:
