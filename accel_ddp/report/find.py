@@ -39,11 +39,8 @@ def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
 def _listed(words: list[str]) -> list[str]:
     """Return one message about the paths that are not runs, or none."""
     if not words:
-        return []
-    more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
-    return [
-        f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {'this is no run' if len(words) == 1 else 'these are no runs'}."
-    ]
+        reason = "this is no run" if len(words) == 1 else "these are no runs"
+    return [f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {reason}."]
 
 
 def _require_run(folder: Path, word: str) -> None:

@@ -46,6 +46,7 @@ def read_log_columns(path: Path) -> LogContent:
 class _Reader:
     def __init__(self) -> None:
         self.pending: list[bytes] = []  # lines of updates
+        self.others: list[dict[str, Any]] = []  # updates that were written by another program, with another first name
         self.chunks: list[dict[str, np.ndarray]] = []
         self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
@@ -64,11 +65,13 @@ class _Reader:
 
     def _read_lines(self, path: Path) -> None:
         for line in _lines(path):
-            if line.startswith(b'{"event": "update"'):  # as `LogWriter` writes it
+            if line.startswith(
+                (b'{"event": "update"', b'{"event":"update"')
+            ):  # before it is parsed, which takes most of the time
                 self.pending.append(line)
                 if len(self.pending) == _BATCH:
                     self._parse_updates()
-            elif line.startswith(b'{"event": "ranks"'):
+            elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
                 self.seen += 1
                 if self.seen == 1:  # an estimate of the number of lines, so that few lines are parsed in vain
                     self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
@@ -94,7 +97,9 @@ class _Reader:
     def _add(self, event: dict[str, Any]) -> None:
         name, step = event["event"], event["step"]
         if name == "update":
-            self.chunks.append(_columns([event]))
+            self.others.append(event)
+            if len(self.others) == _BATCH:
+                self._parse_updates()
             return
         if name == "ranks":
             self.seen += 1
@@ -113,10 +118,11 @@ class _Reader:
 
     def _forget_after(self, step: int) -> None:
         """Leave out what earlier attempts have logged for steps after `step`, from which a new attempt continues."""
-        columns = _concatenate(self.chunks)
-        kept = columns["step"] <= step
-        self.repeated += int((~kept).sum())
-        self.chunks = [{name: values[kept] for name, values in columns.items()}]
+        for number, columns in enumerate(self.chunks):
+            kept = columns["step"] <= step
+            if not kept.all():
+                self.repeated += int((~kept).sum())
+                self.chunks[number] = {name: values[kept] for name, values in columns.items()}
         self.rows = [row for row in self.rows if row.step <= step]
         self.events = [one for one in self.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step]
 
@@ -134,6 +140,7 @@ class _Reader:
             events = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):  # one of the lines is incomplete
             events = [event for line in lines if (event := self._parse(line))]
+        events, self.others = [*events, *self.others], []
         if events:
             self._add_columns(_columns(events), len(events))
 
@@ -150,23 +157,20 @@ class _Reader:
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
-    """Return the columns of complete lines that contain numbers only, in half of the time of `json`. None: there are others."""
-    import pyarrow
+    """Return the columns of lines, in half of the time of `json`. None: some are incomplete, or contain more than numbers."""
     import pyarrow.json
 
     try:
-        table = pyarrow.json.read_json(pyarrow.BufferReader(b"\n".join(lines)))
-        columns = {name: table[name] for name in table.column_names if name not in _NOT_VALUES}
-    except (pyarrow.ArrowException, ValueError, KeyError):
+        names = dict.fromkeys(["step", "time", *json.loads(lines[0]), *json.loads(lines[-1])])
+        kinds = {name: pyarrow.float64() for name in names} | {"event": pyarrow.string(), "repeated": pyarrow.bool_()}
+        schema = pyarrow.schema(list(kinds.items()))
+        options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+        table = pyarrow.json.read_json(pyarrow.BufferReader(b"\n".join(lines)), parse_options=options)
+    except (pyarrow.ArrowException, ValueError, TypeError, RecursionError):
         return None
-    is_number = lambda kind: pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
-    if (
-        len(table) != len(lines)
-        or not {"step", "time"} <= columns.keys()
-        or not all(is_number(one.type) for one in columns.values())
-    ):
+    if len(table) != len(lines) or len(names) > _MOST_COLUMNS:
         return None
-    return _with_steps({name: one.to_numpy().astype(float) for name, one in list(columns.items())[:_MOST_COLUMNS]})
+    return _with_steps({name: table[name].to_numpy() for name in names if name not in _NOT_VALUES})
 
 
 def _lines(path: Path) -> Iterator[bytes]:

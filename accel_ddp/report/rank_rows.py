@@ -35,11 +35,13 @@ class RankRow:
             lists |= {name: values for name, values in system.items() if isinstance(values, list)}
         try:
             values = np.array(list(lists.values()), np.float32)  # also of "nan"
+            if values.ndim != 2:
+                raise ValueError
         except (ValueError, TypeError, OverflowError):
             rows = [[number_of(value) for value in row] for row in lists.values()]
-            width = max(map(len, rows))
-            values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32)
-        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values.reshape(len(lists), -1))
+            width = max(map(len, rows), default=0)
+            values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32).reshape(len(rows), width)
+        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values)
 
 
 def rank_times(rows: list[RankRow], stride: int) -> RankTimes:

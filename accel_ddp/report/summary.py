@@ -15,8 +15,8 @@ _RATES = ("samples_per_second", "tokens_per_second", "tflops", "mfu")
 def summarize(run: Run, best: dict[str, Any], content: LogContent) -> dict[str, Any]:
     """Return the summary of a run. Values that are not known are None.
 
-    The times between attempts are part of `wall_seconds`, and not of `active_seconds`. The rates are averages over time. `seconds_per_step` has the average of each part over all ranks and logged steps, and
-    `seconds_per_rank` the average of each part and rank.
+    The times between attempts are part of `wall_seconds`, and not of `active_seconds`. The rates are averages over time.
+    `seconds_per_step` has the average of each part over all ranks and logged steps, and `seconds_per_rank` that of each rank.
     """
     start, updates = run.start, run.updates
     times = [one["time"] for one in (*run.starts, *run.evaluations, *run.checkpoints, *([run.end] if run.end else []))]
