@@ -39,7 +39,9 @@ def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
 def _listed(words: list[str]) -> list[str]:
     """Return one message about the paths that are not runs, or none."""
     if not words:
-        reason = "this is no run" if len(words) == 1 else "these are no runs"
+        return []
+    more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
+    reason = "this is no run" if len(words) == 1 else "these are no runs"
     return [f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {reason}."]
 
 
