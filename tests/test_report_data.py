@@ -53,7 +53,6 @@ def write(folder: Path, *events: dict[str, Any] | bytes, **files: Any) -> Path:
 
 
 def test_a_log_of_the_writer_is_read_back(tmp_path):
-    """Also the first four events of the oldest version, whose numbers that are not finite were not strings."""
     log = LogWriter(tmp_path / "log.jsonl")
     log.write(
         "start", 0, schema=1, total_steps=3, batch={"global": 8, "micro": 4, "accumulation": 1}, options={"lr": [0.1, 0.01]}
@@ -67,17 +66,7 @@ def test_a_log_of_the_writer_is_read_back(tmp_path):
     log.close()
     run = read_run(tmp_path)
     assert (run.name, run.state, run.notes) == (tmp_path.name, "complete", [])
-    assert list(run.updates) == [
-        "step",
-        "time",
-        "loss",
-        "grad_norm",
-        "lr",
-        "items",
-        "samples_per_second",
-        "tokens",
-        "tokens_per_second",
-    ]
+    assert " ".join(run.updates) == "step time loss grad_norm lr items samples_per_second tokens tokens_per_second"
     assert run.updates["step"].tolist() == [1, 2]
     np.testing.assert_array_equal(run.updates["loss"], [2.0, math.nan])
     np.testing.assert_array_equal(run.updates["grad_norm"], [1.0, math.inf])
@@ -98,7 +87,8 @@ def test_a_log_of_the_writer_is_read_back(tmp_path):
 def test_the_log_of_the_first_version_is_read(tmp_path):
     """It had no schema, no facts, no times of ranks and no warm-up, and Python's NaN in place of a string."""
     run = read_run(write(
-        tmp_path, {"event": "start", "step": 0, "time": 1.0, "total_steps": 20}, {"event": "evaluate", "step": 0, "time": 2.0, "loss": 1.5},
+        tmp_path, {"event": "start", "step": 0, "time": 1.0, "total_steps": 20},
+        {"event": "evaluate", "step": 0, "time": 2.0, "loss": 1.5},
         b'{"event": "update", "step": 10, "time": 3.0, "loss": NaN, "grad_norm": Infinity, "lr": 0.1, "items": 8}\n',
         {"event": "update", "step": 20, "time": 4.0, "loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "items": 8},
         {"event": "end", "step": 20, "time": 5.0, "loss": 0.4},
@@ -116,12 +106,13 @@ def test_a_newer_schema_is_reported_and_what_is_known_is_read(tmp_path):
 
 
 GARBAGE = [
-    b'{"event": "update", "step": 3, "loss": 0.', b"\n", b"\x00\xff\xfe{]\n", b"[1, 2]\n", b'"event"\n', b"null\n", b"{}\n", b'{"event": 3}\n',
+    b'{"event": "update", "step": 3, "loss": 0.', b"\n", b"\x00\xff\xfe{]\n", b"[1, 2]\n", b'"event"\n', b"null\n", b"{}\n",
+    b'{"event": 3}\n',
     b'{"event": "update", "step": "x"}\n', b'{"event": "update", "step": -1}\n', b'{"event": "update", "step": 1e300}\n',
     b'{"event": "update"}\n', b'{"event": "update", "step": 2.5}\n', b'{"event": "evaluate", "step": null}\n', b"[" * 100_000 + b"\n",
     b'{"event": "ranks", "step": 1, "time": 1, "data": {}}\n', b'{"event": "ranks", "step": 2, "data": [[1, 2], [3]], "system": 3}\n',
     b'{"event": "ranks", "step": 3, "data": [], "system": {"cpu": ["x", null, true, "nan"]}}\n',
-    b'{"event": "start", "step": 0, "time": "x", "ranks": [1, null], "versions": 3, "batch": [], "total_steps": "many", "options": 1}\n',
+    b'{"event": "start", "step": 0, "time": "x", "ranks": [1, null], "versions": 3, "batch": [], "total_steps": "x", "options": 1}\n',
     b'{"event": "save", "step": 1, "path": null}\n', b'{"event": "tables", "step": 1, "path": "../../etc/passwd"}\n',
     b'{"event": "end", "step": 1, "skipped_steps": "x", "goodput": [], "stopped": {}}\n', b'{"event": "restart", "step": 1}\n',
     b'{"event": "update", "step": 9, "loss": {"a": 1}, "lr": 1' + b"0" * 400 + b', "name": "\\ud800"}\n',
@@ -262,14 +253,10 @@ def test_a_long_log_is_read_in_blocks_with_the_same_values(tmp_path, monkeypatch
     monkeypatch.setattr(log_reader, "_BATCH", 250)
     monkeypatch.setattr(log_reader, "MOST_RANK_LINES", 300)
     monkeypatch.setattr(log_reader, "_CHUNK", 1000)
-    parsed = []
-    monkeypatch.setattr(
-        log_reader, "_parse_fast", lambda lines, parse=log_reader._parse_fast: parsed.append(parse(lines)) or parsed[-1]
-    )
+    parsed, parse = [], log_reader._parse_fast
+    monkeypatch.setattr(log_reader, "_parse_fast", lambda lines: parsed.append(parse(lines)) or parsed[-1])
     run = read_run(folder)
-    assert [one is None for one in parsed] == [False, False, False, False, False, True, False, False] or sum(
-        map(bool, parsed)
-    ) >= 6
+    assert [one is not None for one in parsed] == [True] * 5 + [False] + [True] * 2  # the sixth block contains "nan"
     assert list(run.updates) == list(expected.updates)
     for name, values in expected.updates.items():
         np.testing.assert_array_equal(run.updates[name], values)
@@ -338,20 +325,16 @@ def test_differences_of_runs_are_listed_by_section(tmp_path):
     ]  # fmt: skip
     assert common_metrics(runs) == ["loss"]
     assert differences(runs[:1]) == []
-    old = read_run(
-        write(tmp_path / "old", {"event": "start", "step": 0, "time": 1.0, "total_steps": 40}, config={"lr": 0.1, "seed": 1})
-    )
+    first_version = {"event": "start", "step": 0, "time": 1.0, "total_steps": 40}
+    old = read_run(write(tmp_path / "old", first_version, config={"lr": 0.1, "seed": 1}))
     assert ("options", "new_option", [3, None]) in differences([runs[0], old])  # whether 3 is the default is not known
 
 
 def test_csv_files_are_read_back_by_pandas_and_contain_no_formula(tmp_path):
     pandas = pytest.importorskip("pandas")
     names = {"=cmd|' /C calc'!A0": 0.5, 'a/"b",c': -0.25, "@x": 1.0, "-loss": 2.0, "ü": 3.0}
-    table = {
-        "columns": ["text", "+n"],
-        "rows": [["=1+1", -1], ["-5.5", None], ["@a\n\u2028b\0", 2], ["\t=x", 3]],
-        "kind": "predictions",
-    }
+    rows = [["=1+1", -1], ["-5.5", None], ["@a\n\u2028b\0", 2], ["\t=x", 3]]
+    table = {"columns": ["text", "+n"], "rows": rows, "kind": "predictions"}
     for name in ("=one", "two"):
         folder = write(
             tmp_path / name, start(), update(10, loss="nan"), update(20, loss="-inf"), update(30, tokens=5, loss=0.1), ranks(10, 2),
@@ -366,7 +349,7 @@ def test_csv_files_are_read_back_by_pandas_and_contain_no_formula(tmp_path):
     assert {path.relative_to(tmp_path / "out").as_posix() for path in paths} == {
         "updates.csv", "evaluations.csv", "ranks.csv", "checkpoints.csv", "incidents.csv",
         *(f"tables/{run}_step_00000010_{name}.csv" for run in ("one", "two") for name in ("a_b", "a_b_2", "table")),
-    } or {path.parent.name for path in paths} == {"out", "tables"}  # fmt: skip
+    }  # fmt: skip
     read = {path.name: pandas.read_csv(path) for path in paths}
     updates = read["updates.csv"]
     assert updates["run"].tolist() == ["'=one"] * 3 + ["two"] * 3
