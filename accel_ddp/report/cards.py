@@ -1,0 +1,130 @@
+"""The cards of the page: tiles, tables and frames of charts as HTML. page.js draws the charts into their frames."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from accel_ddp.report.escaping import Html, escape, join, tag
+from accel_ddp.report.formats import number
+
+TEXT = 2000  # characters of a cell
+ROWS = 500  # of a table
+
+
+class Figure(Html):
+    """A number with its unit, which a table aligns to the right."""
+
+
+def figure(text: Any) -> Figure:
+    return Figure(escape(text))
+
+
+def section(key: str, title: str, *content: Any, level: int = 2, prefix: str = "") -> Html:
+    """Return a section with a heading that the navigation links to, or nothing if it has no content."""
+    body = join(part for part in content if part)
+    if not body:
+        return Html()
+    name = f"{prefix}{key}"
+    return tag("section", tag(f"h{level}", title, id=f"{name}-title"), body, id=name, aria_labelledby=f"{name}-title")
+
+
+def tile(label: str, value: Any, remark: Any = "", link: str | None = None) -> Html:
+    """Return a key figure. It is a link if more about it is further down."""
+    more = tag("a", tag("span", f"More about {label.lower()}", class_="hidden"), href=link) if link else ""
+    return tag("div", tag("dt", label), tag("dd", tag("b", value), tag("span", remark) if remark else "", more), class_="tile")
+
+
+def note(*content: Any, class_: str = "") -> Html:
+    return tag("p", *content, class_=f"note {class_}".strip())
+
+
+def chart(
+    kind: str,
+    title: str,
+    explanation: str,
+    label: str,
+    *,
+    data: Mapping[str, Any],
+    above: Html | str = "",
+    key: Html | str = "",
+    figures: str = "",
+    level: int = 3,
+    wide: bool = False,
+) -> Html:
+    """Return the frame of a chart. page.js finds in `data` what to draw.
+
+    `label` describes the chart to a screen reader, `figures` states its main numbers as text, and `key` is its legend.
+    """
+    found = {f"data_{name}": value for name, value in data.items()}
+    frame = tag("div", class_=f"plot {kind}", role="img", aria_label=label, data_chart=kind, **found)
+    head = [tag("div", tag(f"h{level}", title), key if not wide else "", class_="head"), tag("p", explanation)]
+    body = [tag("div", above, class_="js") if above else "", key if wide else "", frame]
+    end = tag("p", figures, class_="figures") if figures else ""
+    return tag("figure", tag("figcaption", *head), *body, end, class_="card wide" if wide else "card")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, class_: str | None = None) -> Html:
+    """Return a table that scrolls inside of its frame. Columns that contain only numbers are aligned to the right.
+
+    The first column names the rows. At most ROWS rows are shown, and a sentence states how many there are.
+    """
+    rows = list(rows)
+    shown = rows[:ROWS]
+    right = ["n" if shown and all(_is_numeric(row[i]) for row in shown) else None for i in range(len(columns))]
+    head = tag("tr", *(tag("th", column, scope="col", class_=kind) for column, kind in zip(columns, right)))
+    body = (
+        tag(
+            "tr",
+            tag("th", cell(row[0]), scope="row"),
+            *(tag("td", cell(one), class_=kind) for one, kind in zip(row[1:], right[1:])),
+        )
+        for row in shown
+    )
+    fewer = note(f"{len(shown):,} of {len(rows):,} rows are shown.") if len(rows) > len(shown) else ""
+    return join([scroll(caption, tag("thead", head), tag("tbody", *body), class_=class_), fewer])
+
+
+def scroll(caption: str, *content: Html, class_: str | None = None) -> Html:
+    """Return a table in a frame that scrolls, also with the keyboard."""
+    grid = tag("table", tag("caption", caption, class_="hidden"), *content, class_=class_)
+    return tag("div", grid, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def cell(value: Any) -> Html:
+    """Return a value as the content of a cell. Long text is cut."""
+    if isinstance(value, Html):
+        return value
+    text = number(value)
+    return escape(text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} more characters)")
+
+
+def _is_numeric(value: Any) -> bool:
+    return value is None or isinstance(value, Figure) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
+    """Return names and values as a list."""
+    rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
+    return tag("dl", *rows, class_="facts") if rows else Html()
+
+
+def fold(title: str, content: Html) -> Html:
+    """Return content that opens on a click, or nothing if there is no content."""
+    return tag("details", tag("summary", title), content) if content else Html()
+
+
+def legend(items: Iterable[tuple[str, str]]) -> Html:
+    """Return a legend of (class of the swatch, text)."""
+    return tag("ul", *(tag("li", tag("i", class_=f"swatch {name}"), text) for name, text in items), class_="legend")
+
+
+def lines(names: Sequence[str]) -> Html:
+    """Return a legend of lines, whose pictures page.js draws."""
+    items = (tag("li", tag("i", class_="line", data_line=i), tag("span", name)) for i, name in enumerate(names))
+    return tag("ul", *items, class_="legend js")
+
+
+def choice(label: str, options: Sequence[tuple[str, str]], **data: Any) -> Html:
+    """Return a list to choose from, of (value, text)."""
+    listed = [tag("option", text, value=value) for value, text in options]
+    marks = {f"data_{key}": value for key, value in data.items()}
+    return tag("label", tag("span", label), tag("select", *listed, autocomplete="off", **marks), class_="choice")

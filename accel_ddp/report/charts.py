@@ -1,0 +1,229 @@
+"""The sections with charts: curves, where the time goes, and the load of the nodes. Each chart states how to read it."""
+
+from typing import Any
+
+import numpy as np
+
+from accel_ddp.report.cards import chart, choice, figure, legend, lines, note, section, table
+from accel_ddp.report.chart_data import POINTS, is_number, rank_name, slowness
+from accel_ddp.report.escaping import Html, join, tag
+from accel_ddp.report.formats import brief, duration, percent, plural
+from accel_ddp.report.run_data import Run
+
+# Column of the log: title, unit of the axis, how to read it.
+CURVES = {
+    "loss": ("Loss", "", "Lower is better. If the evaluation loss rises while the training loss falls, the model overfits."),
+    "lr": ("Learning rate", "", "The schedule: warm-up, then decay."),
+    "grad_norm": ("Gradient norm", "", "The norm before clipping. Sudden peaks precede a loss that diverges."),
+    "samples_per_second": ("Samples per second", "samples/s", "All ranks together. Higher is faster; dips are interruptions."),
+    "tokens_per_second": ("Tokens per second", "tokens/s", "All ranks together. Higher is faster; dips are interruptions."),
+    "mfu": ("Model FLOPs utilisation (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
+    "tflops": ("TFLOPs per second", "TFLOPs/s", "The arithmetic of the model, per second and rank."),
+}
+SYSTEM = {
+    "gpu_utilisation": ("GPU utilisation", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
+    "gpu_memory": ("GPU memory of the run", "GiB", "The most that torch has allocated on one GPU of each node."),
+    "gpu_memory_used": ("GPU memory in use", "GiB", "The most that all processes use on one GPU of each node."),
+    "gpu_temperature": ("GPU temperature", "°C", "The hottest GPU of each node. A GPU that is too hot becomes slower."),
+    "gpu_power": ("GPU power", "W", "The sum of the GPUs of each node."),
+    "cpu": ("Processor cores in use", "cores", "The ranks of each node and their data workers."),
+    "memory": ("Memory of the run", "GiB", "The ranks of each node and their data workers."),
+    "host_memory": ("Memory of the node in use", "%", "All processes. Close to 100 % the kernel ends processes."),
+}
+PARTS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "data": "waiting for data",
+    "other": "other",
+    "communication": "waiting for other ranks",
+}
+MARKS = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
+
+
+def curves(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+    """Return the section with the curves of all runs, which share their controls."""
+    names = list(dict.fromkeys(name for one in data for name in one["curves"]))
+    if not names:
+        return Html()
+    over = "eval:loss" if {"loss", "eval:loss"} <= set(names) else None  # drawn into the chart of the training loss
+    cards = [_curve(name, runs, over if name == "loss" else None) for name in names if name != over]
+    zoom = note(
+        tag("span", "Drag over a curve to zoom; all charts follow. Double-click resets.", class_="fine"),
+        tag("span", "Switch on “Drag to zoom” to zoom with a finger; all charts follow.", class_="touch"),
+        class_="js",
+    )
+    longest = max((len(run.updates.get("step", ())) for run in runs), default=0)
+    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. The CSV files contain all steps."
+    levels = {mark["level"] for one in data for mark in one["marks"]}
+    marks = legend((f"mark {level}", text) for level, text in MARKS.items() if level in levels) if levels else ""
+    grid = tag("div", *cards, class_="grid several" if len(runs) > 1 else "grid")
+    return section("curves", "Curves", _controls(runs, data), zoom, note(reduced) if longest > POINTS else "", marks, grid)
+
+
+def _controls(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+    axes = {"step": "Step", "time": "Time"} | ({"samples": "Samples"} if all(one["batch"] for one in data) else {})
+    smoothing = "0.8" if len(runs) > 1 else "0"  # noisy curves of several runs hide each other
+    check = lambda id, text, checked=False, kind="": tag(
+        "label",
+        tag("input", type="checkbox", id=id, checked=checked, autocomplete="off"),
+        tag("span", text),
+        class_=f"choice {kind}".strip(),
+    )
+    radio = lambda axis, text: tag(
+        "label",
+        tag("input", type="radio", name="axis", value=axis, checked=axis == "step", autocomplete="off"),
+        tag("span", text),
+    )
+    slider = tag("input", type="range", id="smoothing", min="0", max="0.99", step="0.01", value=smoothing, autocomplete="off")
+    controls = [
+        tag(
+            "fieldset",
+            tag("legend", "Horizontal axis", class_="hidden"),
+            *(radio(axis, text) for axis, text in axes.items()),
+            class_="segments",
+        ),
+        tag("label", tag("span", "Smoothing"), slider, tag("output", for_="smoothing", id="smoothing-value"), class_="choice"),
+        check("log", "Log scale"),
+        check("marks", "Incidents and checkpoints", True) if any(one["marks"] for one in data) else "",
+        check("drag", "Drag to zoom", kind="touch"),
+        tag("button", "Reset zoom", type="button", id="reset"),
+    ]
+    bar = tag("div", *controls, class_="controls", role="group", aria_label="Controls of the curves")
+    toggles = [
+        tag(
+            "label",
+            tag("input", type="checkbox", data_show=index, checked=True, autocomplete="off"),
+            tag("i", class_="line", data_line=index),
+            tag("span", run.name),
+        )
+        for index, run in enumerate(runs)
+    ]
+    shown = tag("div", *toggles, class_="runs", role="group", aria_label="Runs in the curves") if len(runs) > 1 else ""
+    return tag("div", bar, shown, class_="bar js")
+
+
+def _curve(name: str, runs: list[Run], over: str | None) -> Html:
+    """Return the card of one curve. `over` is another curve in the same chart."""
+    plain = name.removeprefix("eval:").replace("_", " ")
+    if name.startswith("eval:"):
+        title, unit, text = f"Evaluation: {plain}", "", "Measured on the evaluation data."
+    else:
+        title, unit, text = CURVES.get(name, (plain, "", "A value that the run has logged."))
+    figures = {run.name: one for run in runs if (one := _figures(run, name, is_short=len(runs) > 1))}
+    last = "last: " + " · ".join(f"{run} {one}" for run, one in list(figures.items())[:6])
+    line = last if len(runs) > 1 else "".join(figures.values())
+    key = legend([("line-train", "training"), ("line-eval", "evaluation")]) if over else ""
+    label = f"Line chart of {title} by step. " + " ".join(f"{run}: {one}." for run, one in figures.items())
+    return chart("curve", title, text, label[:600], key=key, figures=line, data={"key": name, "unit": unit, "over": over})
+
+
+def _figures(run: Run, name: str, is_short: bool) -> str:
+    """Return the last value of a curve as text, and its lowest and highest value."""
+    if name.startswith("eval:"):
+        known = [(one["step"], one[name[5:]]) for one in run.evaluations if is_number(one.get(name[5:]))]
+        steps, values = np.array([step for step, _ in known]), np.array([value for _, value in known], float)
+    else:
+        values = run.updates.get(name, np.empty(0))
+        usable = np.isfinite(values)
+        steps, values = run.updates.get("step", np.empty(0))[usable], values[usable]
+    if not len(values):
+        return ""
+    show = lambda value: percent(value) if name == "mfu" else brief(float(value))
+    at = lambda i: f"{show(values[i])} (step\u00a0{steps[i]:,.0f})"
+    last = show(values[-1])
+    return last if is_short else f"last {last} · min {at(int(values.argmin()))} · max {at(int(values.argmax()))}"
+
+
+def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
+    """Return the section that shows where each rank spends its time."""
+    ranks = data["ranks"]
+    if not ranks:
+        return Html()
+    parts = {part: text for part, text in PARTS.items() if part in ranks["average"]}
+    key = legend((f"part-{part}", text) for part, text in parts.items())
+    seconds = {part: float(np.nanmean(run.ranks.seconds[part])) for part in parts}
+    whole = sum(seconds.values()) or 1.0
+    shares = ", ".join(f"{text} {percent(seconds[part] / whole)}" for part, text in parts.items())
+    sentence = f"An average step takes {duration(whole)}: {shares}."
+    common = {"level": level + 1, "wide": True, "data": {"run": index}}
+    views, count = ranks["views"], run.ranks.num_ranks
+    cards = [
+        chart(
+            "time",
+            "Time of a step, over the run",
+            "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have."
+            + (f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""),
+            f"Stacked areas of the parts of a step over the run. {sentence}",
+            above=choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else "",
+            key=key,
+            **common,
+        )
+    ]
+    if count > 1:
+        row = {True: "rank", False: "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"}[
+            len(ranks["rows"]) == count
+        ]
+        cards.append(
+            chart(
+                "average",
+                f"Average step of each {row}",
+                "All ranks take equally long in total. A rank that waits little for the others is the one they wait for.",
+                f"Stacked bars of the parts of an average step for each {row}.",
+                key=key,
+                **common,
+            )
+        )
+        averaged = f" One column is the mean of {plural(ranks['per_column'], 'logged interval')}."
+        cards.append(
+            chart(
+                "heat",
+                "Stragglers",
+                "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow "
+                "rank; a bright block is a node that was slow for some time."
+                + (" A row shows its slowest rank." if row != "rank" else "")
+                + (averaged if ranks["per_column"] > 1 else ""),
+                "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks.",
+                **common,
+            )
+        )
+    grid = tag("div", *cards, class_="grid")
+    return section("time", "Where the time goes", tag("p", sentence), grid, _slowest(run, level), level=level, prefix=prefix)
+
+
+def _slowest(run: Run, level: int) -> Html:
+    """Return a table of the ranks with the largest own time."""
+    count = run.ranks.num_ranks
+    if count < 2:
+        return Html()
+    averages = {part: np.array(values, float) for part, values in run.summary.get("seconds_per_rank", {}).items()}
+    own = np.array(sum(values for part, values in averages.items() if part != "communication"))
+    waits = averages.get("communication", np.zeros(count))
+    relative = slowness(own[None])[0]
+    rows = []
+    for rank in np.argsort(-np.nan_to_num(own), kind="stable")[:10].tolist():
+        sign = "+" if relative[rank] > 0 else ""
+        columns = (duration(own[rank]), sign + percent(relative[rank]), duration(waits[rank]))
+        rows.append([rank_name(run, rank), *map(figure, columns)])
+    title = f"The {len(rows)} slowest of {count:,} ranks" if len(rows) < count else "Own time of the ranks"
+    shown = table(["rank", "own time per step", "relative to the median", "waits for others"], rows, f"{title}, on average")
+    return join([tag(f"h{level + 1}", title), shown])
+
+
+def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
+    """Return the section with the GPUs, processors and memory of each node."""
+    cards, names = [], []
+    for name, (title, unit, text) in SYSTEM.items():
+        if name not in data["system"]:
+            continue
+        nodes = data["system"][name]["lines"]
+        names = max(names, [node["name"] for node in nodes], key=len)
+        top = {node["name"]: max(known) for node in nodes if (known := [y for y in node["y"] if y == y])}
+        high, low = max(top, key=top.__getitem__), min(top, key=top.__getitem__)
+        figures = f"at most {brief(top[high])} {unit}" + (f" on {high}" if len(top) > 1 else "")
+        figures += f" · {brief(top[low])} {unit} on {low}" if top[low] < top[high] else ""
+        label = f"Line chart of {title} of each node: {figures}."[:600]
+        values = {"run": index, "key": name, "unit": unit}
+        cards.append(chart("system", title, text, label, figures=figures, level=level + 1, data=values))
+    grid = tag("div", *cards, class_="grid") if cards else ""
+    return section("hardware", "Load of the nodes", lines(names) if len(names) > 1 else "", grid, level=level, prefix=prefix)

@@ -1,0 +1,107 @@
+"""Writes the page of `accel-ddp report`: one HTML file that needs no network. docs/report.md describes it.
+
+All text is in the page itself and readable without scripts. page.js draws the charts, with the library plotly from the installed
+package, from numbers that the page contains as JSON. The policy of the page forbids every request and every script except these
+two, which it names by their hashes.
+"""
+
+import base64
+import hashlib
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from accel_ddp import __version__
+from accel_ddp.report import charts, sections
+from accel_ddp.report.cards import choice, section
+from accel_ddp.report.chart_data import chart_data
+from accel_ddp.report.escaping import Html, join, safe_json, tag
+from accel_ddp.report.evaluations import evaluations
+from accel_ddp.report.formats import moment
+from accel_ddp.report.markup import GENERATOR
+from accel_ddp.report.run_data import Run
+
+_NAVIGATION = {
+    "comparison": "Comparison", "differences": "Differences", "curves": "Curves", "details": "Details", "incidents": "Incidents",
+    "time": "Time", "hardware": "Load", "evaluations": "Evaluations", "checkpoints": "Checkpoints", "profile": "Profile",
+    "configuration": "Configuration",
+}  # fmt: skip
+_VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+
+
+def write_page(runs: list[Run], path: Path) -> None:
+    """Write the page of one run, or of several runs that are compared. Raise OSError if the disk does not accept it."""
+    path.write_text(make_page(runs), encoding="utf-8", newline="\n")  # the hashes of the policy are those of these line ends
+
+
+def make_page(runs: list[Run]) -> str:
+    """Return the page. Its size does not depend on the lengths of the runs."""
+    from plotly.offline import get_plotlyjs
+
+    data = [chart_data(run, len(runs)) for run in runs]
+    body = join(_sections(runs, data))
+    scripts = [get_plotlyjs().replace("\r\n", "\n"), _read("page.js")]
+    name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    links = [tag("a", title, href=f"#{key}") for key, title in _NAVIGATION.items() if f' id="{key}" ' in body]
+    written = f"Written by accel-ddp {__version__} at {moment(time.time())}. This file contains everything that it needs."
+    return join([
+        Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(GENERATOR), _policy(scripts), Html(_VIEWPORT),
+        tag("title", f"{name}: accel-ddp report"), tag("style", Html(_read("page.css"))), Html("</head>\n<body>"),
+        tag("a", "Skip to the content", href="#content", class_="hidden skip"),
+        tag("header", _header(runs)), tag("nav", tag("div", *links), aria_label="Sections"),
+        tag("main", body, id="content"), tag("footer", written),
+        tag("script", safe_json({"runs": data}), type="application/json", id="data"),
+        *(tag("script", Html(script)) for script in scripts), Html("</body></html>\n"),
+    ])  # fmt: skip
+
+
+def _header(runs: list[Run]) -> Html:
+    if len(runs) == 1:
+        return join([sections.title(runs[0]), sections.key_figures(runs[0])])
+    names = ", ".join(run.name for run in runs[:12]) + (" …" if len(runs) > 12 else "")
+    return join([tag("h1", f"Comparison of {len(runs)} runs"), tag("p", names, class_="subtitle")])
+
+
+def _sections(runs: list[Run], data: list[dict[str, Any]]) -> list[Html]:
+    """Return the sections of the page. Several runs share their curves, and a list chooses the run whose details are shown."""
+    if len(runs) == 1:
+        return [charts.curves(runs, data), *_details(runs[0], data[0], 0, 2, "")]
+    blocks = []
+    for index, (run, one) in enumerate(zip(runs, data)):
+        prefix = f"run{index}-"
+        parts = [sections.title(run, 3), sections.key_figures(run, prefix), *_details(run, one, index, 3, prefix)]
+        blocks.append(tag("div", *parts, class_="run", data_run=index))
+    chosen = tag("div", choice("Run", [(str(i), run.name) for i, run in enumerate(runs)], details=True), class_="js")
+    return [sections.comparison(runs), charts.curves(runs, data), section("details", "Details of a run", chosen, *blocks)]
+
+
+def _details(run: Run, data: dict[str, Any], index: int, level: int, prefix: str) -> list[Html]:
+    return [
+        sections.incidents(run, level, prefix),
+        charts.time_of_ranks(run, data, index, level, prefix),
+        charts.load_of_nodes(data, index, level, prefix),
+        evaluations(run, index, level, prefix),
+        sections.checkpoints(run, level, prefix),
+        sections.profile(run, level, prefix),
+        sections.configuration(run, level, prefix),
+    ]
+
+
+def _policy(scripts: list[str]) -> Html:
+    """Return the Content-Security-Policy. plotly sets styles of elements, and makes images of charts from data and blob URLs."""
+    digest = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{digest(script)}'" for script in scripts),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    text = "; ".join(f"{name} {value}" for name, value in rules.items())
+    return Html(f'<meta http-equiv="Content-Security-Policy" content="{text}">')
+
+
+def _read(name: str) -> str:
+    return files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")

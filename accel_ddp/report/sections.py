@@ -1,0 +1,273 @@
+"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration."""
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from accel_ddp.report.cards import Figure, facts, figure, fold, note, section, table, tile
+from accel_ddp.report.chart_data import is_number, metric_names, places
+from accel_ddp.report.compare import differences
+from accel_ddp.report.escaping import Html, join, tag
+from accel_ddp.report.formats import TIMES, brief, duration, moment, number, percent, plural, size
+from accel_ddp.report.run_data import Run
+
+SYMBOLS = {"complete": "✓", "stopped": "■", "failed": "✕", "running": "▶", "interrupted": "■"}
+SEVERITY = {"error": 0, "warning": 1, "info": 2}
+INCIDENTS = 300
+CHECKPOINTS = 200
+OPERATIONS = 15  # of a profile
+
+
+def state_of(run: Run) -> str:
+    """Return complete, stopped, running, failed if the run ended with an error, or interrupted if it ended without a reason."""
+    if run.state != "interrupted":
+        return run.state
+    last = next((one for one in reversed(run.incidents) if one.get("level") == "error" or one.get("kind") == "RESTART"), {})
+    return "failed" if last.get("level") == "error" else "interrupted"
+
+
+def badge(run: Run) -> Html:
+    state = state_of(run)
+    return tag("span", tag("span", SYMBOLS[state], aria_hidden="true"), f" {state}", class_=f"state {state}")
+
+
+def title(run: Run, level: int = 1) -> Html:
+    """Return the name, the state, the time and the command of a run, why it failed, and what could not be read."""
+    began, command = run.summary.get("began"), run.start.get("command")
+    facts = [f"Began {moment(began)}"] if is_number(began) else []
+    words = shlex.join(map(str, command)) if isinstance(command, list) else ""
+    last = next((str(one["text"]) for one in reversed(run.incidents) if one.get("level") == "error"), "")
+    return join([
+        tag("div", tag(f"h{level}", run.name), badge(run), class_="title"),
+        tag("p", join([*facts, tag("code", run.folder)], " · "), class_="subtitle"),
+        tag("p", tag("code", words[:400]), class_="subtitle") if words else "",
+        tag("p", last[:500], class_="reason") if last and state_of(run) == "failed" else "",
+        *map(note, run.notes),
+    ])  # fmt: skip
+
+
+def key_figures(run: Run, prefix: str = "") -> Html:
+    """Return the tiles of a run. A figure that is not known has no tile."""
+    summary, found = run.summary, []
+    total, samples = summary.get("total_steps"), summary.get("samples")
+    remarks = [f"of {total:,}"] * bool(total) + [f"{samples:,} samples"] * bool(samples)
+    found.append(tile("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks)))
+    if is_number(seconds := summary.get("wall_seconds")):
+        attempts = summary.get("attempts") or 1
+        found.append(tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else ""))
+    if (best := summary.get("best")) and is_number(best["value"]):
+        name = str(best["metric"]).replace("_", " ")
+        found.append(tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations"))
+    for name, label, unit in (("samples_per_second", "Speed", "samples/s"), ("tokens_per_second", "Tokens", "tokens/s")):
+        if is_number(rate := summary.get(name)):
+            found.append(tile(label, _rate(rate), f"{unit} on average"))
+    if is_number(summary.get("mfu")):
+        found.append(tile("MFU", percent(summary["mfu"]), "of the peak of the GPUs"))
+    if is_number(summary.get("goodput")):
+        found.append(tile("Goodput", percent(summary["goodput"]), "of the time trained new steps"))
+    if parts := {part: value for part, value in (summary.get("seconds_per_step") or {}).items() if is_number(value)}:
+        waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
+        found.append(tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time"))
+    if summary.get("ranks"):
+        device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
+        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {plural(summary.get('nodes') or 1, 'node')}"
+        remark = where if device == "CPU" else f"{where}, {device}"
+        found.append(tile("Cluster", plural(summary["ranks"], noun), remark, f"#{prefix}configuration"))
+    if run.incidents:
+        levels = [one.get("level") for one in run.incidents]
+        counts = [plural(levels.count(level), level) for level in ("error", "warning") if level in levels]
+        found.append(tile("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", f"#{prefix}incidents"))
+    return tag("dl", *found, class_="tiles")
+
+
+def comparison(runs: list[Run]) -> Html:
+    """Return the final figures side by side, and what differs between the runs."""
+    of = lambda name, form: [_figure(run.summary.get(name), form) for run in runs]
+    last = lambda name: [_figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
+    metrics = dict.fromkeys(name for run in runs for name in metric_names(run))
+    rows = [
+        ["state", *map(badge, runs)],
+        ["steps", *of("steps", number)],
+        ["wall time", *of("wall_seconds", duration)],
+        ["samples/s", *of("samples_per_second", _rate)],
+        ["tokens/s", *of("tokens_per_second", _rate)],
+        ["MFU", *of("mfu", percent)],
+        ["goodput", *of("goodput", percent)],
+        ["best metric", *map(_best, runs)],
+        *([f"last {name.replace('_', ' ')}", *last(name)] for name in metrics),
+        ["incidents", *(number(len(run.incidents)) for run in runs)],
+    ]
+    names = [run.name for run in runs]
+    figures = table(["figure", *names], [row for row in rows if any(row[1:])], "Final figures of the runs")
+    other = [[name, kind, *map(_value, values)] for kind, name, values in differences(runs)]
+    text = note("What is not the same in all runs. A dash means that a run does not have the value.")
+    changed = join([text, table(["name", "kind", *names], other, "Differences between the runs")]) if other else ""
+    return join([section("comparison", "Comparison", figures), section("differences", "Differences", changed)])
+
+
+def _figure(value: Any, form: Callable[[Any], str]) -> Figure | None:
+    return figure(form(value)) if is_number(value) else None
+
+
+def _rate(value: float) -> str:
+    return number(round(value)) if value >= 100 else brief(value)
+
+
+def _best(run: Run) -> str | None:
+    best = run.summary.get("best")
+    return f"{best['metric']} {number(best['value'])} (step {number(best['step'])})" if best else None
+
+
+def _value(value: Any) -> str:
+    """Return a value of an option or of a file as text."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_value(one)}" for name, one in list(value.items())[:40])
+    if isinstance(value, list):
+        return ", ".join(map(_value, value[:40]))
+    return brief(value) if isinstance(value, float) else "empty" if value == "" else number(value)
+
+
+def incidents(run: Run, level: int, prefix: str) -> Html:
+    """Return diagnoses, failures, restarts and skipped steps in the order of time."""
+    severity = lambda i: (SEVERITY.get(str(run.incidents[i].get("level")), 2), i)
+    chosen = sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])
+    first, items = run.summary.get("began") or 0.0, []
+    for one in (run.incidents[i] for i in chosen):
+        name = one["level"] if one.get("level") in SEVERITY else "info"
+        when = f"after {duration(max(0.0, one['time'] - first))}" if is_number(one.get("time")) else ""
+        step = f"step {number(one['step'])}" if one.get("step") is not None else ""
+        rank = f"rank {one['rank']}" if one.get("rank") is not None else ""
+        place = " · ".join(part for part in (step, when, rank, str(one.get("host") or "")) if part)
+        text = tag("div", tag("p", str(one.get("text") or "")[:2000]), tag("p", place, class_="meta"))
+        kind = tag("span", str(one.get("kind") or "").replace("_", " ").lower(), class_="kind")
+        items.append(tag("li", tag("span", name, class_=f"level {name}"), text, kind))
+    text = f"The {len(items)} most severe of {len(run.incidents):,} incidents are shown."
+    shown = tag("ol", *items, class_="incidents", tabindex="0", aria_label="Incidents") if items else ""
+    return section(
+        "incidents", "Incidents", shown, note(text) if len(items) < len(run.incidents) else "", level=level, prefix=prefix
+    )
+
+
+def checkpoints(run: Run, level: int, prefix: str) -> Html:
+    """Return the checkpoints, the newest first."""
+    first, there = run.summary.get("began") or 0.0, [one for one in run.checkpoints if one.get("exists")]
+    rows = [
+        [
+            join([f"{one['step']:,}", tag("span", "best", class_="tag") if one.get("is_best") else ""]),
+            _figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
+            _figure(one.get("bytes"), size),
+            tag("code", one.get("path")),
+        ]
+        for one in reversed(there[-CHECKPOINTS:])
+    ]
+    shown = table(["step", "saved after", "size", "folder"], rows, "Checkpoints, the newest first") if rows else ""
+    removed = len(run.checkpoints) - len(there)
+    texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
+    texts += (
+        [f"{plural(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."]
+        if removed
+        else []
+    )
+    return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
+
+
+def profile(run: Run, level: int, prefix: str) -> Html:
+    """Return the summary of `--profile`: the parts of a step, what to change, and the largest operations."""
+    found = run.profile or {}
+    overall, of_run = (found.get(name) if isinstance(found.get(name), dict) else {} for name in ("overall", "run"))
+    step = overall.get("step_seconds")
+    parts = {"computation": "computation", "communication": "communication", "overlapped": "of it during computation",
+             "exposed": "of it not during computation"}  # fmt: skip
+    pairs = [("steps", _value(of_run["steps"]).replace(", ", " to "))] if of_run.get("steps") else []
+    pairs += [("duration of a step", duration(step))] if is_number(step) else []
+    for name, text in parts.items():
+        if is_number(value := overall.get(name)):
+            pairs.append(
+                (text, f"{duration(value)}, {percent(value / step)} of a step" if is_number(step) and step else duration(value))
+            )
+    advice = [one.get("text") if isinstance(one, dict) else one for one in _list(found.get("recommendations"))]
+    texts = [*_list(found.get("findings")), *advice]
+    rows = [
+        [
+            one.get("name"),
+            *(_figure(one.get(key), form) for key, form in (("seconds", duration), ("share", percent), ("count", brief))),
+        ]
+        for one in _list(found.get("operations"))[:OPERATIONS]
+        if isinstance(one, dict)
+    ]
+    head = lambda text: tag(f"h{level + 1}", text)
+    return section(
+        "profile",
+        "Profile",
+        facts(pairs),
+        join([head("Findings and recommendations"), tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")])
+        if texts
+        else "",
+        join(
+            [
+                head("Largest operations"),
+                table(["operation", "time per step", "share", "count per step"], rows, "Largest operations"),
+            ]
+        )
+        if rows
+        else "",
+        level=level,
+        prefix=prefix,
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def configuration(run: Run, level: int, prefix: str) -> Html:
+    """Return the cluster, the options that differ from their defaults, the versions and the environment."""
+    start = run.start
+    read = lambda name: start[name] if isinstance(start.get(name), dict) else {}
+    options = [
+        [tag("code", f"--{name}"), _value(value[0]), _value(value[1])]
+        for name, value in read("options").items()
+        if isinstance(value, list) and len(value) == 2
+    ]
+    batch, pairs = read("batch"), []
+    if batch:
+        of, ranks = (lambda name: number(batch.get(name))), plural(run.summary.get("ranks") or 1, "rank")
+        text = f"{of('global')} = micro-batch {of('micro')} {TIMES} accumulation {of('accumulation')} {TIMES} {ranks}"
+        pairs.append(("global batch size", text))
+    pairs += [("items in the training data", start["items"])] if start.get("items") is not None else []
+    pairs += [("precision", start["precision"])] if start.get("precision") else []
+    nodes = _cluster(run)
+    title = "Options that differ from the defaults"
+    listed = join([tag(f"h{level + 1}", title), table(["option", "value", "default"], options, title)]) if options else ""
+    texts = lambda values: facts((name, _value(value)) for name, value in values.items())
+    return section(
+        "configuration",
+        "Configuration",
+        join([tag(f"h{level + 1}", "Cluster"), nodes]) if nodes else "",
+        facts(pairs),
+        listed,
+        fold("All options", facts((f"--{name}", _value(value)) for name, value in run.options.items())),
+        fold("Versions", texts(read("versions"))),
+        fold("Environment variables", texts(read("environment"))),
+        level=level,
+        prefix=prefix,
+    )
+
+
+def _cluster(run: Run) -> Html:
+    """Return a table of the nodes: their hosts, ranks and devices."""
+    nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for place in places(run).values():
+        nodes.setdefault((str(place.get("node", 0)), str(place.get("host", ""))), []).append(place)
+    rows = []
+    for (node, host), members in nodes.items():
+        devices = [str(one.get("device", "")) for one in members]
+        kinds = ", ".join(f"{devices.count(kind)} {TIMES} {kind}" for kind in dict.fromkeys(devices))
+        ranks = sorted(one["rank"] for one in members)
+        is_range = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+        memory = max((one["memory"] for one in members if is_number(one.get("memory"))), default=None)
+        listed = f"{ranks[0]} to {ranks[-1]}" if is_range else ", ".join(map(str, ranks))
+        rows.append([f"node {node}", host, listed, kinds, _figure(memory, size)])
+    width = 5 if any(row[4] for row in rows) else 4
+    columns = ["node", "host", "ranks", "devices", "memory of a GPU"]
+    return table(columns[:width], [row[:width] for row in rows], "Nodes of the run") if rows else Html()
