@@ -50,7 +50,7 @@ def key_figures(run: Run, prefix: str = "") -> Html:
     """Return the tiles of a run. A figure that is not known has no tile."""
     summary, found = run.summary, []
     total, samples = summary.get("total_steps"), summary.get("samples")
-    remarks = [f"of {total:,}"] * bool(total) + [f"{samples:,} samples"] * bool(samples)
+    remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
     found.append(tile("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks)))
     if is_number(seconds := summary.get("wall_seconds")):
         attempts = summary.get("attempts") or 1
