@@ -4,6 +4,7 @@ They compare the weights, the logs, the trackers and the exported models.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
+from tests.log_schema import require_documented
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
 EXPORT = [sys.executable, BIN / "accel-ddp", "export"]
@@ -89,6 +91,18 @@ def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
     assert "Traceback" not in text
     assert len(events(one, "update")) == 12  # 2 epochs of 90 items in steps of 16: 11.25, rounded up
     assert [event["step"] for event in events(one, "evaluate")] == [6, 12]
+    assert re.search(
+        r"^time of a step: \d.* ms: data \d+ %, forward and backward \d+ %, optimizer \d+ %, other \d+ %\.$", text, re.M
+    )
+
+
+def test_every_event_and_every_field_of_the_log_is_documented(one):
+    assert require_documented(one) >= {"start", "update", "ranks", "evaluate", "save", "end"}
+    last = events(one, "ranks")[-1]
+    assert last["communication"] == [0.0], "a single rank waits for no other one"
+    assert last["system"].keys() >= {"memory", "host_memory"}
+    assert 50e6 < last["system"]["memory"][0] < 50e9
+    assert 0 < last["system"]["host_memory"][0] <= 1
 
 
 def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):

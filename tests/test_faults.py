@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from accel_ddp.records.incidents import read_incidents
 from accel_ddp.saving.format import find_problem, list_checkpoints
 from tests.jobs import Diagnosis, HangingDisk, Job, Jobs, children, kill, remove_memory_limits, shape_link
+from tests.log_schema import require_documented
 from tests.nodes import Nodes, NotPossible
 
 # FAULTS_DEFAULT_LIMITS=1 measures the times with the limits that a run has by default.
@@ -153,6 +155,9 @@ def test_a_fault_inside_a_rank_is_diagnosed_on_every_node(request, tmp_path, pla
             assert early.seconds - began < REPORT_SECONDS
             assert re.fullmatch(case.kind, early.kind), early
             agree(job, "warning", case.kind)
+        incidents = [(one.level, one.kind, one.text.splitlines()[0]) for one in read_incidents(tmp_path / "run")]
+        assert incidents == [(d.level, d.kind, d.text) for d in job.diagnoses() if d.process == 0]
+        require_documented(tmp_path / "run")
         others = {d.kind for d in job.diagnoses() if not re.fullmatch(case.kind, d.kind)}
         assert others == set(), f"other diagnoses: {others}"
         assert newest_checkpoint_loads(tmp_path / "run") == 5 or name in ("lr", "skip", "data", "worker data", "worker")
@@ -271,6 +276,8 @@ def test_a_disk_of_the_output_folder_that_hangs_is_reported(disk, beside_disk, t
             disk.unfreeze()
         assert job.codes(30)[0] not in (0, None)
         job.nothing_is_left()
+        # The monitor has reported the disk without waiting for it, and writes when the disk answers again.
+        assert {one.kind for one in read_incidents(disk.outside / "run")} >= {d.kind for d in job.diagnoses()}
         newest_checkpoint_loads(disk.outside / "run")
 
 

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.records.incidents import read_incidents
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
 from accel_ddp.training.loss_spikes import LossSpikes
@@ -85,6 +86,18 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_every_rank_also_across_a
     assert "In the last one, the loss is inf on rank 1 on " in ended.text
     assert ended.text.count("error:") == 1
     assert "Traceback" not in ended.text
+    # What the ranks have printed is in incidents.jsonl, once, and the resumed run has appended to it.
+    found = read_incidents(tmp_path / "run")
+    skipped = [("warning", "SKIPPED_STEP", step) for step in range(6, 11)]
+    assert [(one.level, one.kind, one.step) for one in found] == [
+        *skipped[:3],
+        ("info", "STOPPED", 8),
+        *skipped[3:],
+        ("error", "ERROR", 11),
+    ]
+    assert found[0].text.startswith("step 6: the loss is inf on rank 1 on ")
+    assert found[3].text.startswith("stopped: requested by ")
+    assert "\nerror: " + found[-1].text in "\n" + ended.text
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

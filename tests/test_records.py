@@ -1,6 +1,10 @@
 """log.jsonl and incidents.jsonl can be read while they are written, continue after a crash, and count every step once."""
 
 import json
+import re
+import subprocess
+import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -10,6 +14,8 @@ import pytest
 from accel_ddp.records import lines, log
 from accel_ddp.records.incidents import FILE, MOST_WAITING, Incident, IncidentWriter, read_incidents
 from accel_ddp.records.log import LogWriter, last_step_of, last_step_of_attempt, read_log
+from tests.conftest import ROOT
+from tests.log_schema import PAGE, documented, require_fields
 
 
 def attempt(path: Path, first: int, last: int, ends: bool = False) -> None:
@@ -129,3 +135,56 @@ def test_a_queue_of_a_run_without_a_folder_does_not_grow():
         writer.write(Incident("warning", "A", str(number)))
     assert writer.waiting.qsize() == MOST_WAITING
     writer.close()
+
+
+def test_the_page_describes_each_event_with_an_example():
+    examples = [json.loads(text) for text in re.findall(r"^```json\n(.*)\n```$", PAGE.read_text(), flags=re.MULTILINE)]
+    for example in examples:
+        fields = (
+            documented()["every event"] | documented()[example["event"]]
+            if "event" in example
+            else documented()["incidents.jsonl"]
+        )
+        require_fields(example, fields)
+    events = {example.get("event", "incidents.jsonl") for example in examples}
+    assert events == documented().keys() - {"every event"}
+    assert events >= {*log.OF_STEPS, "start", "warm_up", "restart", "save", "end"}
+
+
+def test_a_reader_that_follows_a_log_sees_complete_events_only_also_after_a_crash(tmp_path):
+    """The function of docs/log.md reads while processes write, of which the first is killed in the middle."""
+    code = re.search(r"^```python\n(import json, time\n.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    exec(code, scope := {})
+    path = tmp_path / "log.jsonl"
+    path.touch()
+    write = """
+import random, sys
+from pathlib import Path
+from accel_ddp.records.log import LogWriter
+writer, first, last = LogWriter(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+writer.write("start", first)
+for step in range(first + 1, last + 1):
+    writer.write("update", step, values=[0.5] * random.choice([1, 100, 2000, 30_000]))
+writer.write("end", last)
+"""
+    start = lambda first, last: subprocess.Popen([sys.executable, "-c", write, str(path), str(first), str(last)], cwd=ROOT)
+    is_over = threading.Event()
+    seen = []
+    reader = threading.Thread(target=lambda: seen.extend(scope["follow"](path, is_over.is_set)), daemon=True)
+    reader.start()
+    killed = start(0, 100_000)
+    while path.stat().st_size < 5e6:
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    reached = last_step_of(path)
+    with path.open("ab") as file:
+        file.write(b'{"event": "start", "step": 999, "batch": {"global": 8}')  # as a machine without power leaves it
+    assert start(reached - 5, reached + 5).wait() == 0
+    while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in log.read_lines(path)):
+        time.sleep(0.05)
+    is_over.set()
+    reader.join(10)
+    assert seen == list(log.read_lines(path))
+    assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, reached + 6))
+    assert sum(event.get("repeated", False) for event in seen) == 5

@@ -12,9 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.records.incidents import read_incidents
+from accel_ddp.records.log import read_log
 from accel_ddp.saving.format import MANIFEST
 from accel_ddp.watch import outcome
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all
+from tests.log_schema import require_documented
 from tests.test_stop import last_checkpoint, wait_for
 
 TRAINS = PROGRAMS / "trains.py"
@@ -154,6 +157,11 @@ def test_static_nodes_continue_after_a_killed_rank_and_after_the_loss_of_the_mai
     assert second["lost_seconds"] > 0
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [event["restart"] for event in events if event["event"] == "restart"] == [1, 2]
+    assert "restart" in require_documented(folder)
+    counted = [event["step"] for event in read_log(folder / "log.jsonl") if event["event"] == "update"]
+    assert counted == sorted(set(counted)), "repeated steps are counted once"
+    assert any(event.get("repeated") for event in events)
+    assert "RANK_DIED" in [incident.kind for incident in read_incidents(folder)]
     assert 0 < events[-1]["goodput"] < 1
 
 

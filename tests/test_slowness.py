@@ -23,6 +23,7 @@ from accel_ddp.watch.slow_links import neighbours
 from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness
 from tests.conftest import PROGRAMS, Running, clean_environment, run_all
 from tests.jobs import Jobs, kill, shape_link
+from tests.log_schema import require_documented
 from tests.nodes import Nodes
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
@@ -385,6 +386,7 @@ def test_a_straggler_of_50_ms_is_reported_with_its_host_and_what_it_costs(jobs, 
     incident = next(one for one in read_incidents(tmp_path / "run") if one.kind == STRAGGLER)
     assert (incident.level, incident.text, incident.rank, incident.host) == ("warning", found.text, 1, host)
 
+    require_documented(tmp_path / "run")
     events = read_log(tmp_path / "run" / "log.jsonl")
     summary = events[-1]["breakdown"]
     assert (events[-1]["event"], summary["slowest_rank"], summary["slowest_host"]) == ("end", 1, host)

@@ -197,7 +197,7 @@ def _leave(failure: Failure) -> int:
     process.is_leaving.set()
     is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
     is_printed = process.failure is not None
-    record_end(failure.text, failure.kind, failure.step)
+    record_end(str(failure), failure.kind, failure.step)
     # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
     if not is_printed and (process.is_local_main or (is_first and process.link is None and launcher_pid())):
         print(failure, file=sys.stderr, flush=True)

@@ -392,7 +392,7 @@ def _incident_of(failure: dict[str, Any]) -> Incident:
     """Return the incident of a failure that ends the run. A stop that was asked for is no error."""
     level = INFO if failure["kind"] in ("stopped", "interrupted") else ERROR
     place = {name: failure[name] for name in ("rank", "host", "step") if name in failure}
-    return Incident.parse(failure["text"], failure["kind"].upper(), level, **place)
+    return Incident.parse(failure["line"], failure["kind"].upper(), level, **place)
 
 
 async def watch(options: dict[str, Any]) -> None:
