@@ -99,7 +99,7 @@ def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
 def test_every_event_and_every_field_of_the_log_is_documented(one):
     assert require_documented(one) >= {"start", "update", "ranks", "evaluate", "save", "end"}
     last = events(one, "ranks")[-1]
-    assert last["communication"] == [0.0], "a single rank waits for no other one"
+    assert last["communication"][0] < 0.001, "a single rank waits for no other one"
     assert last["system"].keys() >= {"memory", "host_memory"}
     assert 50e6 < last["system"]["memory"][0] < 50e9
     assert 0 < last["system"]["host_memory"][0] <= 1

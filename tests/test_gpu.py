@@ -440,3 +440,28 @@ def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(s
     assert 0.5 * wall < sum(timing[1:]) < 1.2 * wall
     assert timing.data > 40 * seconds
     assert (timing.forward > timing.data) == (not seconds)
+
+
+def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_wait_for_it():
+    from accel_ddp.training.rank_sample import SYSTEM
+    from accel_ddp.training.system_sample import SystemSample
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    with SystemSample(device) as system:
+        torch.cuda._sleep(10**10)  # some seconds of work
+        began = time.perf_counter()
+        found = dict(zip(SYSTEM, system._measure()))
+        assert not torch.cuda.current_stream().query(), "the measurement has waited for the GPU"
+        assert time.perf_counter() - began < 1
+        torch.cuda.synchronize()
+        time.sleep(0.2)
+    free, total = torch.cuda.mem_get_info()
+    assert found["gpu_memory"] == torch.cuda.max_memory_allocated() >= kept.numel()
+    assert abs(found["gpu_memory_used"] - (total - free)) < 0.05 * total
+    assert found["gpu_memory_used"] > kept.numel()
+    assert 0 <= found["gpu_utilisation"] <= 1
+    assert 10 < found["gpu_temperature"] < 110
+    assert 10 < found["gpu_power"] < 2000
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    assert uuid in system.gpu.nvml.nvmlDeviceGetUUID(system.gpu.handle)

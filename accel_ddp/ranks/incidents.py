@@ -1,7 +1,6 @@
 """Stores what this rank prints as a warning in incidents.jsonl, so that reports show it."""
 
 import logging
-import multiprocessing
 from pathlib import Path
 
 from accel_ddp.ranks.process import process
@@ -13,8 +12,6 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
 
     `text` may begin with a level and a kind, as in "warning: LOSS_SPIKE: the loss is ...". The level is otherwise "warning".
     """
-    if multiprocessing.parent_process() is not None:  # a data worker, which must not write to the connection of its rank
-        return
     incident = Incident.parse(text.strip(), kind, level, rank=process.rank, host=process.host, step=step)
     if link := process.link:
         link.send({"incident": incident._asdict()})

@@ -31,7 +31,7 @@ class SystemSample:
 
         self.latest = UNKNOWN
         self.device = device if device.type == "cuda" else None
-        self.gpu = _Gpu(device) if self.device else None
+        self.gpu = _Gpu(str(torch.cuda.get_device_properties(device).uuid)) if self.device else None
         self.processes = _Processes(psutil)
         self.psutil = psutil
         self.is_closed = threading.Event()
@@ -100,8 +100,9 @@ class _Processes:
 class _Gpu:
     """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so that the GPU is found by its UUID."""
 
-    def __init__(self, device: torch.device):
-        self.uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-").removeprefix("MIG-")
+    def __init__(self, uuid: str):
+        """`uuid` is that of torch, which has no prefix."""
+        self.uuid = uuid
         self.nvml: Any = None
         with contextlib.suppress(ImportError):
             import pynvml

@@ -88,7 +88,7 @@ class Link:
     def __init__(self, address: MonitorAddress, rank: int, heartbeat: Heartbeat, on_message: Callable[[dict[str, Any]], None],
                  on_lost: Callable[[], None]):  # fmt: skip
         self.address, self.on_message, self.on_lost = address, on_message, on_lost
-        self.is_closed = False
+        self.is_closed, self._pid = False, os.getpid()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(f"{address.folder}/socket")
         self._lock = threading.Lock()
@@ -101,6 +101,8 @@ class Link:
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> None:
+        if os.getpid() != self._pid:  # a data worker, which is a fork, would mix its bytes with those of its rank
+            return
         with self._lock, contextlib.suppress(OSError):  # the monitor is lost
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 

@@ -1,0 +1,100 @@
+"""The thread that measures the machine of a rank: right values, no cost, no exception, no hang of forked workers, and an end."""
+
+import math
+import multiprocessing
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from accel_ddp.training import system_sample
+from accel_ddp.training.rank_sample import SYSTEM
+from accel_ddp.training.system_sample import SystemSample, _Gpu
+
+CPU = torch.device("cpu")
+fork = multiprocessing.get_context("fork")
+
+
+def until(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def spin(memory: int) -> None:
+    held = bytearray(os.urandom(1) * memory)
+    while held:
+        pass
+
+
+def test_the_values_include_data_workers_and_the_thread_ends(monkeypatch):
+    monkeypatch.setattr(system_sample, "EVERY_SECONDS", 0.2)
+    before = threading.active_count()
+    with SystemSample(CPU) as system:
+        value = lambda name: system.latest[SYSTEM.index(name)]
+        until(lambda: value("cpu") == value("cpu"))
+        alone = value("memory")
+        assert alone == pytest.approx(psutil.Process().memory_info().rss, rel=0.3)
+        assert value("host_memory") == pytest.approx(psutil.virtual_memory().percent / 100, abs=0.2)
+        assert all(math.isnan(value(name)) for name in SYSTEM if name.startswith("gpu"))
+        worker = fork.Process(target=spin, args=(200 << 20,), daemon=True)
+        worker.start()
+        until(lambda: value("memory") > alone + (200 << 20))
+        until(lambda: value("cpu") > 0.1)  # other processes of this machine use its cores too
+        assert value("cpu") < 3
+        worker.kill()
+        until(lambda: value("memory") < alone + (100 << 20))
+        assert worker in multiprocessing.active_children() or worker.exitcode == -9, "its exit code was not collected"
+    until(lambda: threading.active_count() == before, 5)
+
+
+def test_a_measurement_that_fails_is_nan_and_the_next_one_is_tried(monkeypatch):
+    monkeypatch.setattr(system_sample, "EVERY_SECONDS", 0.05)
+    with SystemSample(CPU) as system:
+        until(lambda: system.latest[-1] == system.latest[-1])
+        works, system.psutil = system.psutil, None
+        until(lambda: math.isnan(system.latest[-1]))
+        assert system.latest[SYSTEM.index("memory")] > 0, "the other values are still known"
+        system.psutil = works
+        until(lambda: system.latest[-1] == system.latest[-1])
+        assert system.thread.is_alive()
+
+
+def test_a_machine_without_a_driver_has_no_values_of_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a driver")
+    gpu = _Gpu("00000000-0000-0000-0000-000000000000")
+    assert gpu.nvml is not None, "nvidia-ml-py is installed"
+    assert all(map(math.isnan, gpu.measure()))
+    gpu.nvml = None  # without the package
+    assert all(map(math.isnan, gpu.measure()))
+
+
+def imports_again() -> None:
+    import psutil
+
+    psutil.virtual_memory()
+
+
+def test_workers_that_are_forked_while_the_thread_measures_do_not_hang(monkeypatch):
+    monkeypatch.setattr(system_sample, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(system_sample, "FIRST_SECONDS", 0.0)
+    with SystemSample(CPU):
+        for _ in range(30):
+            worker = fork.Process(target=imports_again)
+            worker.start()
+            worker.join(20)
+            assert worker.exitcode == 0
+
+
+def test_a_measurement_takes_less_than_a_thousandth_of_its_interval_in_cpu_time():
+    system = SystemSample(CPU)
+    system.close()
+    began = time.thread_time()
+    for _ in range(50):
+        system._measure()
+    assert (time.thread_time() - began) / 50 < system_sample.EVERY_SECONDS / 1000
