@@ -39,7 +39,7 @@ def read_objects_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 def parse(line: bytes | str) -> dict[str, Any] | None:
     """Return the object of a line, or None if the line is no complete object."""
-    with contextlib.suppress(ValueError):  # also of bytes that are not UTF-8
+    with contextlib.suppress(ValueError, RecursionError):  # ValueError also for bytes that are not UTF-8
         value = json.loads(line) if line.strip() else None
         return value if isinstance(value, dict) else None
     return None
