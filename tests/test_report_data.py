@@ -449,11 +449,14 @@ def test_a_mistake_is_answered_with_what_to_type(words, message, folder, capsys)
 
 
 def test_the_command_writes_the_page_and_files_without_torch(folder):
-    """One process: one run, several runs with a folder that is none, again over its own page, and CSV."""
+    """One process: one run, several runs with a folder that is none, again over its own page, CSV, and damaged runs."""
+    write(folder / "runs/classify/changed", start(), update(10), ranks(10, 2), start(10), update(20), ranks(20, 1))
+    write(folder / "runs/classify/damaged", start(), *GARBAGE, ranks(30, 2))
     code = (
         "import sys; from accel_ddp import cli\n"
         "for words in (['runs/classify/first'], ['runs/classify/first', '--csv', 'numbers'],\n"
-        "              ['runs/classify/first', 'runs/classify/second', 'runs/classify/refused', 'runs/classify/first/']):\n"
+        "              ['runs/classify/first', 'runs/classify/second', 'runs/classify/refused', 'runs/classify/first/'],\n"
+        "              ['runs/classify/changed'], ['runs/classify/changed', 'runs/classify/damaged', '--csv', 'numbers']):\n"
         "    assert cli.main(['report', *words]) == 0\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)\n"
     )
@@ -464,5 +467,6 @@ def test_the_command_writes_the_page_and_files_without_torch(folder):
     assert (folder / "report.html").stat().st_size
     assert (folder / "numbers/updates.csv").stat().st_size
     assert "runs/classify/first/report.html (" in ended.stdout
+    assert "RuntimeWarning" not in ended.stderr
     assert "warning: runs/classify/refused: left out, because this is no run." in ended.stderr
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
