@@ -270,7 +270,7 @@ def test_a_long_log_is_read_in_blocks_with_the_same_values(tmp_path, monkeypatch
     numbers = random.Random(0)
     events = [start()]
     for step in range(1, 2001):
-        loss = "nan" if step == 1500 else numbers.random() * 10 ** numbers.randint(-300, 300)
+        loss = {300: "nan", 1500: "inf"}[step] if step in (300, 1500) else numbers.random() * 10 ** numbers.randint(-300, 300)
         events += [update(step, loss=loss, **({"mfu": 0.5} if step > 700 else {})), ranks(step, 2)]
     folder = write(tmp_path, *events, b'{"event": "update", "step": 2001, "lo\n', update(2002))
     expected = read_run(folder)
@@ -280,7 +280,7 @@ def test_a_long_log_is_read_in_blocks_with_the_same_values(tmp_path, monkeypatch
     parsed, parse = [], log_reader._parse_fast
     monkeypatch.setattr(log_reader, "_parse_fast", lambda lines: parsed.append(parse(lines)) or parsed[-1])
     run = read_run(folder)
-    assert [one is not None for one in parsed] == [True] * 5 + [False] + [True] * 2  # the sixth block contains "nan"
+    assert [one is not None for one in parsed] == [True] * 5 + [False] + [True] * 2  # the sixth block contains "inf"
     assert list(run.updates) == list(expected.updates)
     for name, values in expected.updates.items():
         np.testing.assert_array_equal(run.updates[name], values)
@@ -449,20 +449,25 @@ def test_a_mistake_is_answered_with_what_to_type(words, message, folder, capsys)
 
 
 def test_the_command_writes_the_page_and_files_without_torch(folder):
-    """One process: one run, several runs with a folder that is none, again over its own page, and CSV."""
+    """One process: one run, several runs with a folder that is none, again over its own page, CSV, and damaged runs."""
+    write(folder / "runs/classify/changed", start(), update(10), ranks(10, 2), start(10), update(20), ranks(20, 1))
+    write(folder / "runs/classify/damaged", start(), *GARBAGE, ranks(30, 2))
     code = (
         "import sys; from accel_ddp import cli\n"
-        "for words in (['runs/classify/first'], ['runs/classify/first', '--csv', 'numbers'],\n"
-        "              ['runs/classify/first', 'runs/classify/second', 'runs/classify/refused', 'runs/classify/first/']):\n"
+        "for words in (['runs/classify/first', '--open'], ['runs/classify/first', '--csv', 'numbers'],\n"
+        "              ['runs/classify/first', 'runs/classify/second', 'runs/classify/refused', 'runs/classify/first/'],\n"
+        "              ['runs/classify/changed'], ['runs/classify/changed', 'runs/classify/damaged', '--csv', 'numbers']):\n"
         "    assert cli.main(['report', *words]) == 0\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)\n"
     )
-    environment = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    environment = clean_environment() | {"PYTHONPATH": str(ROOT), "BROWSER": "echo %s"}
     ended = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert (folder / "runs/classify/first/report.html").stat().st_size
     assert (folder / "report.html").stat().st_size
     assert (folder / "numbers/updates.csv").stat().st_size
     assert "runs/classify/first/report.html (" in ended.stdout
+    assert f"file://{folder}/runs/classify/first/report.html" in ended.stdout
+    assert "RuntimeWarning" not in ended.stderr
     assert "warning: runs/classify/refused: left out, because this is no run." in ended.stderr
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp")]

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from accel_ddp.errors import UserError
@@ -111,7 +112,9 @@ def _write_page(runs: list[Run], path: Path) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_page(runs, new)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
+            write_page(runs, new)
         new.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error

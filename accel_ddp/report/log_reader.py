@@ -165,7 +165,8 @@ def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
         kinds = {name: pyarrow.float64() for name in names} | {"event": pyarrow.string(), "repeated": pyarrow.bool_()}
         schema = pyarrow.schema(list(kinds.items()))
         options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
-        table = pyarrow.json.read_json(pyarrow.BufferReader(b"\n".join(lines)), parse_options=options)
+        text = b"\n".join(lines).replace(b': "nan"', b": null")  # null becomes NaN
+        table = pyarrow.json.read_json(pyarrow.BufferReader(text), parse_options=options)
     except (pyarrow.ArrowException, ValueError, TypeError, RecursionError):
         return None
     if len(table) != len(lines) or len(names) > _MOST_COLUMNS:
