@@ -16,6 +16,7 @@ from accel_ddp.records.redaction import redact
 from accel_ddp.records.tables import Table
 
 INIT_SECONDS = 30  # for the server of wandb; the default of wandb is 90
+FLUSH_SECONDS = 1.0  # between writes to the file of wandb; the default of wandb is 15
 MOST_COLUMNS = 50  # of a matrix; a larger one becomes rows of true class, predicted class and number
 
 
@@ -193,6 +194,8 @@ class Wandb(Tracker):
         # The output is not captured, because each `print` of the run would then call wandb, and wait for it.
         more |= {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}
         more |= {} if {"WANDB_SILENT", "WANDB_QUIET"} & os.environ.keys() else {"silent": True}
+        if "x_transaction_log_flush_interval" in wandb.Settings.model_fields:  # a killed job loses what is not flushed
+            more["x_transaction_log_flush_interval"] = FLUSH_SECONDS
         self.tracker = _WandbRun(
             self.project, name=self.run_name, group=self.group or None, tags=self.tags or None,
             dir=self.cfg.output_dir, id=self.run_id, resume="allow", settings=wandb.Settings(**more), **mode,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
-_WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_ID)?|PRIVATE_?KEY|AUTH"
+_WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API[_-]?KEY|ACCESS[_-]?KEY([_-]ID)?|PRIVATE[_-]?KEY|AUTH"
 # The word ends the name, so that TOKENIZERS_PARALLELISM, max_new_tokens and AWS_WEB_IDENTITY_TOKEN_FILE are no secrets.
 _SECRET_NAME = re.compile(rf"(^|[_\-.])({_WORDS})$", re.IGNORECASE)
-_NO_SECRET_NAME = re.compile(r"(^|_)(pad|eos|bos|sep|cls|mask|unk|image|stop)_token$", re.IGNORECASE)
+_NO_SECRET_NAME = re.compile(r"(^|[_-])(pad|eos|bos|sep|cls|mask|unk|image|stop)[_-]token$", re.IGNORECASE)
 _SHORTEST = 6  # characters; shorter values, such as "1" or "true", occur everywhere
 _IN_URL = re.compile(r"(?<=://)[^/\s@'\"]+@")
 _IN_QUERY = re.compile(
