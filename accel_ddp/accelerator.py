@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp.config import TrainConfig
@@ -41,7 +42,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
-    trackers = _tracker_names(cfg.report_to)
+    trackers = _tracker_names(cfg)
     cfg.split(process.num_ranks)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
@@ -158,12 +159,18 @@ def _find_earlier_folder(given: str) -> str:
     return before if os.path.abspath(before) == absolute else absolute
 
 
-def _tracker_names(report_to: str) -> list[str]:
-    """Return the names in `--report_to`. Raise UserError for an unknown one, which Accelerate would ignore silently."""
-    names = [name.strip() for name in report_to.split(",") if name.strip()]
+def _tracker_names(cfg: TrainConfig) -> list[str]:
+    """Return the names in `--report_to`. Raise UserError for an unknown one, and for `--log_model` without a tracker for it."""
+    names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
+    known = sorted(LOGGER_TYPE_TO_CLASS)
     for name in names:
-        if name not in ("wandb", "tensorboard", "trackio"):
-            raise UserError(f"--report_to {name}: must be wandb, tensorboard or trackio, or several of them with commas.")
+        if name not in known:
+            raise UserError(
+                f"--report_to {name}: must be wandb, tensorboard or trackio, or several of them with commas. Accelerate also knows "
+                f"{', '.join(one for one in known if one not in ('wandb', 'tensorboard', 'trackio'))}."
+            )
+    if cfg.log_model and not {"wandb", "mlflow"} & set(names):
+        raise UserError("--log_model: needs --report_to wandb or --report_to mlflow, which store artifacts.")
     return names
 
 

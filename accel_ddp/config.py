@@ -186,7 +186,7 @@ class TrainConfig:
     )
     report_to: str = option(
         "",
-        "trackers, for example wandb or wandb,tensorboard,trackio",
+        "trackers, for example wandb or wandb,tensorboard,trackio,mlflow",
         group="logging",
         affects_result=False,
         per_node=True,
@@ -207,6 +207,38 @@ class TrainConfig:
         affects_result=False,
         per_node=True,
         also=("wandb_run_name",),
+    )
+    run_group: str = option(
+        "",
+        "group of the run in wandb, trackio and mlflow",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("wandb_group", "wandb_run_group", "group"),
+    )
+    run_tags: tuple[str, ...] = option(
+        (),
+        "tags of the run in wandb and mlflow",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("wandb_tags", "tags"),
+    )
+    tracker_wait: float = option(
+        60.0,
+        "seconds to wait at the end of the run for trackers that have not stored everything; after a stop request at most 10",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        at_least=0,
+    )
+    log_model: bool = option(
+        False,
+        "upload the exported model to wandb or mlflow, as an artifact of the run",
+        group="logging",
+        affects_result=False,
+        per_node=True,
+        also=("wandb_log_model",),
     )
 
     allow_inexact: bool = option(

@@ -16,6 +16,7 @@ from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.ranks import logs
 from accel_ddp.ranks.failures import write_error_file
+from accel_ddp.records.redaction import redact
 from accel_ddp.watch.outcome import launcher_pid, write_outcome
 
 C = TypeVar("C", bound=TrainConfig)
@@ -69,14 +70,14 @@ def _report_user_error(text: str) -> None:
 
 
 class _NeverFails:
-    """A stream that ignores errors of writing, so that a full disk or a closed pipe does not end the run."""
+    """A stream that ignores errors of writing, so that a full disk or a closed pipe does not end the run. It writes no secrets."""
 
     def __init__(self, stream: Any):
         self.stream = stream
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self.stream.write(text)
+            self.stream.write(redact(text))
         return len(text)
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.model_card import card, public_name, public_options, without_paths
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import process
+from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
@@ -25,6 +26,7 @@ from accel_ddp.sources.pretrained import locate
 from accel_ddp.tasks import examples
 from accel_ddp.watch.page import EXPORT
 
+FOLDER = "model"  # in the folder of the run
 BASE = "base"  # subfolder for the config of the model below adapters
 ADAPTER = "adapter"  # subfolder for the adapters of a merged model
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,8 +72,9 @@ def at_the_end(
     with process.heartbeat.within(EXPORT), together("export the model"):
         if not accelerator.is_main_process:
             return
-        folder = Path(cfg.output_dir) / "model"
-        facts = {"config": as_plain_dict(cfg), "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
+        folder = Path(cfg.output_dir) / FOLDER
+        config = redact_values(as_plain_dict(cfg))
+        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
         _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, getattr(cfg, "merge_adapters", "auto"))
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)

@@ -320,6 +320,8 @@ class _Run:
             hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **more})
         if breakdown and process.is_main:
             print(describe(breakdown, process.num_ranks), flush=True)
+        if self.is_stopping or not process.stop.pid:  # a program without `run` continues after `fit`
+            process.close_trackers(is_stopped=self.is_stopping)
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)

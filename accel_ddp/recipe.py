@@ -1,5 +1,6 @@
 """What all recipes share: from the options to the exported model."""
 
+from pathlib import Path
 from typing import Any
 
 from accel_ddp import export
@@ -28,6 +29,7 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
     accelerator = start(cfg)
     task = task_class(cfg, accelerator)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
+    observers = hooks.standard(accelerator, cfg)
     outcome = fit(
         accelerator,
         cfg,
@@ -38,10 +40,12 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
         count=task.count,
         evaluate=task.evaluate,
         tables=getattr(task, "tables", None),
-        hooks=hooks.standard(accelerator, cfg),
+        hooks=observers,
         files=files,
     )
     if accelerator.is_main_process and hasattr(task, "report") and (text := task.report()):
         print(text)
     export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""))
+    for hook in observers if accelerator.is_main_process else ():
+        hook.on_export(Path(cfg.output_dir) / export.FOLDER)
     return outcome

@@ -1,12 +1,11 @@
 """Tests of recipes/classify.py as users start it: one process, two ranks, two nodes, torchrun, and the written-out loop.
 
-They compare the weights, the logs, the trackers and the exported models.
+They compare the weights, the logs and the exported models.
 """
 
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -52,12 +51,9 @@ def arguments(files, tiny_model, cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(arguments, tmp_path_factory) -> Path:
-    """Return the folder of a run with plain `python recipes/classify.py` and all trackers."""
+    """Return the folder of a run with plain `python recipes/classify.py`."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    ended = run_ranks(
-        1, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio",
-        TRACKIO_DIR=str(folder.parent / "trackio"),
-    ).well()  # fmt: skip
+    ended = run_ranks(1, CLASSIFY, *arguments, "--output_dir", folder).well()
     (folder.parent / "output.txt").write_text(ended.text)
     return folder
 
@@ -113,39 +109,10 @@ def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):
     assert json.loads((one / "model" / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
 
 
-def test_two_ranks_learn_the_same_weights_and_log_one_run(one, arguments, tmp_path):
+def test_two_ranks_learn_the_same_weights(one, arguments, tmp_path):
     folder = tmp_path / "run"
-    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    run_ranks(2, CLASSIFY, *arguments, "--output_dir", folder, "--report_to", "wandb,tensorboard,trackio", **env).well()
+    run_ranks(2, CLASSIFY, *arguments, "--output_dir", folder).well()
     assert_same_run(one, folder)
-    for run in (one, folder):
-        assert_trackers_are_complete(run)
-
-
-def assert_trackers_are_complete(folder: Path) -> None:
-    """Check with each tracker's own reader that it has one run with every loss and all evaluations."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    losses = [event["loss"] for event in events(folder, "update")]
-    logs = [path for path in folder.rglob("events.out.tfevents*") if EventAccumulator(str(path)).Reload().Tags()["scalars"]]
-    assert len(logs) == 1
-    board = EventAccumulator(str(logs[0])).Reload()
-    assert [s.value for s in board.Scalars("train/loss")] == pytest.approx(losses, rel=1e-5)
-    assert [s.step for s in board.Scalars("eval/accuracy")] == [6, 12]
-    assert {"train/lr", "train/grad_norm", "train/samples_per_second"} <= set(board.Tags()["scalars"])
-
-    runs = list((folder / "wandb").glob("offline-run-*"))
-    assert len(runs) == 1
-    records = subprocess.run([BIN / "wandb", "leet", "inspect", "--json", runs[0]], capture_output=True, text=True, check=True)
-    history = [json.loads(line) for line in records.stdout.splitlines() if '"type":"history"' in line.replace(" ", "")]
-    assert sum("train/loss" in json.dumps(record) for record in history) == len(losses)
-    assert '"global_batch_size"' in records.stdout, "the resolved config is logged"
-
-    command = [BIN / "trackio", "get", "metric", "--project", "accel_ddp", "--run", "run", "--metric", "train/loss", "--json"]
-    env = clean_environment(TRACKIO_DIR=str(folder.parent / "trackio"))
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-    found = [point["value"] for point in json.loads(printed)["values"]]
-    assert found == pytest.approx(losses, rel=1e-6)
 
 
 def test_two_nodes_with_our_config_learn_the_same_weights(one, arguments, tmp_path):

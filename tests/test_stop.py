@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -202,38 +201,6 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path):
     assert ended.codes == [75, 75], ended.text
     assert ended.text.count("stopped: received SIGTERM on") == 1
     assert steps_saved(tmp_path / "run") == []
-
-
-@pytest.mark.parametrize("how", ["SIGUSR2", "SIGTERM"])
-def test_wandb_has_all_steps_although_every_process_of_a_rank_receives_the_signal(tmp_path, how):
-    """Slurm sends signals to every process.
-
-    SIGTERM ends the service process of wandb, which installs its own handler. The log of wandb is then incomplete, the run reports
-    this, and log.jsonl is complete.
-    """
-    folder = tmp_path / "run"
-    running = start_ranks(1, "--output_dir", folder, "--step_seconds", 0.1, "--steps", 40, "--report_to", "wandb")
-    running.until("step  5/40")
-    processes = [psutil.Process(running.processes[0].pid), *psutil.Process(running.processes[0].pid).children(recursive=True)]
-    assert any("wandb" in " ".join(process.cmdline()) for process in processes), [process.cmdline() for process in processes]
-    assert len(processes) >= 4, "the rank, wandb and two data workers"
-    for process in processes:
-        process.send_signal(signal.Signals[how])
-    ended = running.ended()
-    assert ended.codes == [75], ended.text
-    assert ("Tracking has failed" in ended.text) == (how == "SIGTERM")
-    stopped = steps_saved(folder)[-1]
-    assert len([line for line in (folder / "log.jsonl").read_text().splitlines() if '"update"' in line]) == stopped
-    if how == "SIGUSR2":
-        (run,) = (folder / "wandb").glob("offline-run-*")
-        command = [BIN / "wandb", "leet", "inspect", "--json", run]
-        records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        assert len([r for r in records if '"type":"history"' in r.replace(" ", "") and "train/loss" in r]) == stopped
-        more = ["--output_dir", folder, "--steps", 40, "--report_to", "wandb", "--resume", "--stop_after", stopped + 2]
-        assert run_ranks(1, TRAINS, *OPTIONS, *more).codes == [75]
-        runs = [path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")]
-        assert len(runs) == 2, "each of the two processes has a folder"
-        assert len(set(runs)) == 1, "both processes use the same wandb run id"
 
 
 def test_a_run_resumed_on_another_number_of_ranks_has_the_same_result(tmp_path):

@@ -37,4 +37,7 @@ class Hook:
     def on_save(self, step: int, path: Path) -> None:
         """Called when the checkpoint of `step` is complete, on the main rank only, some steps after `step`."""
 
+    def on_export(self, folder: Path) -> None:
+        """Called after `on_end` when the model is exported, on the main rank only."""
+
     def on_end(self, step: int, summary: dict[str, Any]) -> None: ...

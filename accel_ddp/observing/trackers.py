@@ -1,9 +1,13 @@
-"""Trackers: wandb, tensorboard and trackio."""
+"""Trackers: wandb, tensorboard, trackio, mlflow, and the others that Accelerate knows.
+
+Each tracker has a thread and a queue (`tracker_thread`), so that the run never waits for one, except for a limited time at its end.
+"""
 
 import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,84 +15,124 @@ from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.observing.hook import Hook
-from accel_ddp.observing.rates import rates_of
-from accel_ddp.ranks import signals
+from accel_ddp.observing.tracker_kinds import Tracker, make_tracker
+from accel_ddp.observing.tracker_rows import Scale, best_of, row_of_restart, row_of_update
+from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all
+from accel_ddp.ranks.process import process
+from accel_ddp.records.redaction import redact_command, redact_values
+from accel_ddp.records.tables import Table
+from accel_ddp.saving import format
+from accel_ddp.training.rank_sample import RankSample
+
+MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node
+STOP_SECONDS = 10.0  # after a stop request; Slurm, Kubernetes and torchrun kill 30 s after SIGTERM, and the save comes first
+FAILURE_SECONDS = 3.0  # after an error, which the other ranks have received already
 
 
 class Trackers(Hook):
-    """Logs to wandb, tensorboard and trackio through Accelerate. If one of them fails, it is reported and tracking ends."""
+    """Passes everything that happens to the threads of the trackers."""
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
-        self.accelerator, self.every, self.works = accelerator, cfg.log_every, True
-        name = cfg.run_name or Path(cfg.output_dir).name
-        options: dict[str, Any] = {
-            "wandb": {"name": name, "dir": cfg.output_dir, "id": _wandb_id(cfg), "resume": "allow"},
-            "trackio": {"name": name, **({"resume": "allow"} if cfg.resume else {})},
-        }
-        if "wandb" in cfg.report_to and not _wandb_can_log_in():
-            os.environ.setdefault("WANDB_MODE", "offline")
-            folder = f"{cfg.output_dir}/wandb"
-            print(
-                f"wandb has no API key. The run is written to {folder}. Upload it later with: wandb sync {folder}/offline-run-*"
-            )
-        with signals.blocked_for_children():
-            self._try(accelerator.init_trackers, cfg.project, config=as_plain_dict(cfg), init_kwargs=options)
+        self.accelerator, self.cfg = accelerator, cfg
+        self.facts: dict[str, Any] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.before: Sequence[RankSample] = ()
+        self.scale = Scale(0, cfg.global_batch_size, ())
+        self.total_steps = self.step = 0
+        self.is_closed = False
+        names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
+        folder = str(accelerator.logging_dir or cfg.output_dir)
+        run_id = _wandb_id(cfg) if "wandb" in names else ""
+        # wandb and others record the command line. All options are parsed by now.
+        sys.argv[:] = redact_command(sys.argv)
+        self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
+        self._put("import", Tracker.load.__name__)
+        process.close_trackers = self.close
 
-    def _try(self, call: Any, *args: Any, **kwargs: Any) -> None:
-        if self.works:
-            try:
-                call(*args, **kwargs)
-            except Exception as error:
-                self.works = False
-                print(
-                    f"Tracking has failed: {type(error).__name__}: {error}. Training continues, and log.jsonl contains everything.",
-                    file=sys.stderr,
-                )
+    def _put(self, what: str, method: str, *arguments: Any, is_row: bool = False, is_vital: bool = True) -> None:
+        for thread in self.threads:
+            thread.put(Call(what, getattr(thread.tracker, method), arguments, is_row, is_vital))
+
+    def _put_row(self, values: dict[str, Any], step: int) -> None:
+        if values:
+            self._put("log", "log", values, step, is_row=True)
+
+    def on_describe(self, facts):
+        self.facts = facts
+        nodes = tuple(rank["node"] for rank in facts.get("ranks", []))
+        self.scale = Scale(facts.get("items", 0), self.cfg.global_batch_size, nodes)
 
     def on_start(self, step, total_steps, evaluations):
-        self.total_steps = total_steps
+        self.total_steps, self.step = total_steps, step
+        self.evaluations = dict(evaluations)
+        config = redact_values(as_plain_dict(self.cfg))
+        self._put("start", "start", config, redact_values(self.facts), step, self.accelerator.trackers)
+
+    def on_warm_up(self, step, seconds):
+        self._put_row({"speed/warm_up_seconds": seconds}, step)
 
     def on_restart(self, step, restart):
-        values = {f"restart/{name}": restart[name] for name in ("restart", "lost_steps", "lost_seconds")}
-        self._try(self.accelerator.log, values, step=step)
+        self._put_row(row_of_restart(restart), step)
 
     def on_update(self, numbers, pace):
-        if numbers.step % self.every == 0 or numbers.step == self.total_steps:
-            values = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr,
-                      "train/samples_per_second": pace.samples}  # fmt: skip
-            values |= {f"train/{name}": value for name, value in rates_of(numbers, pace).items()}
-            self._try(self.accelerator.log, values, step=numbers.step)
+        self.step = numbers.step
+        if numbers.step % self.cfg.log_every == 0 or numbers.step == self.total_steps:
+            for thread in self.threads:  # the row is made in the thread
+                thread.put(Call("log", _log_update, (thread.tracker, numbers, pace, self.before, self.scale), is_row=True))
+        self.before = numbers.ranks or self.before
 
     def on_evaluate(self, step, metrics):
-        self._try(self.accelerator.log, {f"eval/{name}": value for name, value in metrics.items()}, step=step)
+        self.evaluations[step] = metrics
+        self._put_row({f"eval/{name}": value for name, value in metrics.items()}, step)
+        trained = {at: values for at, values in self.evaluations.items() if at}
+        if best := best_of(trained, self.cfg.metric_directions() or {self.cfg.best().name: self.cfg.best().direction}):
+            self._put("summary", "summarize", best, step, is_row=True)
+
+    def on_tables(self, step, tables: dict[str, Table]):
+        self._put("tables", "log_tables", tables, step, is_row=True, is_vital=False)
+
+    def on_save(self, step, path):
+        for thread in self.threads:
+            thread.put(Call("log", _log_save, (thread.tracker, step, path), is_row=True))
 
     def on_end(self, step, summary):
-        if "goodput" in summary:
-            self._try(self.accelerator.log, {"restart/goodput": summary["goodput"]}, step=step)
-        for tracker in self.accelerator.trackers:  # `end_training` would also close the process group, on this rank only
-            self._try(tracker.finish)
+        self._put_row({"restarts/goodput": summary["goodput"]} if "goodput" in summary else {}, step)
+        self._put("summary", "summarize", {"train/skipped_steps": summary.get("skipped_steps", 0)}, step)
+
+    def on_export(self, folder):
+        if self.cfg.log_model:
+            self._put("upload the model", "log_model", folder, is_vital=False)
+
+    def close(self, is_stopped: bool = False, has_failed: bool = False) -> None:
+        """Finish the trackers, and wait for them for a limited time."""
+        if not self.is_closed:
+            self.is_closed = True
+            wait = (
+                self.cfg.tracker_wait
+            )  # the last numbers take seconds; more would delay the next job if a server does not answer
+            if has_failed or is_stopped:
+                wait = min(wait, FAILURE_SECONDS if has_failed else STOP_SECONDS)
+            elif self.cfg.log_model:
+                wait = max(wait, MODEL_SECONDS)
+            close_all(self.threads, wait)
+
+
+def _log_update(tracker: Tracker, numbers: Any, pace: Any, before: Sequence[RankSample], scale: Scale) -> None:
+    tracker.log(row_of_update(numbers, pace, before, scale), numbers.step)
+
+
+def _log_save(tracker: Tracker, step: int, path: Path) -> None:
+    count = len(format.list_checkpoints(path.parent))
+    tracker.log({"checkpoints/newest_step": step, "checkpoints/count": count}, step)
 
 
 def _wandb_id(cfg: TrainConfig) -> str:
-    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed, or a new one.
-
-    After a resume some steps are logged twice, with equal values. wandb keeps the first ones.
-    """
+    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed or restarted, or a new one."""
     path = Path(cfg.output_dir) / "wandb_id.txt"
     known = os.environ.get("WANDB_RUN_ID", "")
     with contextlib.suppress(OSError):
         known = known or (path.read_text().strip() if cfg.resume else "")
     known = known or secrets.token_hex(4)
-    if "wandb" in cfg.report_to:
-        with contextlib.suppress(OSError):
-            path.write_text(known + "\n")
+    with contextlib.suppress(OSError):
+        path.write_text(known + "\n")
     return known
-
-
-def _wandb_can_log_in() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return netrc.is_file() and "wandb" in netrc.read_text()
-    return False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
+from accel_ddp.records.redaction import redact
 
 LAUNCHER_DIED = "LAUNCHER_DIED"  # the beginning of the reason of a stop that nobody has asked for
 
@@ -44,13 +45,13 @@ class Failure(NamedTuple):
 
     def as_message(self) -> dict[str, Any]:
         """Return what the monitors need to know."""
-        short = self._replace(text=shorten(self.text))
+        short = self._replace(text=redact(shorten(self.text)))
         return {**short._asdict(), "line": str(short), "exit_code": self.exit_code}
 
     def as_outcome(self) -> dict[str, Any]:
         """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.outcome`."""
         step = None if self.step < 0 else self.step
-        return {**self._asdict(), "text": str(self), "step": step, "exit_code": self.exit_code, "time": time.time()}
+        return {**self._asdict(), "text": redact(str(self)), "step": step, "exit_code": self.exit_code, "time": time.time()}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "Failure":
@@ -80,6 +81,7 @@ class EvaluationStopped(Exception):
 def write_error_file(text: str) -> None:
     """Let torchrun print `text` as the root cause. Without this file torchrun reports no reason."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = redact(text)
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
             Path(file).write_text(json.dumps({"message": message}))

@@ -73,6 +73,7 @@ class Process:
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit
+        self.close_trackers: Callable[..., None] = lambda **_: None  # waits for trackers, with a limit; see `observing.trackers`
         self.display: Any = None  # the live panel of the main rank, if it has a terminal; see `observing.display`
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process

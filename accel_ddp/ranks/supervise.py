@@ -93,6 +93,7 @@ def _finish(exits: bool) -> int:
     close_link()
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
+    process.close_trackers()  # after the last collective, so that no other rank waits for it
     return 0
 
 
@@ -203,6 +204,7 @@ def _leave(failure: Failure) -> int:
         print(failure, file=sys.stderr, flush=True)
     write_error_file(str(failure))
     process.complete_save()
+    process.close_trackers(has_failed=True)
     return failure.exit_code
 
 

@@ -20,6 +20,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, print_on_main, together
 from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
+from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format, restarts, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
 from accel_ddp.saving.tensors import capture, digest_of_frozen, versions
@@ -109,7 +110,7 @@ class Checkpoints:
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
             "data": self.data, "frozen": self.frozen,
             "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
-            "config": as_plain_dict(self.cfg), "versions": versions(), "host": process.host,
+            "config": redact_values(as_plain_dict(self.cfg)), "versions": versions(), "host": process.host,
             "optimizer": type(self.optimizer).__name__, "values": values,
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,

@@ -16,6 +16,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format, tensors
 from accel_ddp.saving.format import MODEL, OPTIMIZER
 
@@ -139,7 +140,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
     Without `data` the options that name the data are not compared.
     """
-    then, now = run.get("config", {}), as_plain_dict(cfg)
+    # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
+    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
     free = {*options_that_keep_the_result(type(cfg)), "mixed_precision"}
     before = run.get("data") or {}
     total, total_before = last_steps(cfg, run, data)

@@ -11,6 +11,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.records.log import last_step_of
+from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format, resume
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def claim(cfg: TrainConfig) -> IO[str]:
         if _is_run(folder):  # elsewhere hidden files belong to the user
             format.sweep(folder)
         format.write_json(folder / MARKER, {"format": format.FORMAT})
-        format.write_json(folder / "config.json", as_plain_dict(cfg))
+        format.write_json(folder / "config.json", redact_values(as_plain_dict(cfg)))
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {process.host}: {error.strerror}.") from error
     return lock

@@ -12,7 +12,7 @@ from torch import nn
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.ranks.agreement import gather_objects
 from accel_ddp.ranks.process import process
-from accel_ddp.records.redaction import redact
+from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving.tensors import versions
 
 # Variables that change how a run computes or communicates. Others, which may be private, are not recorded.
@@ -30,13 +30,13 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         return {}
     micro, count = cfg.split(process.num_ranks)
     return {
-        "command": [redact(word) for word in sys.argv],
+        "command": redact_command(sys.argv),
         "ranks": ranks,
         "versions": versions(),
         "options": changed_options(cfg),
-        "environment": {
-            name: redact(value) for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
-        },
+        "environment": redact_values({
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
+        }),
         "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
@@ -57,14 +57,13 @@ def describe_model(model: nn.Module) -> dict[str, int]:
 
 def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
     """Return the options that differ from their defaults, each as [value, default]."""
-    values = as_plain_dict(cfg)
+    values = redact_values(as_plain_dict(cfg))
     defaults = {}
     for field in dataclasses.fields(cfg):
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         defaults[field.name] = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    hidden = lambda value: redact(value) if isinstance(value, str) else value
     return {
-        name: [hidden(value), None if defaults[name] is dataclasses.MISSING else defaults[name]]
+        name: [value, None if defaults[name] is dataclasses.MISSING else defaults[name]]
         for name, value in values.items()
         if value != defaults[name]
     }
