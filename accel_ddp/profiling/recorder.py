@@ -98,10 +98,11 @@ class Recorder:
             self._start()
         if step < self.window.first:
             return True
+        if step == self.window.first:
+            self._synchronize()  # what the GPU still computes does not belong to the window
         if self.profiler is not None and step > self.starts_at:
             self.advance()
         if step == self.window.first:
-            self._synchronize()
             self.timing = self.own_time.settle(step - 1)
             self.own_time.restart()
             self.began = time.time_ns()

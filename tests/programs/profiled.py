@@ -23,7 +23,7 @@ import accel_ddp  # noqa: E402
 from accel_ddp.config import TrainConfig  # noqa: E402
 from accel_ddp.entry import run  # noqa: E402
 from accel_ddp.options import option  # noqa: E402
-from accel_ddp.profiling import clocks  # noqa: E402
+from accel_ddp.profiling import clocks, collection  # noqa: E402
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class Config(TrainConfig):
     log_every: int = 1
     width: int = 96
     layers: int = 4
-    rows: int = option(1, "rows of the product of each item, for a GPU")
+    rows: int = option(1, "how often each item is repeated, so that a GPU has work")
 
 
 def observe_torch(found: dict) -> None:
@@ -64,12 +64,13 @@ def observe_torch(found: dict) -> None:
 
 def main(cfg: Config) -> None:
     if SHIFT:
+        collection.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
         clocks.kernel_id = lambda: f"kernel of rank {RANK}"
     accelerator = accel_ddp.start(cfg)
     found: dict = {"torch": []}
     observe_torch(found)
     root, generator = cfg.output_dir, torch.Generator().manual_seed(0)
-    rows = list(torch.randn(400, cfg.rows, cfg.width, generator=generator))
+    rows = list(torch.randn(400, 1, cfg.width, generator=generator))
 
     def fit(name: str, hooks=(), **changes):
         config = dataclasses.replace(cfg, output_dir=f"{root}/{name}", **changes)
@@ -80,7 +81,7 @@ def main(cfg: Config) -> None:
         accel_ddp.fit(
             accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config),
             train=accel_ddp.TrainBatches(rows, torch.stack), count=len,
-            loss_sum=lambda model, batch: model(batch).square().mean(dim=1).sum(),
+            loss_sum=lambda model, batch: model(batch.repeat(1, cfg.rows, 1)).square().mean(dim=(1, 2)).sum(),
             hooks=[*accel_ddp.hooks.standard(accelerator, config), *hooks],
         )  # fmt: skip
         found[name] = {key: value.double().sum().item().hex() for key, value in model.state_dict().items()}
