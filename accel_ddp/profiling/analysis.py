@@ -57,11 +57,11 @@ def analyse(trace: dict[str, Any]) -> dict[str, Any]:
 class _Window(NamedTuple):
     first: float
     last: float
-    count: int
+    num_steps: int
     thread: Any  # the training thread
 
     def per_step(self, microseconds: float) -> float:
-        return round(microseconds / 1e6 / self.count, 9)
+        return round(microseconds / 1e6 / self.num_steps, 9)
 
     def spans(self, events: Iterable[Event]) -> Intervals:
         return clip(intervals((e.start, e.end) for e in events), self.first, self.last)
@@ -114,7 +114,7 @@ def _of_gpu(inside: list[Event], device: list[Event], phases: dict[str, Interval
         "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
         "overlapped": window.per_step(overlap(communication, work)),
         "exposed": window.per_step(outside(communication, work)),
-        "collectives": round(len(collectives) / window.count, 2),
+        "collectives": round(len(collectives) / window.num_steps, 2),
         "parts": _host_parts(phases, window),
         "idle": _idle(inside, device, phases, window),
         "copies": _copies(copies, window),
@@ -145,7 +145,7 @@ def _idle(inside: list[Event], device: list[Event], phases: dict[str, Intervals]
     order = np.argsort(-lengths)[:3]
     return {
         "seconds": window.per_step(lengths.sum()),
-        "gaps": round(int((lengths >= SMALLEST_GAP).sum()) / window.count, 2),
+        "gaps": round(int((lengths >= SMALLEST_GAP).sum()) / window.num_steps, 2),
         "during": during,
         "host_late": window.per_step(overlap(late, late) - overlap(late, phases["data"])),
         "median_launch_delay": _seconds(float(np.median(delays))) if delays else None,
@@ -182,7 +182,7 @@ def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
     return {
         "seconds": window.per_step(length(window.spans(copies))),
         "kinds": {
-            name: {"seconds": window.per_step(total), "count": round(count / window.count, 2), "bytes": int(size / window.count)}
+            name: {"seconds": window.per_step(total), "count": round(count / window.num_steps, 2), "bytes": int(size / window.num_steps)}
             for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
         },
     }
@@ -203,7 +203,7 @@ def _of_cpu(inside: list[Event], phases: dict[str, Intervals], window: _Window) 
         "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
         "overlapped": window.per_step(outside(busy, waits)),
         "exposed": window.per_step(length(waits)),
-        "collectives": round(len(collectives) / window.count, 2),
+        "collectives": round(len(collectives) / window.num_steps, 2),
         "parts": parts,
         "idle": None,
         "copies": None,
@@ -241,7 +241,7 @@ def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[d
         {
             "name": name,
             "seconds": window.per_step(total),
-            "count": round(counts[name] / window.count, 2),
+            "count": round(counts[name] / window.num_steps, 2),
             "share": window.share(total),
         }
         for name, total in totals.most_common(TOP)

@@ -86,6 +86,7 @@ class Recorder:
         self.records = process.rank in self.ranks
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
+        self.problem = ""  # why this rank records nothing
         self.ranges = Ranges(process.heartbeat, own_time)
 
     # ---- what `fit` calls
@@ -150,10 +151,14 @@ class Recorder:
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
                 count = self.window.last - self.window.first + 1
                 plan = schedule(wait=0, warmup=1, active=count + 1) if self.starts_at < self.window.first else None
-                self.profiler = profile(activities=activities, schedule=plan)
-                self.advance = self.profiler.step  # from the warm-up to the recording, and to the next step
-                self.profiler.start()
-                self.ranges.attach()
+                profiler = profile(activities=activities, schedule=plan)
+                try:
+                    profiler.start()
+                except RuntimeError as error:  # another profiler is active
+                    self.problem = f"torch.profiler cannot start: {error}"
+                else:
+                    self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
+                    self.ranges.attach()
             broadcast_object(None, what="start torch.profiler")
         self.own_time.restart()
 
@@ -169,23 +174,23 @@ class Recorder:
         profiler, self.profiler = self.profiler, None
         self.close()
         with process.heartbeat.within(PROFILE), contextlib.ExitStack() as stack:
-            mine: dict[str, Any] = {"rank": process.rank, "host": process.host, "node": process.node}
-            files: list[Path] = []
             try:
                 if profiler is not None:
                     profiler.stop()
             except RuntimeError as error:
-                profiler, mine["problem"] = None, f"torch.profiler: {error}"
+                profiler, self.problem = None, f"torch.profiler cannot stop: {error}"
             clock = between(self.clock, measure_clock(self.ranks))
             zero = min(gather_everywhere(self.began + clock.offset)) - BEFORE
+            mine: dict[str, Any] = {"rank": process.rank, "host": process.host, "node": process.node}
+            files: list[Path] = []
             try:
                 if profiler is not None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_ddp_profile_")))
                     analysis, files = self._export(profiler, folder, clock, zero)
                     mine |= analysis | {"breakdown": self._breakdown(timing), "clock": clock._asdict()}
             except (OSError, ValueError, RuntimeError, UserError) as error:  # a full disk, for example
-                mine["problem"] = f"{type(error).__name__}: {error}"
-            everyone = gather_objects({**mine, "sizes": [path.stat().st_size for path in files]})
+                self.problem = f"{type(error).__name__}: {error}"
+            everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
             self._store(everyone, files)
             broadcast_object(None, what="store the profile")
 
@@ -203,7 +208,10 @@ class Recorder:
         traces.add_waits(trace, self.ranges.waits, self.ranges.thread_id)
         traces.write_trace(own, trace)
         traces.write_fragment(fragment, traces.align(trace, traces.Place(process.rank, process.host), clock, zero))
-        return analyse(trace), [own, fragment]
+        analysis = analyse(trace)
+        if self.on_gpu and analysis["kind"] != "gpu":
+            raise RuntimeError("torch.profiler has recorded no kernel. Another profiler (nsys, DCGM) may use the GPU's counters")
+        return analysis, [own, fragment]
 
     # ---- on the main rank
 
@@ -216,10 +224,11 @@ class Recorder:
             targets = {
                 one["rank"]: [folder / traces.file_of(one["rank"]), folder / f".fragment_{one['rank']}"] for one in recorded
             }
-            problems = [f"rank {one['rank']} ({one['host']}): {one['problem']}" for one in everyone if "problem" in one]
+            problems = [f"rank {one['rank']} ({one['host']}): {one['problem']}" for one in everyone if one["problem"]]
             try:
-                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True, exist_ok=True)
+                for old in (*folder.glob(traces.file_of("*")), *(folder / name for name in traces.FILES)):
+                    old.unlink(missing_ok=True)
                 for source, target in zip(files, targets.get(0, [])):
                     shutil.copyfile(source, target)
             except OSError as error:
@@ -240,8 +249,7 @@ class Recorder:
             print(f"--profile: the profile is not complete: {text}. Training continues.", file=sys.stderr, flush=True)
 
     def _summarize(self, folder: Path, recorded: list[dict[str, Any]], fragments: list[Path]) -> None:
-        for one in recorded:
-            one.pop("sizes")
+        recorded = [{name: value for name, value in one.items() if name not in ("sizes", "problem")} for one in recorded]
         micro, count = self.cfg.split(process.num_ranks)
         options = {name: getattr(self.cfg, name) for name in summary.OPTIONS if hasattr(self.cfg, name)}
         run = {

@@ -15,13 +15,14 @@ from accel_ddp.errors import UserError
 FOLDER = "profile"
 MERGED = "merged.json.gz"
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"
+FILES = (MERGED, SUMMARY, SUMMARY_TEXT)
 WAIT = "communication wait"  # a range in which a rank on a CPU waits for other ranks
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")  # categories of what runs on a GPU
 _LEVEL = 4  # of gzip: half the time of the default, and files that are 10 % larger
 _FLOW_IDS = 1 << 40  # arrows of a rank have ids below this number
 
 
-def file_of(rank: int) -> str:
+def file_of(rank: int | str) -> str:
     return f"rank_{rank}.json.gz"
 
 
