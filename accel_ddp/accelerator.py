@@ -19,6 +19,7 @@ from accel_ddp.environment.output import connect_output
 from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.errors import UserError
 from accel_ddp.observing.display import share_terminal
+from accel_ddp.profile_window import choose_ranks
 from accel_ddp.ranks import group, logs, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.liveness import report_claimed, report_output_dir
@@ -53,6 +54,7 @@ def start(cfg: TrainConfig) -> Accelerator:
         group.watch_single_rank(cfg)
     process.heartbeat.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
+    choose_ranks(cfg.profile_ranks, process.num_ranks)  # raises UserError if one of them does not exist
     _configure_torch(cfg, use_gpu)
     _choose_output_dir(cfg, trackers)
     share_terminal(cfg)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from accel_ddp.best_metric import BestMetric, Direction, choose
 from accel_ddp.errors import UserError
 from accel_ddp.options import option, properties_of
+from accel_ddp.profile_window import check_end, parse_ranks, parse_steps
 
 _TIMEOUT_VARIABLE = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
 MOST_PREDICTIONS = 1000
@@ -240,6 +241,28 @@ class TrainConfig:
         per_node=True,
         also=("wandb_log_model",),
     )
+    profile: str = option(
+        "off",
+        "record these steps with torch.profiler, for example 10-14; without a value: 5 steps after the first 10 of this process",
+        group="logging",
+        affects_result=False,
+        also=(
+            "profiler",
+            "profiling",
+            "profile_steps",
+            "profile_step_start",
+            "profile_step_end",
+            "torch_profiler",
+            "use_profiler",
+        ),
+    )
+    profile_ranks: str = option(
+        "auto",
+        "ranks that record: all, or for example 0,3; auto: all, but at most 16",
+        group="logging",
+        affects_result=False,
+        also=("profiler_ranks", "profile_rank"),
+    )
 
     allow_inexact: bool = option(
         False,
@@ -423,6 +446,11 @@ class TrainConfig:
                 "--on_nonfinite skip --comm_hook powersgd: powersgd adds what it has left out of a gradient to later gradients, so "
                 "that no later one is finite either. Use another --comm_hook, or --on_nonfinite stop."
             )
+        is_profiled = parse_steps(self.profile) is not None
+        if parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
+            raise UserError(f"--profile_ranks {self.profile_ranks}: needs the steps to record, for example --profile 10-14.")
+        if self.steps:
+            check_end(self.profile, self.steps)
         self.best()
 
     def metric_directions(self) -> dict[str, Direction]:

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from torch import nn
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.observing.hook import Hook
+from accel_ddp.profile_window import check_end
+from accel_ddp.profiling.recorder import start_recorder
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
@@ -81,6 +84,7 @@ def fit(
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
         raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
     total_steps = cfg.total_steps(len(train))
+    check_end(cfg.profile, total_steps)
     require_independence(accelerator, cfg, model, train, loss_sum)
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -105,11 +109,15 @@ def fit(
         hook.on_describe(facts_of_run)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
+    facts_of_model = {"gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)}
+    facts_of_model |= speed.describe() if speed else {}
+    recorder = start_recorder(accelerator, cfg, own_time, step, total_steps, run.pauses_after, facts_of_model)
+
     model.train(cfg.dropout)
     heartbeat = process.heartbeat
     heartbeat.advance(step)
     heartbeat.report_timing(own_time.timing)
-    with signals.can_save(cfg), heartbeat.within(LOAD), SystemSample(accelerator.device) as system:
+    with signals.can_save(cfg), heartbeat.within(LOAD), SystemSample(accelerator.device) as system, recorder or nullcontext():
         # Before the first step, or if the run was killed in an evaluation after a save.
         if run.evaluates_now() and step not in saved.evaluations:
             run.evaluate()
@@ -127,6 +135,8 @@ def fit(
             own_time.restart()
         with compilation.published():
             while run.continues():
+                if recorder and recorder.begin_step(run.step + 1):
+                    pace.restart()
                 lr = lr_at(run.step, cfg, total_steps)
                 set_lr(optimizer, lr)
                 seed = mixed(cfg.seed, "step", run.step)
@@ -151,6 +161,10 @@ def fit(
                 heartbeat.enter(DEVICE)
                 check.read(run.step)  # after the numbers: a loss that is not finite is reported as such
                 own_time.mark(Part.COMMUNICATION)
+                if recorder and recorder.end_step(run.step, run.is_stopping):
+                    recorder = None
+                    pace.restart()
+                    own_time.restart()
                 run.is_stopping = run.is_stopping or run.step == cfg.stop_after
                 if run.is_stopping:
                     signals.mark_agreed()  # from here on no time limit ends the save
@@ -220,22 +234,32 @@ class _Run:
         return self.step < self.total_steps and not self.is_done and not self.is_stopping
 
     def saves_now(self) -> bool:
-        return self.step in (self.total_steps, self.cfg.stop_after) or self._is_due(self.cfg.save_every)
+        return self._saves_after(self.step)
 
     def evaluates_now(self) -> bool:
-        if self.step == 0:
+        return self._evaluates_after(self.step)
+
+    def pauses_after(self, step: int) -> bool:
+        """Return whether a checkpoint or an evaluation follows a step."""
+        return self._saves_after(step) or self._evaluates_after(step)
+
+    def _saves_after(self, step: int) -> bool:
+        return step in (self.total_steps, self.cfg.stop_after) or self._is_due(step, self.cfg.save_every)
+
+    def _evaluates_after(self, step: int) -> bool:
+        if step == 0:
             return bool(self.evaluate_model) and self.cfg.eval_first
-        return bool(self.evaluate_model) and (self.step == self.total_steps or self._is_due(self.cfg.eval_every))
+        return bool(self.evaluate_model) and (step == self.total_steps or self._is_due(step, self.cfg.eval_every))
 
     def logs_next(self) -> bool:
         """Return whether the next step is logged, so that every rank sends its sample in it."""
         return (self.step + 1) % self.cfg.log_every == 0 or self.step + 1 == self.total_steps
 
-    def _is_due(self, every: int) -> bool:
+    def _is_due(self, step: int, every: int) -> bool:
         if every:
-            return self.step % every == 0
-        epochs = lambda step: step * self.cfg.global_batch_size // self.num_items
-        return epochs(self.step) > epochs(self.step - 1)
+            return step % every == 0
+        epochs = lambda steps: steps * self.cfg.global_batch_size // self.num_items
+        return epochs(step) > epochs(step - 1)
 
     def receive(self, updates: Iterator[Numbers]) -> None:
         """Check and log the numbers of completed updates."""

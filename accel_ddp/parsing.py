@@ -42,7 +42,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
         del argv[at : at + 2]
     _check_names(argv, types, properties)
     # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
-    for option, value in (("--resume", "auto"), ("--merge_adapters", "on"), ("--merge-adapters", "on")):
+    for option, value in (("--resume", "auto"), ("--profile", "auto"), ("--merge_adapters", "on"), ("--merge-adapters", "on")):
         if option in argv:
             at = argv.index(option)
             if at + 1 == len(argv) or argv[at + 1].startswith("--"):

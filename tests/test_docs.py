@@ -247,7 +247,7 @@ def test_options_in_the_text_exist():
 
     parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), *launcher_parsers().values()]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
-    for file in ("cli.py", "launch/command.py"):
+    for file in ("cli.py", "launch/command.py", "profiling/command.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs

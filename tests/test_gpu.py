@@ -465,3 +465,101 @@ def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_w
     assert 10 < found["gpu_power"] < 2000
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     assert uuid in system.gpu.nvml.nvmlDeviceGetUUID(system.gpu.handle)
+
+
+# ---- profile: `pytest -m gpu -k profile` runs these alone, in less than 2 minutes
+
+
+@pytest.fixture(scope="module")
+def profile_of_two_nodes(tmp_path_factory) -> dict:
+    """Train two NCCL nodes with and without a profile. Computation and communication take about the same time."""
+    root = tmp_path_factory.mktemp("profile")
+    options = [
+        "--profile", "21-25", "--steps", "30", "--width", "1024", "--layers", "8", "--rows", "4096", "--global_batch_size", "64",
+        "--micro_batch_size", "32", "--bucket_cap_mb", "8", "--out", root / "out", "--output_dir", root / "run",
+    ]  # fmt: skip
+    ended = two_nodes(PROGRAMS / "profiled.py", *options).well()
+    print(ended.texts[0])
+    run = root / "run" / "profiled"
+    return {
+        "run": run, "text": ended.texts[0], "summary": json.loads((run / "profile" / "summary.json").read_text()),
+        "found": [json.loads((root / f"out_{rank}.json").read_text()) for rank in (0, 1)],
+        "log": [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()],
+    }  # fmt: skip
+
+
+def test_the_communication_share_of_a_profile_agrees_with_torch_profiler(profile_of_two_nodes):
+    """torch.profiler adds up the kernels of NCCL itself, in `key_averages`."""
+    assert profile_of_two_nodes["summary"]["overall"]["kind"] == "gpu"
+    for rank, found in zip(profile_of_two_nodes["summary"]["ranks"], profile_of_two_nodes["found"]):
+        (own,) = found["torch"]
+        kernels = [name for name in own["names"] if name.startswith("nccl") and "AllReduce" in name]
+        assert kernels, own["names"]
+        assert rank["collectives"] * 5 == own["collectives"]
+        share, expected = rank["communication_sum"] / rank["step_seconds"], own["seconds"] / 5 / rank["step_seconds"]
+        assert share == pytest.approx(expected, rel=0.05)
+        assert rank["communication"] == pytest.approx(rank["overlapped"] + rank["exposed"], rel=1e-3)
+        assert 0 < rank["overlapped"] < rank["communication"] < rank["step_seconds"]
+
+
+def test_the_breakdown_in_the_log_agrees_with_a_profile(profile_of_two_nodes):
+    """Within 5 % of a step: the communication that is not hidden, and the step as a whole."""
+    lines = [e for e in profile_of_two_nodes["log"] if e["event"] == "ranks" and e["first_step"] >= 21 and e["last_step"] <= 25]
+    assert sum(e["last_step"] - e["first_step"] + 1 for e in lines) == 5
+    for number, rank in enumerate(profile_of_two_nodes["summary"]["ranks"]):
+        within = 0.05 * rank["step_seconds"]
+        logged = {
+            part: sum(e[part][number] * (e["last_step"] - e["first_step"] + 1) for e in lines) / 5 for part in rank["breakdown"]
+        }
+        print(number, rank["step_seconds"], rank["exposed"], rank["breakdown"], logged)
+        for measured in (rank["breakdown"], logged):
+            assert measured["communication"] == pytest.approx(rank["exposed"], abs=within)
+            assert sum(measured.values()) == pytest.approx(rank["step_seconds"], abs=within)
+
+
+def test_a_profile_does_not_change_what_two_nccl_nodes_learn(profile_of_two_nodes):
+    for found in profile_of_two_nodes["found"]:
+        assert found["plain"] == found["profiled"]
+
+
+def test_the_merged_profile_of_two_nccl_nodes_has_their_all_reduces_at_the_same_time(profile_of_two_nodes):
+    from accel_ddp.profiling.traces import read_trace
+
+    assert "largest kernels" in profile_of_two_nodes["text"]
+    assert "largest gaps in which a GPU was idle" in profile_of_two_nodes["text"]
+    merged = read_trace(profile_of_two_nodes["run"] / "profile" / "merged.json.gz")
+    events = merged["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {f"rank 0 ({HOST})", f"rank 1 ({HOST})"}
+    spans = [
+        sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel" and e["pid"] == rank and "nccl" in e["name"]
+        )
+        for rank in (0, 1)
+    ]
+    assert len(spans[0]) == len(spans[1]) > 10
+    slack = merged["clock_accuracy_us"] + 1000  # each process converts the clock of the GPU itself
+    assert all(a[0] < b[1] + slack and b[0] < a[1] + slack for a, b in zip(*spans))
+
+
+def test_a_profile_contains_the_kernels_of_cuda_graphs(tmp_path):
+    """All texts are in one micro-batch, so that there is one shape, which is captured in the second step."""
+    options = [
+        "--mixed_precision", "bf16", "--steps", "30", "--profile", "20-24", "--global_batch_size", "20", "--micro_batch_size", "20",
+        "--eval_every", "100", "--save_every", "100", "--no_eval_first", "--out", tmp_path / "out.pt", "--output_dir", tmp_path,
+    ]  # fmt: skip
+    ended = run_all([[sys.executable, PROGRAMS / "speedups.py", *options]], [on_gpu()]).well()
+    assert "layers are captured as CUDA graphs" in ended.text
+    from accel_ddp.profiling.traces import read_trace
+
+    calls = {}
+    for name in ("plain", "fast"):
+        made = json.loads((tmp_path / name / "profile" / "summary.json").read_text())
+        (rank,) = made["ranks"]
+        events = read_trace(tmp_path / name / "profile" / "rank_0.json.gz")["traceEvents"]
+        calls[name] = {e["name"] for e in events if e.get("cat") == "cuda_runtime"}
+        assert rank["kind"] == "gpu"
+        assert rank["communication"] == 0
+        assert 0 < rank["computation"] + rank["copies"]["seconds"] <= rank["step_seconds"]
+        assert rank["idle"]["seconds"] + rank["computation"] <= 1.001 * rank["step_seconds"]
+        assert made["run"].get("captured", False) == (name == "fast")
+    assert "cudaGraphLaunch" in calls["fast"] - calls["plain"]

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "accel_ddp"
 RECIPES = ROOT / "recipes"
 
 # Each package and module at the top of accel_ddp/, from the lowest to the highest, and what it may import.
-LOWEST = ["errors", "seeds", "environment", "net", "options", "best_metric", "config", "parsing"]
+LOWEST = ["errors", "seeds", "environment", "net", "options", "best_metric", "profile_window", "config", "parsing"]
 ALLOWED = {
     "errors": [],
     "seeds": [],
@@ -20,7 +20,8 @@ ALLOWED = {
     "net": ["errors"],
     "options": ["errors"],
     "best_metric": ["errors"],
-    "config": ["errors", "options", "best_metric"],
+    "profile_window": ["errors"],
+    "config": ["errors", "options", "best_metric", "profile_window"],
     "parsing": ["errors", "environment", "options", "config"],
     "records": ["errors"],
     "watch": ["errors", "net", "records", "environment"],
@@ -31,20 +32,21 @@ ALLOWED = {
     "training": [*LOWEST, "records", "watch", "ranks", "saving"],
     "observing": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
     "speed": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
+    "profiling": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
     "sources": [*LOWEST, "records", "watch", "ranks", "saving", "training"],
     "tasks": [*LOWEST, "records", "watch", "ranks", "saving", "training", "sources"],
     "accelerator": [*LOWEST, "records", "watch", "ranks", "saving", "observing"],
     "report": ["errors", "records", "saving"],
     "model_card": ["sources"],
     "export": [*LOWEST, "records", "watch", "ranks", "saving", "sources", "tasks", "model_card"],
-    "loop": [*LOWEST, "records", "watch", "ranks", "saving", "training", "observing", "speed"],
+    "loop": [*LOWEST, "records", "watch", "ranks", "saving", "training", "observing", "speed", "profiling"],
     "recipe": [*LOWEST, "training", "observing", "accelerator", "export", "loop"],
     "entry": [*LOWEST, "records", "watch", "doctor", "ranks"],
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
     "scaling": [*LOWEST, "records", "doctor", "recipe_files", "launch"],
-    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report", "scaling"],
+    "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report", "scaling", "profiling"],
 }
 
 

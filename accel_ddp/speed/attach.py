@@ -120,6 +120,10 @@ class Speed:
                 self._capture(calls)
         return time.monotonic() - began
 
+    def describe(self) -> dict[str, bool]:
+        """Return what was done to the layers."""
+        return {"padding_free": bool(self.padding_free), "captured": bool(self.graphs), "compiled": bool(self.plain_calls)}
+
     def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
         sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]

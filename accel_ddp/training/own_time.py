@@ -40,6 +40,7 @@ class OwnTime:
         self.free: list[Any] = []  # events
         self.before: Any = None  # the last event of the step before
         self.is_measured = True  # the current step
+        self.measures_all = False  # set while steps are profiled, so that short steps are measured too
         self.restart()
 
     def restart(self) -> None:
@@ -97,11 +98,21 @@ class OwnTime:
         now = time.perf_counter()
         was_measured, self.is_measured = (
             self.is_measured,
-            now - self.ended_at > self.SHORT_SECONDS or not step % self.SAMPLE_EVERY,
+            self.measures_all or now - self.ended_at > self.SHORT_SECONDS or not step % self.SAMPLE_EVERY,
         )
         self.ended_at = now
         if self.is_measured and not was_measured:
             self.restart()
+
+    def settle(self, step: int) -> Timing:
+        """Return the times up to `step`. To be called after a synchronisation of the device, between two steps.
+
+        Steps that were not measured do not count, so that the next step stands for itself alone.
+        """
+        while self.waiting:
+            self._add(*self.waiting.popleft())
+        self.timing = self.timing._replace(step=step)
+        return self.timing
 
     def _add(self, step: int, marks: list[tuple[int | None, Any]]) -> None:
         """Add the times of a step that the GPU has completed."""

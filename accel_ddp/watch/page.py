@@ -15,16 +15,17 @@ from typing import NamedTuple
 # The phases of a rank. A rank that is in none of them runs code of the user (a loop of its own, for example).
 (
     START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END,
-    TOKENISE, EXPORT,
-) = range(17)  # fmt: skip
+    TOKENISE, EXPORT, PROFILE,
+) = range(18)  # fmt: skip
 NAMES = (
     "start", "load", "compile", "data", "forward", "backward", "optimizer", "device", "evaluate", "metrics", "save", "hooks", "wait",
-    "other", "end", "tokenise", "export",
+    "other", "end", "tokenise", "export", "profile",
 )  # fmt: skip
 # In these phases a rank may wait for other ranks, so that its own delay proves nothing.
 WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
-# These have no usual duration: downloads, tokenisation, compilation, and code of the user before and after the training.
-UNLIMITED = (START, LOAD, COMPILE, WAIT, END, TOKENISE, EXPORT)
+# These have no usual duration: downloads, tokenisation, compilation, traces of a profile, and code of the user before and after
+# the training.
+UNLIMITED = (START, LOAD, COMPILE, WAIT, END, TOKENISE, EXPORT, PROFILE)
 # The usual duration in seconds of a phase that has not been completed LEARN_AFTER times. The first batch starts data workers, the
 # first passes choose kernels.
 UNLEARNED = {DATA: 120.0, EVALUATE: 120.0}
