@@ -108,7 +108,7 @@ def test_the_panel_follows_the_size_of_the_terminal(user, terminal):
         assert [row for row in user.rows() if "x" in row] == []
         assert user.rows()[-4:] == ["y" * (columns - 1)] * 4
     terminal.draw([])
-    assert [row for row in user.settle().rows() if row] == [f"at {columns}" for columns in (100, 40, 90, 20, 100)]
+    assert user.settle().rows()[-2:] == ["at 20", "at 100"]  # the emulator itself forgets rows when it becomes smaller
 
 
 def test_a_terminal_that_is_not_read_blocks_neither_frames_nor_prints(user, terminal):
@@ -130,6 +130,7 @@ def test_a_terminal_that_is_not_read_blocks_neither_frames_nor_prints(user, term
     terminal.draw(PANEL)
     assert user.settle().rows()[-7:] == ["the end", "", *PANEL]
     assert f"line 100 {LONG}" in user.past
+    assert f"line 4999 {LONG}" in user.past
     assert "(some output is missing here, because the terminal did not take it in time)" in user.past
 
 
@@ -179,8 +180,9 @@ def test_frames_that_arrive_in_parts_reach_neither_a_log_nor_the_lines_of_other_
     text = user.settle().text
     for size in (5, 64, len(data)):
         for at in range(0, len(data), size):
-            assert joined(text).count(joined(f"[node1 rank 1] other {size} at {at}[")) == 1
-    assert text.count("first") == text.count("second") == 3
+            assert user.rows().count(f"[node1 rank 1] other {size} at {at}") == 1
+    assert "first" in user.rows()
+    assert "second" in user.rows()
     assert text.count("row 1") <= 1
 
 
@@ -225,7 +227,9 @@ def test_the_message_of_a_run_that_fails_is_the_last_thing_on_the_screen(user, t
     if how != "error":
         os.kill(process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
     (code,) = end([process])
-    last = {"error": "ValueError: a bug in this step", "Ctrl-C": "--resume --output_dir", "killed": "was killed by SIGKILL"}[how]
+    last = {"error": "ValueError: a bug in this step", "Ctrl-C": "--resume --output_dir", "killed": "error: RANK_DIED: rank 0"}[
+        how
+    ]
     user.until(re.escape(last))
     rows = user.settle().rows()
     assert code == {"error": 1, "Ctrl-C": 75, "killed": -9}[how]
@@ -238,9 +242,10 @@ def test_the_message_of_a_run_that_fails_is_the_last_thing_on_the_screen(user, t
 
 
 def test_a_run_does_not_wait_for_a_terminal_that_is_stopped(user, tmp_path):
-    (process,) = start(user, 1, tmp_path / "run", "--steps", 200, "--step_seconds", 0, "--eval_every", 1000, "--prints", 5)
+    (process,) = start(user, 1, tmp_path / "run", "--steps", 200, "--step_seconds", 0, "--eval_every", 1000, "--prints", 40)
     user.until(r"step \d+/200 ")
     user.reads.clear()
+    user.emulates = False
     is_done = lambda: '"end"' in (tmp_path / "run" / "log.jsonl").read_text()
     deadline = time.monotonic() + 60
     while not is_done():
@@ -248,7 +253,8 @@ def test_a_run_does_not_wait_for_a_terminal_that_is_stopped(user, tmp_path):
         time.sleep(0.1)
     user.reads.set()
     assert end([process]) == [0]
-    assert user.settle().rows()[-1] == "trained"
+    assert user.settle().past.rstrip().endswith("trained")
+    assert "(some output is missing here" in user.past
 
 
 def test_a_terminal_without_cursor_movement_shows_plain_lines(user, tmp_path):

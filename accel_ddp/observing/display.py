@@ -122,11 +122,11 @@ class Display:
 
 def _handlers_of(*streams: Any) -> list[tuple[logging.StreamHandler, Any]]:
     """Return the handlers that write to these streams, each with its stream. Libraries make them when they are imported."""
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    found = {id(h): h for logger in loggers for h in logger.handlers if isinstance(h, logging.StreamHandler)}
+    handlers = [reference() for reference in getattr(logging, "_handlerList", [])]  # logging itself closes them with this list
+    found = [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and _can_set(handler)]
     # The stream below a wrapper, such as that of `entry.run`, is the same stream.
     inner = {id(getattr(stream, "stream", stream)): stream for stream in streams} | {id(stream): stream for stream in streams}
-    return [(h, inner[id(h.stream)]) for h in found.values() if id(h.stream) in inner and _can_set(h)]
+    return [(handler, inner[id(handler.stream)]) for handler in found if id(handler.stream) in inner]
 
 
 def _can_set(handler: logging.StreamHandler) -> bool:

@@ -37,11 +37,13 @@ class Noise(accel_ddp.hooks.Hook):
         self.cfg, self.is_main = cfg, accelerator.is_main_process
 
     def on_update(self, numbers, pace):
-        for number in range(self.cfg.prints):
-            print(f"step {numbers.step} line {number} {LONG}")
         if self.cfg.fails_at == numbers.step:
             raise ValueError("a bug in this step")
-        if not self.is_main:
+        if self.cfg.prints:
+            for number in range(self.cfg.prints):
+                print(f"step {numbers.step} line {number} {LONG}")
+            logging.getLogger("early").warning(LONG)
+        elif not self.is_main:
             if numbers.step == 3:
                 print(f"other rank: {LONG}")
                 print("other rank, first line\nother rank, second line\nother rank, third line", file=sys.stderr)
