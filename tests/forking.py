@@ -27,6 +27,7 @@ READ_LATE = {
     "ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS",
     "TRACKIO_DIR", "HF_TOKEN", "WANDB_API_KEY", "WANDB_MODE", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "NETRC",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "TERM", "LANG", "LC_ALL", "CI", "NO_COLOR", "COLORTERM",
 }  # fmt: skip
 
 
@@ -63,9 +64,14 @@ class Server:
         changed = {name for name, _ in environment.items() ^ self.environment.items()}
         return changed <= READ_LATE
 
-    def fork(self, argv: list[str], environment: dict[str, str], cwd: Path, new_session: bool) -> "Forked":
-        """Start a Python script with its arguments as a fork of the server, and return its process."""
-        reader, output = os.pipe()
+    def fork(
+        self, argv: list[str], environment: dict[str, str], cwd: Path, new_session: bool, terminal: int | None = None
+    ) -> "Forked":
+        """Start a Python script with its arguments as a fork of the server, and return its process.
+
+        It writes to this terminal, or to the pipe `stdout` of the process.
+        """
+        reader, output = os.pipe() if terminal is None else (os.open(os.devnull, os.O_RDONLY), os.dup(terminal))
         report, reporter = os.pipe()
         request = {"argv": argv, "environment": environment, "cwd": str(cwd), "new_session": new_session}
         try:

@@ -29,7 +29,7 @@ def share_terminal(cfg: TrainConfig) -> None:
         if not process.is_main:
             if not isinstance(sys.stdout, SharedStream):
                 sys.stdout, sys.stderr = SharedStream(sys.stdout), SharedStream(sys.stderr)
-        elif not _is_plain():
+        elif is_wanted():
             with contextlib.suppress(OSError):  # the terminal belongs to another user, for example after `su`
                 process.display = Display(cfg)
 
@@ -43,11 +43,11 @@ def _is_one_terminal() -> bool:
         return False
 
 
-def _is_plain() -> bool:
-    """Return whether lines are better than a panel, although there is a terminal."""
+def is_wanted() -> bool:
+    """Return whether a panel is better than lines."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     is_ci = any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "TF_BUILD", "TEAMCITY_VERSION"))
-    return is_interactive or is_ci
+    return _is_one_terminal() and not is_interactive and not is_ci
 
 
 class Display:
@@ -69,8 +69,8 @@ class Display:
         sys.stdout, sys.stderr = self._streams
         for handler, stream in self._handlers:
             handler.setStream(self._streams[stream is self._streams[1].stream])
-        self._thread = threading.Thread(target=self._draw_frames, name="panel", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._draw_frames, name="panel", daemon=True)
+        self.thread.start()
 
     def begin(self, cfg: TrainConfig) -> None:
         """Show another run."""
@@ -80,8 +80,7 @@ class Display:
         """Print the panel as lines that stay. From now on it shows only the phase."""
         before = self.state
         before.phase, before.bar = phase, ""
-        for row in self._rows(before):
-            self.terminal.print(f"{row}\n")
+        self.terminal.print("".join(f"{row}\n" for row in self._rows(before)))
         self.state = State(before.title, before.opened)
 
     def close(self, seconds: float) -> None:
@@ -90,8 +89,8 @@ class Display:
             if self._stop.is_set() or os.getpid() != self.terminal.pid:
                 return
             self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(1)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(1)
         for handler, stream in self._handlers:
             handler.setStream(stream)
         for stream in self._streams:
@@ -123,11 +122,11 @@ class Display:
 
 def _handlers_of(*streams: Any) -> list[tuple[logging.StreamHandler, Any]]:
     """Return the handlers that write to these streams, each with its stream. Libraries make them when they are imported."""
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    found = {id(h): h for logger in loggers for h in logger.handlers if isinstance(h, logging.StreamHandler)}
+    handlers = [reference() for reference in getattr(logging, "_handlerList", [])]  # logging itself closes them with this list
+    found = [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and _can_set(handler)]
     # The stream below a wrapper, such as that of `entry.run`, is the same stream.
     inner = {id(getattr(stream, "stream", stream)): stream for stream in streams} | {id(stream): stream for stream in streams}
-    return [(h, inner[id(h.stream)]) for h in found.values() if id(h.stream) in inner and _can_set(h)]
+    return [(handler, inner[id(handler.stream)]) for handler in found if id(handler.stream) in inner]
 
 
 def _can_set(handler: logging.StreamHandler) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from accel_ddp.environment.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW
 
 _MOST_WAITING = 1 << 20  # bytes that a terminal has not taken yet
-_DROPPED = "\n(some output is missing here, because the terminal did not take it in time)\n"
+_DROPPED = b"\n(some output is missing here, because the terminal did not take it in time)\n"
 _INDEX, _SAVE, _RESTORE, _ERASE_LINE = "\x1bD", "\x1b7", "\x1b8", "\x1b[K"
 # Sequences that move the cursor or erase. Colours end with `m` and stay.
 _MOVES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-ln-~]|[78DEM])")
@@ -36,7 +36,6 @@ class Terminal:
         self.lock = threading.RLock()  # a signal handler may print while its own thread prints
         self._frame = b""
         self._waiting = bytearray()
-        self._is_dropping = False
 
     def size(self) -> tuple[int, int]:
         """Return columns and lines."""
@@ -63,14 +62,22 @@ class Terminal:
         frame = f"{BEGIN_FRAME}{text or ERASE_BELOW}{END_FRAME}".encode(self.encoding, "replace")
         with self.lock:
             self._frame = frame if rows else b""
-            self._write(frame, is_needed=False)
+            if self._drain():  # a frame that cannot be shown now is not needed later
+                self._waiting += frame
+                self._drain()
 
     def print(self, text: str) -> None:
         """Print a text above the panel. A line may be printed in several parts."""
         if not text:
             return
         with self.lock:
-            self._write((ERASE_BELOW + _MOVES.sub("", text)).encode(self.encoding, "replace") + self._frame)
+            is_read = self._drain()
+            self._waiting += (ERASE_BELOW + _MOVES.sub("", text)).encode(self.encoding, "replace")
+            if is_read:  # otherwise the next frame follows when the terminal takes it
+                self._waiting += self._frame
+                self._drain()
+            elif len(self._waiting) > _MOST_WAITING:
+                self._drop_middle()
 
     def write_stream(self, text: str) -> None:
         """Print what a program has written to its stdout or stderr. A progress bar becomes `bar` instead of a line."""
@@ -103,17 +110,12 @@ class Terminal:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
 
-    def _write(self, data: bytes, is_needed: bool = True) -> None:
-        if not self._drain():
-            if is_needed and len(self._waiting) < _MOST_WAITING:
-                self._waiting += data
-            elif is_needed and not self._is_dropping:
-                self._is_dropping = True
-                self._waiting += _DROPPED.encode()
-            return
-        self._is_dropping = False
-        self._waiting += data
-        self._drain()
+    def _drop_middle(self) -> None:
+        """Keep the oldest and the newest lines of what is waiting: the beginning of an error, and the end of the run."""
+        end = self._waiting.find(b"\n", _MOST_WAITING // 4) + 1
+        begin = self._waiting.rfind(b"\n", 0, -_MOST_WAITING // 4) + 1
+        if end < begin:
+            self._waiting[end:begin] = _DROPPED
 
     def _drain(self) -> bool:
         """Write what is waiting, as far as the terminal takes it. Return whether nothing is left."""

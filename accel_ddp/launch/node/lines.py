@@ -13,13 +13,12 @@ class Lines:
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
-        self.rest = ""
+        self.rest = self.frame = ""
 
     def add(self, data: bytes) -> list[str]:
         """Return the lines that are complete now, each without its end."""
-        text, frame = split_incomplete_frame(self.rest + self.decoder.decode(data))
-        *lines, rest = without_frames(text).split("\n")
-        self.rest = rest + frame
+        text, self.frame = split_incomplete_frame(self.frame + self.decoder.decode(data))
+        *lines, self.rest = (self.rest + without_frames(text)).split("\n")
         if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit
             lines, self.rest = [*lines, self.rest], ""
         if "\r" in self.rest[:-1]:
