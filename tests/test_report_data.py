@@ -166,6 +166,17 @@ def test_steps_of_several_attempts_count_once_and_the_number_of_ranks_may_change
     assert [(one["kind"], one["text"]) for one in run.incidents] == [("RESUME", "Attempt 2 continues at step 20 on 3 ranks.")]
 
 
+def test_the_average_step_leaves_out_the_first_line_of_an_attempt(tmp_path):
+    """Its first step starts data workers. A line counts as often as it has steps."""
+    slow = {part: [9.0, 9.0] for part in PARTS}
+    events = [ranks(10, 2, **slow), ranks(20, 2), ranks(25, 2, first_step=21, data=[0.4, 0.8]), start(25), ranks(35, 2, **slow)]
+    run = read_run(write(tmp_path, start(), *events))
+    assert run.summary["seconds_per_rank"]["data"] == pytest.approx([(10 * 0.1 + 5 * 0.4) / 15, (10 * 0.2 + 5 * 0.8) / 15])
+    assert run.summary["seconds_per_step"]["forward"] == pytest.approx(0.15)
+    only = read_run(write(tmp_path, start(), *events[:1]))
+    assert only.summary["seconds_per_step"]["data"] == pytest.approx(9.0)
+
+
 def test_a_run_is_running_while_it_holds_its_lock(tmp_path):
     """A line that is being written is no damage. A run on a disk without locks is running while its log grows."""
     folder = write(tmp_path, start(), update(10), b'{"event": "update", "st')

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from accel_ddp.records import incidents
 from accel_ddp.report import json_text
 from accel_ddp.report.json_text import number_of
 from accel_ddp.report.log_reader import LogContent
@@ -19,7 +20,7 @@ _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
 def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the incidents in the order of time, each once: time, step, level, kind, text, rank, host. Unknown values are None."""
-    recorded = [_incident(line) for line in _read_lines(folder / "incidents.jsonl") if "text" in line]
+    recorded = [_incident(line) for line in _read_lines(folder / incidents.FILE) if "text" in line]
     found = [
         *recorded,
         *_restarts(_read_lines(folder / "restarts.jsonl"), content.events),
