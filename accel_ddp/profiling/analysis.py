@@ -182,7 +182,11 @@ def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
     return {
         "seconds": window.per_step(length(window.spans(copies))),
         "kinds": {
-            name: {"seconds": window.per_step(total), "count": round(count / window.num_steps, 2), "bytes": int(size / window.num_steps)}
+            name: {
+                "seconds": window.per_step(total),
+                "count": round(count / window.num_steps, 2),
+                "bytes": int(size / window.num_steps),
+            }
             for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
         },
     }

@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
     add("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
-    ranks = "powers of two up to the GPUs of this machine, or without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
+    ranks = "powers of two up to the GPUs of this machine, without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
     add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
     modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
     add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
