@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import socket
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
+from accel_ddp.records.incidents import read_incidents
+from accel_ddp.records.log import read_log
 from tests.conftest import BIN, PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
 from tests.test_comm_hooks import COMPRESSED, assert_compressed
 
@@ -465,6 +468,22 @@ def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_w
     assert 10 < found["gpu_power"] < 2000
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     assert uuid in system.gpu.nvml.nvmlDeviceGetUUID(system.gpu.handle)
+
+
+def test_a_straggler_among_two_nccl_nodes_is_reported_with_its_host_and_what_it_costs(tmp_path):
+    """The last rank sleeps 50 ms in every step. The truth is what its sleeps have really taken."""
+    options = ["--slow", "loss", "--seconds", "0.05", "--micro_batch_size", "8", "--steps", "110", "--width", "2048"]
+    ended = two_nodes(PROGRAMS / "slow_rank.py", *options, "--out", tmp_path, "--output_dir", tmp_path / "run").well()
+    truth = statistics.median(json.loads((tmp_path / "slept.json").read_text()))
+    (incident,) = [one for one in read_incidents(tmp_path / "run") if one.kind == "STRAGGLER" and one.level == "warning"]
+    text = re.match(
+        rf"rank 1 \({re.escape(HOST)}\) is .* slower than the others, which wait (\d+) ms per step for it", incident.text
+    )
+    assert float(text[1]) / 1000 == pytest.approx(truth, rel=0.1)
+    end = read_log(tmp_path / "run" / "log.jsonl")[-1]["breakdown"]
+    assert (end["slowest_rank"], end["slowest_host"]) == (1, HOST)
+    assert end["slowest_cost"] == pytest.approx(truth, rel=0.1)
+    print(incident.text, end, ended.texts[0][-400:])
 
 
 # ---- profile: `pytest -m gpu -k profile` runs these alone, in less than 2 minutes
