@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import socket
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -471,19 +470,21 @@ def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_w
 
 
 def test_a_straggler_among_two_nccl_nodes_is_reported_with_its_host_and_what_it_costs(tmp_path):
-    """The last rank sleeps 50 ms in every step. The truth is what its sleeps have really taken."""
-    options = ["--slow", "loss", "--seconds", "0.05", "--micro_batch_size", "8", "--steps", "110", "--width", "2048"]
-    ended = two_nodes(PROGRAMS / "slow_rank.py", *options, "--out", tmp_path, "--output_dir", tmp_path / "run").well()
-    truth = statistics.median(json.loads((tmp_path / "slept.json").read_text()))
+    """The last rank sleeps 50 ms in every step from step 60 on. The truth is by how much a step takes longer.
+
+    This is less than 50 ms, because the GPUs complete the step before meanwhile.
+    """
+    options = ["--slow", "loss", "--seconds", "0.05", "--micro_batch_size", "8", "--steps", "170", "--from_step", "60"]
+    two_nodes(PROGRAMS / "slow_rank.py", *options, "--out", tmp_path, "--output_dir", tmp_path / "run").well()
+    log = read_log(tmp_path / "run" / "log.jsonl")
+    times = {event["step"]: event["time"] for event in log if event["event"] == "update"}
+    truth = (times[165] - times[85]) / 80 - (times[55] - times[15]) / 40
     (incident,) = [one for one in read_incidents(tmp_path / "run") if one.kind == "STRAGGLER" and one.level == "warning"]
     text = re.match(
         rf"rank 1 \({re.escape(HOST)}\) is .* slower than the others, which wait (\d+) ms per step for it", incident.text
     )
     assert float(text[1]) / 1000 == pytest.approx(truth, rel=0.1)
-    end = read_log(tmp_path / "run" / "log.jsonl")[-1]["breakdown"]
-    assert (end["slowest_rank"], end["slowest_host"]) == (1, HOST)
-    assert end["slowest_cost"] == pytest.approx(truth, rel=0.1)
-    print(incident.text, end, ended.texts[0][-400:])
+    assert (log[-1]["breakdown"]["slowest_rank"], log[-1]["breakdown"]["slowest_host"]) == (1, HOST)
 
 
 # ---- profile: `pytest -m gpu -k profile` runs these alone, in less than 2 minutes
