@@ -201,9 +201,11 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
         "--main_process_port",
         free_port(),
     ]
-    running = start_two_ranks([BIN / "accelerate-launch", *config], tmp_path, "--step_seconds", 0.1, "--save_every", 2)
+    options = ["--step_seconds", 0.1, "--save_every", 2, "--report_to", "wandb"]
+    running = start_two_ranks([BIN / "accelerate-launch", *config], tmp_path, *options)
     running.until("step  3/12")
     (folder,) = (tmp_path / "runs" / "trains").iterdir()
+    wandb_id = (folder / "wandb_id.txt").read_text().strip()
     ranks = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     ranks[1].kill()
     running.until("error: RANK_DIED: rank 1")
@@ -214,6 +216,8 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
     assert "stopped: requested by the file" in ended.text
     assert len(restarts_of(folder)) == 1, "the stop was taken for a failure"
     assert list((tmp_path / "runs" / "trains").iterdir()) == [folder]
+    ids = {path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")}
+    assert ids == {wandb_id}, "the restart continues the same run of wandb"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Trackers: what they show, read back with their own readers; one run after a kill; and what a bad tracker or a secret may not do."""
 
+import functools
 import json
 import math
 import signal
@@ -212,7 +213,9 @@ def last_logged(folder: Path) -> int:
     return updates(folder)[-1]["step"]
 
 
+@functools.cache
 def inspected(run: Path, *more: str) -> str:
+    """Return what wandb's own reader prints about a run that has ended."""
     return subprocess.run(
         [BIN / "wandb", "leet", "inspect", *more, "--json", run], capture_output=True, text=True, check=True
     ).stdout
@@ -391,16 +394,15 @@ def test_tables_images_and_the_model_are_in_the_trackers(tiny_model, cache, tmp_
     ).well()  # fmt: skip
     assert "tracking has failed" not in ended.text
     (run,) = (folder / "wandb").glob("offline-run-*")
-    with_tables = [item for item in history_of(run) if "tables/confusion" in item]
+    with_tables = [item for item in history_of(run) if "tables/confusion._type" in item]
     assert [item["step"] for item in with_tables] == [0, 2, 4]
-    matrix, image = with_tables[-1]["tables/confusion"], with_tables[-1]["tables/confusion_image"]
-    assert matrix["_type"] == "table-file"
-    stored = json.loads((run / "files" / matrix["path"]).read_text())
+    last = with_tables[-1]
+    assert last["tables/confusion._type"] == "table-file"
+    stored = json.loads((run / "files" / last["tables/confusion.path"]).read_text())
     assert stored["columns"][1:] == ["bad", "good"]
     assert sum(sum(line[1:]) for line in stored["data"]) == 40, "the rows of the evaluation"
-    assert (run / "files" / image["path"]).read_bytes().startswith(b"\x89PNG")
-    names = {name for name in with_tables[-1] if name.startswith("tables/")}
-    assert {"tables/classes", "tables/predictions"} <= names, names
+    assert (run / "files" / last["tables/confusion_image.path"]).read_bytes().startswith(b"\x89PNG")
+    assert {"tables/classes._type", "tables/predictions._type"} <= last.keys()
     records = inspected(run)
     assert f"model-{(folder / 'wandb_id.txt').read_text().strip()}" in records, "the artifact"
     assert "model.safetensors" in records

@@ -32,8 +32,8 @@ def draw_matrix(table: Table) -> Any:
     image = Image.new("RGB", (max(width, 260), height), "white")
     draw = ImageDraw.Draw(image)
     caption = ImageFont.load_default(size=13)
-    draw.text((left, 4), "predicted class →", fill="black", font=caption)
-    _draw_upright(image, "← true class", (4, top), caption)
+    draw.text((left, 4), "predicted class", fill="black", font=caption)
+    _draw_upright(image, "true class", (4, top), caption)
     for line, row in enumerate(table.rows):
         values = [value if isinstance(value, int | float) else 0 for value in row[1:]]
         total = sum(values) or 1
