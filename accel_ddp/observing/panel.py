@@ -130,6 +130,8 @@ def _groups(state: State) -> Iterator[list[Text]]:
         items.append(_item("step", f"{state.step:,}/{state.total_steps:,}"))
         if state.steps_per_epoch:
             items.append(_item("epoch", f"{state.step / state.steps_per_epoch:.2f}"))
+    elif state.step:  # a loop of the user
+        items.append(_item("step", f"{state.step:,}"))
     items.append(_item("elapsed", format_seconds(now - state.opened)))
     if (left := state.seconds_left()) is not None and state.step < state.total_steps:
         items.append(_item("left", format_seconds(left)))
