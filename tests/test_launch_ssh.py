@@ -58,9 +58,9 @@ def launch(machines: Machines, *words: object, timeout: float = 180, **env: str)
 def in_terminal(machines: Machines, *words: object) -> pexpect.spawn:
     """Start `accel-ddp launch` in a terminal on the laptop."""
     command = [str(word) for word in machines.laptop.command(accel_ddp("launch", *words))]
+    env = machines.laptop.environment(TERM="xterm-256color", CI="")
     return pexpect.spawn(
-        command[0], command[1:], env=machines.laptop.environment(TERM="xterm-256color", CI=""), encoding="utf-8", timeout=120, dimensions=(40, 200),
-        codec_errors="replace",
+        command[0], command[1:], env=env, encoding="utf-8", timeout=120, dimensions=(40, 200), codec_errors="replace",
     )  # fmt: skip
 
 
