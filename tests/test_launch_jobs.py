@@ -168,7 +168,7 @@ import os, sys, time
 from accel_ddp.environment.output import connect_output
 connect_output()
 size = os.get_terminal_size(2)
-print(f"columns: {size.columns}", sys.stderr.isatty())
+print(f"columns: {size.columns}", sys.stderr.isatty(), os.environ["TERM"])
 while os.get_terminal_size(2) == size: time.sleep(0.05)
 print(f"columns: {os.get_terminal_size(2).columns}")
 """
@@ -177,10 +177,10 @@ print(f"columns: {os.get_terminal_size(2).columns}")
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(description))
     command = ["launch", "--name", "bar", "cluster.yaml", "script.py"]
     child = pexpect.spawn(
-        str(BIN / "accel-ddp"), command, env=clean_environment(PYTHONPATH=str(ROOT)), cwd=str(tmp_path), encoding="utf-8",
+        str(BIN / "accel-ddp"), command, env=clean_environment(PYTHONPATH=str(ROOT), TERM="vt220"), cwd=str(tmp_path), encoding="utf-8",
         dimensions=(20, 77), timeout=60,
     )  # fmt: skip
-    child.expect("columns: 77 True")
+    child.expect("columns: 77 True vt220")
     child.setwinsize(20, 55)
     child.expect("columns: 55")
     child.expect(pexpect.EOF)

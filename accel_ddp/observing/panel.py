@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, OverflowMethod, RenderableType
-from rich.panel import Panel
+from rich.box import ASCII, ROUNDED
+from rich.console import COLOR_SYSTEMS, Console, OverflowMethod
+from rich.segment import Segment
 from rich.text import Text
 
 from accel_ddp.best_metric import BestMetric
@@ -79,47 +80,56 @@ def shows_unicode(encoding: str | None) -> bool:
 
 
 class Renderer:
-    """Turns a state into rows. rich reads COLORTERM and NO_COLOR, and draws frames in the characters that `encoding` has."""
+    """Turns a state into rows. rich reads COLORTERM and NO_COLOR, and draws frames in the characters that `encoding` has.
+
+    rich.panel.Panel and Console.print, which also measure and wrap, would take 3 times as long.
+    """
 
     def __init__(self, encoding: str = "utf-8"):
-        self.console = Console(
-            file=_Buffer(encoding), force_terminal=True, legacy_windows=False, highlight=False, width=80, height=25
-        )
-        self.overflow: OverflowMethod = "crop" if self.console.options.ascii_only else "ellipsis"
+        self.console = Console(file=io.StringIO(), force_terminal=True, legacy_windows=False)
+        self.color_system = COLOR_SYSTEMS.get(self.console.color_system or "")
+        self.is_ascii = not encoding.startswith("utf")
+        self.box = ASCII if self.is_ascii else ROUNDED
+        self.overflow: OverflowMethod = "crop" if self.is_ascii else "ellipsis"
 
     def rows(self, state: State, columns: int, lines: int) -> list[str]:
         """Return at most `lines` rows, each narrower than `columns`, because terminals differ in what follows the last column."""
         width, has_frame = max(min(columns - 1, WIDEST), 1), columns > NARROW and lines >= 8
         inner = width - 4 if has_frame else width
         first, *others = [_flow(items, inner, self.overflow) for items in _groups(state)]
-        content: list[RenderableType] = [*first]
+        content = [*first]
         if state.total_steps:
             content.append(self._bar(state.step / state.total_steps, inner))
         content += [row for rows in others for row in rows]
         if state.bar:
             content += _flow([_plain(state.bar, "dim")], inner, self.overflow)
-        whole: RenderableType = Group(*content[: max(lines - 2 * has_frame, 1)])
-        if has_frame:
-            title = _plain(state.title, "bold")
-            title.truncate(inner - 4, overflow=self.overflow)
-            whole = Panel(whole, title=title or None, title_align="left", border_style="dim", width=width)
-        self.console.file = _Buffer(self.console.encoding)
-        self.console.width = width
-        self.console.print(whole)
-        return self.console.file.getvalue().splitlines()[:lines]
+        content = content[: max(lines - 2 * has_frame, 1)]
+        return list(self._framed(content, state.title, inner)) if has_frame else [*map(self._draw, content)]
+
+    def _framed(self, rows: Sequence[Text], title: str, inner: int) -> Iterator[str]:
+        """Yield the rows in a frame with a title."""
+        box = self.box
+        name = _plain(f" {title} " if title else "", "bold")
+        name.truncate(inner, overflow=self.overflow)
+        top, rest = box.top_left + box.top, box.top * (inner + 1 - name.cell_len) + box.top_right
+        yield self._draw(_plain(top, "dim")) + self._draw(name) + self._draw(_plain(rest, "dim"))
+        left, right = self._draw(_plain(f"{box.mid_left} ", "dim")), self._draw(_plain(f" {box.mid_right}", "dim"))
+        for row in rows:
+            yield f"{left}{self._draw(row)}{' ' * (inner - row.cell_len)}{right}"
+        yield self._draw(_plain(box.bottom_left + box.bottom * (inner + 2) + box.bottom_right, "dim"))
+
+    def _draw(self, row: Text) -> str:
+        """Return the text with the sequences of its colours."""
+        segments = row.render(self.console)
+        if self.console.no_color:
+            segments = Segment.remove_color(segments)
+        render = lambda text, style: style.render(text, color_system=self.color_system) if style else text
+        return "".join(render(segment.text, segment.style) for segment in segments)
 
     def _bar(self, done: float, width: int) -> Text:
         filled = round(min(done, 1.0) * width)
-        full, empty = ("=", "-") if self.console.options.ascii_only else ("━", "─")  # they also differ without colours
+        full, empty = ("=", "-") if self.is_ascii else ("━", "─")  # they also differ without colours
         return Text.assemble((full * filled, "green" if done >= 1 else "cyan"), (empty * (width - filled), "bright_black"))
-
-
-class _Buffer(io.StringIO):
-    encoding = "utf-8"
-
-    def __init__(self, encoding: str):
-        super().__init__()
-        self.encoding = encoding
 
 
 def _groups(state: State) -> Iterator[list[Text]]:
@@ -130,6 +140,8 @@ def _groups(state: State) -> Iterator[list[Text]]:
         items.append(_item("step", f"{state.step:,}/{state.total_steps:,}"))
         if state.steps_per_epoch:
             items.append(_item("epoch", f"{state.step / state.steps_per_epoch:.2f}"))
+    elif state.step:  # a loop of the user
+        items.append(_item("step", f"{state.step:,}"))
     items.append(_item("elapsed", format_seconds(now - state.opened)))
     if (left := state.seconds_left()) is not None and state.step < state.total_steps:
         items.append(_item("left", format_seconds(left)))
@@ -182,7 +194,7 @@ def _item(name: str, value: str, more: str = "") -> Text:
 
 def _plain(text: str, style: str = "") -> Text:
     """Return a text of one row. Control characters in it would move the cursor."""
-    return Text("".join(c if c.isprintable() else " " for c in text), style)
+    return Text.assemble(("".join(c if c.isprintable() else " " for c in text), style))  # `Text.render` uses only spans
 
 
 def _flow(items: Iterable[Text], width: int, overflow: OverflowMethod) -> list[Text]:

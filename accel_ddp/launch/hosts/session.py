@@ -185,12 +185,14 @@ class Session:
         # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
         kinds = {self.job.script: "recipes", commands.config_word(cluster): "accelerate_configs"}
         script = words.index(self.job.script)
+        terminal = None if detach or node.rank else _terminal_size()
         return {
             "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
-            "env": commands.node_environment(cluster, node), "run_folder": self.job.run_folder, "host": node.host,
+            "env": {**(_terminal_variables() if terminal else {}), **commands.node_environment(cluster, node)},
+            "run_folder": self.job.run_folder, "host": node.host,
             "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
-            "spot": cluster.spot, "terminal": None if detach or node.rank else _terminal_size(),
+            "spot": cluster.spot, "terminal": terminal,
         }  # fmt: skip
 
     async def _start(self, address: str) -> None:
@@ -335,6 +337,12 @@ class Session:
 def _refuse(errors: list[str]) -> None:
     if errors:
         raise UserError(join_reasons("the job was not started:", errors))
+
+
+def _terminal_variables() -> dict[str, str]:
+    """Return the variables that state what this terminal can do. The node does not have them, because ssh opens no terminal there."""
+    given = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
+    return {"TERM": os.environ.get("TERM") or "dumb", **given}
 
 
 def _terminal_size() -> list[int] | None:
