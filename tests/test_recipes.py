@@ -224,6 +224,9 @@ def assert_tables_are_complete(case: Case, one: Path, two: Path, again: Path) ->
     assert 2 <= len(shown.rows) <= 6
     assert max(Counter(row[0] for row in shown.rows).values()) <= 2
     assert not case.rows or any(word in str(shown.rows) for word in WORDS), "it shows texts of the data"
+    if case.recipe == "classify" and "confusion" in found:
+        pairs = [case.rows(i) for i in range(48, 61)]  # the evaluation file
+        assert all({"text": row[1], "label": int(row[2])} in pairs for row in shown.rows), "texts and labels are of the same row"
     for name in {"confusion"} & found.keys():
         counted = sum(sum(row[1:]) for row in found[name].rows)
         assert counted == 11 or case.recipe == "tag"

@@ -104,6 +104,7 @@ def test_a_run_of_an_older_version_has_no_marker_and_is_resumed(tmp_path):
         ({"adapter_config": {}, "adapter_model__safetensors": "w"}, "(adapter_config.json, adapter_model.safetensors)"),
         ({"config": {"anything": 1}}, "contains config.json, which was not written by a run"),
         ({"log": LINES}, "contains log.jsonl, which was not written by a run"),
+        ({"tables": "of a user", "classes__csv": "of a user"}, "contains classes.csv, tables, which was not written by a run"),
     ],
 )
 def test_a_folder_with_a_model_or_foreign_files_is_refused_again_and_again_and_stays_as_it_is(tmp_path, files, words):

@@ -18,6 +18,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.observing.log import JsonlLog
 from accel_ddp.records.log import read_log
 from accel_ddp.records.tables import NEWEST, Table, check_tables, file_of, list_steps, prune, read_tables, write_tables
+from accel_ddp.sources import data
 from accel_ddp.tasks import generation_metrics, image_files, labels, metrics, tables, tagging
 from accel_ddp.tasks.score_table import MOST_IN_TABLE, Row, ScoreTable
 from tests.conftest import PROGRAMS, run_ranks
@@ -267,7 +268,7 @@ def test_masked_words_are_shown_in_their_texts():
     blocks = [{"input_ids": [1, 2, 3, 4, 5]}] * 3
     table = masking.make_tables(2, {name: value.numpy() for name, value in found.items()}, blocks, Tokenizer())["predictions"]
     assert [row[:4] for row in table.rows] == [
-        ["correct", "w1 w2 [w3] w4 w5", "w7", "w7"], ["most confident error", "w1 [w2] w3 w4 w5", "w9", "w3"],
+        ["correct", "w1 w2 «w3» w4 w5", "w7", "w7"], ["most confident error", "w1 «w2» w3 w4 w5", "w9", "w3"],
     ]  # fmt: skip
 
 
@@ -285,6 +286,17 @@ def test_images_have_small_thumbnails(size, mode):
     assert max(small.size) <= image_files.THUMBNAIL
     assert max(size) > image_files.THUMBNAIL or small.size == size
     assert image_files.thumbnail({"bytes": None, "path": "/no/such/file.png"}) is None
+
+
+def test_the_shown_texts_are_those_of_the_evaluated_rows():
+    import datasets
+
+    numbers = np.array([7, 2, 9, 4])  # rows of the file that were drawn
+    drawn = data.with_row_numbers(datasets.Dataset.from_dict({"text": [f"row {i}" for i in numbers]}), numbers)
+    made = data.with_row_numbers(datasets.Dataset.from_dict({"input_ids": [[1]] * 3}), np.array([7, 9, 4]))  # one was broken
+    assert data.select_sources(drawn, made)["text"][:] == ["row 7", "row 9", "row 4"]
+    whole = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    assert data.select_sources(whole, whole)["text"][:] == ["a", "b"]
 
 
 # ---- files

@@ -17,7 +17,9 @@ from accel_ddp.saving import format, resume
 log = logging.getLogger(__name__)
 
 MARKER = ".accel_ddp"  # a file in the folder of every run; config.json alone may belong to a model
-_WRITTEN_BY_RUNS = ("config.json", "log.jsonl", "incidents.jsonl", "evaluations.json", "best.json", "model")
+_WRITTEN_BY_RUNS = (
+    "config.json", "log.jsonl", "incidents.jsonl", "evaluations.json", "best.json", "classes.csv", "tables", "model"
+)  # fmt: skip
 
 
 def claim(cfg: TrainConfig) -> IO[str]:

@@ -125,7 +125,7 @@ def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tenso
 
 
 def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, tokenizer: Any) -> dict[str, Table]:
-    """Return `number` guesses of masked tokens of each group. The token is between brackets in its text, as the model reads it."""
+    """Return `number` guesses of masked tokens of each group. The token is marked in its text, as the model reads it."""
     if not number:
         return {}
     items = np.flatnonzero(rows["position"] >= 0)
@@ -136,7 +136,7 @@ def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, 
     def text(i: int) -> str:
         row, at = blocks[int(items[i])]["input_ids"], place[i]
         before, after = (tokenizer.decode(part) for part in (row[max(0, at - 20) : at], row[at + 1 : at + 21]))
-        return f"{before} [{word(row[at])}] {after}".strip()
+        return f"{before} «{word(row[at])}» {after}".strip()
 
     columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i])}
     columns |= {"confidence": certainty, "loss": losses}
