@@ -138,7 +138,7 @@ def test_a_queue_of_a_run_without_a_folder_does_not_grow():
 
 
 def test_the_page_describes_each_event_with_an_example():
-    examples = [json.loads(text) for text in re.findall(r"^```json\n(.*)\n```$", PAGE.read_text(), flags=re.MULTILINE)]
+    examples = [json.loads(text) for text in re.findall(r"^```text\n(.*)\n```$", PAGE.read_text(), flags=re.MULTILINE)]
     for example in examples:
         fields = (
             documented()["every event"] | documented()[example["event"]]
