@@ -53,8 +53,9 @@ class Place(NamedTuple):
 def read_trace(path: Path) -> dict[str, Any]:
     """Return a trace. Raise UserError if it cannot be read."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            trace = json.load(file)
+        # torch does not escape every character in the names of operations.
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            trace = json.loads(file.read().decode(errors="replace"), strict=False)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a trace: {error}.") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
@@ -132,7 +133,7 @@ def _metadata(pid: int, tid: int, kind: str, **arguments: Any) -> dict[str, Any]
 def write_fragment(path: Path, events: list[dict[str, Any]]) -> None:
     """Write the events of a rank without brackets, so that the main rank can join fragments without parsing them."""
     with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
+        file.write(json.dumps(events, separators=(",", ":"))[1:-1])
 
 
 def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]) -> None:
