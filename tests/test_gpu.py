@@ -532,7 +532,8 @@ def test_the_breakdown_in_the_log_agrees_with_a_profile(profile_of_two_nodes):
             part: sum(e[part][number] * (e["last_step"] - e["first_step"] + 1) for e in lines) / 5 for part in rank["breakdown"]
         }
         print(number, rank["step_seconds"], rank["exposed"], rank["breakdown"], logged)
-        for measured in (rank["breakdown"], logged):
+        # The steps of a line of the log are those of rank 0. Another rank may have read its events one step earlier or later.
+        for measured in (rank["breakdown"], *([logged] if number == 0 else [])):
             assert measured["communication"] == pytest.approx(rank["exposed"], abs=within)
             assert sum(measured.values()) == pytest.approx(rank["step_seconds"], abs=within)
 

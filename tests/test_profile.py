@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -288,7 +289,8 @@ def two_nodes(tmp_path_factory) -> dict[str, Any]:
     for folder in folders:
         folder.mkdir()
     words = ["--profile", "4-6", "--cases", "plain", "profiled", "full", "resumed", "--out", root / "out", "--output_dir", "run"]
-    ended = run_all([[sys.executable, PROFILED, *words]] * 2, node_environments(2, SHIFT=str(SHIFT)), cwd=folders).well()
+    words += ["--shift", SHIFT]
+    ended = run_all([[sys.executable, PROFILED, *words]] * 2, node_environments(2), cwd=folders).well()
     found = [json.loads((root / f"out_{rank}.json").read_text()) for rank in (0, 1)]
     run = folders[0] / "run" / "profiled"
     made = json.loads((run / "profile" / "summary.json").read_text())
@@ -372,6 +374,39 @@ def test_a_resumed_run_records_its_own_steps_on_the_ranks_that_are_asked_for(two
     assert made["run"]["steps"] == [12, 14], "three steps warm up"
     assert [rank["rank"] for rank in made["ranks"]] == [1]
     assert "profile of steps 12-14, 1 of 2 ranks" in (folder / "profile" / "summary.txt").read_text()
+
+
+def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_the_profile(tmp_path, capsys):
+    import torch
+
+    from accel_ddp.profiling.recorder import start_recorder
+    from accel_ddp.ranks.process import process
+    from accel_ddp.training.own_time import OwnTime
+
+    def is_active() -> bool:
+        return torch.autograd._profiler_enabled() or "enter" in vars(process.heartbeat) or "mark" in vars(own_time)
+
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no")
+    own_time = OwnTime(accelerator.device)
+    for stops_at in (9, 3):
+        cfg = TrainConfig(profile="4-5", steps=9, output_dir=str(tmp_path / str(stops_at)))
+        recorder = start_recorder(accelerator, cfg, own_time, 0, 9, lambda step: False, {"gradient_bytes": 4})
+        found = []
+        for step in range(1, 6):
+            recorder.begin_step(step)
+            found.append(is_active())
+            torch.ones(3).sum()
+            if recorder.end_step(step, is_stopping=step == stops_at):
+                break
+        assert not is_active()
+        assert found == [False, False, True, True, True][: len(found)], "step 3 warms torch.profiler up"
+        assert step == min(stops_at, 5)
+    assert "nothing was stored, because the run is stopping" in capsys.readouterr().out
+    assert (tmp_path / "9" / "profile" / "summary.json").is_file()
+    assert not (tmp_path / "3").exists()
+    with recorder:  # an error in a step
+        recorder.begin_step(3)
+    assert not is_active()
 
 
 def test_the_command_prints_the_summary_again_without_torch(two_nodes):

@@ -25,11 +25,16 @@ def recommend(run: dict[str, Any], overall: dict[str, Any], operations: list[dic
 
 
 def _of(seconds: float, step: float) -> str:
-    return f"{seconds / step:.0%} of a step ({seconds * 1000:.3g} of {step * 1000:.3g} ms)".replace("%", " %")
+    return f"{seconds / step:.0%} of a step ({_number(seconds)} of {_number(step)} ms)".replace("%", " %")
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms"
+    return f"{_number(seconds)} ms"
+
+
+def _number(seconds: float) -> str:
+    """Return milliseconds with three digits, and without an exponent."""
+    return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
 
 
 def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.profiling.intervals import Intervals, clip, gaps, intervals, length, outside, overlap, union
-from accel_ddp.profiling.traces import WAIT, is_step
+from accel_ddp.profiling.traces import OWN_TIME, WAIT, is_step
 
 TOP = 15  # operations that are listed
 SMALLEST_GAP = 10.0  # microseconds; shorter ones are the usual distance of two kernels and are not counted
@@ -47,10 +47,11 @@ def analyse(trace: dict[str, Any]) -> dict[str, Any]:
     window = _Window(first, last, len(steps), steps[0].thread)
     inside = [e for e in events if e.end > first and e.start < last]
     phases = _phases(inside, window)
+    parts = _parts(inside, phases, window)
     device = [e for e in inside if e.kind in _DEVICE]
     found = {"step_seconds": window.per_step(last - first), "steps": len(steps)}
     found["step_seconds_each"] = [_seconds(step.end - step.start) for step in steps]
-    found |= _of_gpu(inside, device, phases, window) if device else _of_cpu(inside, phases, window)
+    found |= _of_gpu(inside, device, phases, parts, window) if device else _of_cpu(inside, phases[WAIT], parts, window)
     return found
 
 
@@ -83,9 +84,14 @@ def _phases(inside: list[Event], window: _Window) -> dict[str, Intervals]:
     return {name: window.spans(found[name]) for name in (*PARTS, WAIT)}
 
 
-def _host_parts(phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
-    """Return the time of the training thread in each part of a step, without waits for other ranks."""
-    parts = {name: outside(phases[name], phases[WAIT]) for name in PARTS}
+def _parts(inside: list[Event], phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
+    """Return the time of the training thread in each part of a step, without waits for other ranks.
+
+    On a CPU the trace has ranges that begin and end exactly where the breakdown in log.jsonl does.
+    """
+    marks = [e for e in inside if e.kind == OWN_TIME]
+    spans = {name: window.spans(e for e in marks if e.name == name) for name in PARTS} if marks else phases
+    parts = {name: outside(spans[name], phases[WAIT]) for name in PARTS}
     parts["other"] = (window.last - window.first) - sum(parts.values()) - length(phases[WAIT])
     return {name: window.per_step(max(0.0, value)) for name, value in parts.items()}
 
@@ -101,7 +107,9 @@ def is_communication(event: Event) -> bool:
 # ---- GPU
 
 
-def _of_gpu(inside: list[Event], device: list[Event], phases: dict[str, Intervals], window: _Window) -> dict[str, Any]:
+def _of_gpu(
+    inside: list[Event], device: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window
+) -> dict[str, Any]:
     collectives = [e for e in device if is_communication(e)]
     copies = [e for e in device if e.kind == "gpu_memcpy"]
     compute = [e for e in device if not is_communication(e) and e.kind != "gpu_memcpy"]
@@ -115,7 +123,7 @@ def _of_gpu(inside: list[Event], device: list[Event], phases: dict[str, Interval
         "overlapped": window.per_step(overlap(communication, work)),
         "exposed": window.per_step(outside(communication, work)),
         "collectives": round(len(collectives) / window.num_steps, 2),
-        "parts": _host_parts(phases, window),
+        "parts": parts,
         "idle": _idle(inside, device, phases, window),
         "copies": _copies(copies, window),
         "operations": _largest(((e.name, e.end - e.start) for e in device), window),
@@ -195,10 +203,9 @@ def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
 # ---- CPU
 
 
-def _of_cpu(inside: list[Event], phases: dict[str, Intervals], window: _Window) -> dict[str, Any]:
+def _of_cpu(inside: list[Event], waits: Intervals, parts: dict[str, float], window: _Window) -> dict[str, Any]:
     collectives = [e for e in inside if is_communication(e)]
-    waits, busy = phases[WAIT], window.spans(collectives)
-    parts = _host_parts(phases, window)
+    busy = window.spans(collectives)
     operations = [e for e in inside if e.kind == "cpu_op"]
     return {
         "kind": "cpu",

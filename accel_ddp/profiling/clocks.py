@@ -24,13 +24,14 @@ def kernel_id() -> str:
 
 
 def measure_clock(
-    ranks: list[int], now: Callable[[], int] = time.time_ns, clock_id: str | None = None, round_trips: int = ROUND_TRIPS
+    ranks: list[int], now: Callable[[], int] | None = None, clock_id: str | None = None, round_trips: int = ROUND_TRIPS
 ) -> Clock:
     """Return how the clock of this rank differs from that of rank 0. This is a collective of all ranks.
 
     Each of `ranks` in turn asks rank 0 for its time. The reply belongs to the middle of the round trip, and the fastest of several
     round trips has the smallest error, which is at most half of its duration. Ranks on the host of rank 0 have its clock.
     """
+    now = now or time.time_ns
     ids = gather_everywhere(kernel_id() if clock_id is None else clock_id)
     best = Clock()
     for rank in ranks:

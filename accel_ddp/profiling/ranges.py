@@ -6,9 +6,11 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from accel_ddp.profiling.traces import name_of_step
-from accel_ddp.training.own_time import OwnTime, Part
+from accel_ddp.profiling.traces import WAIT, Mark, name_of_step
+from accel_ddp.training.own_time import OwnTime
 from accel_ddp.watch.page import NAMES, Heartbeat
+
+NAMES_OF_PARTS = ("data", "forward", "backward", "optimizer", "other", WAIT)  # in the order of `Part`
 
 
 class Ranges:
@@ -24,7 +26,7 @@ class Ranges:
         self.thread_id = threading.get_native_id()
         self.step: Any = None
         self.phase: Any = None
-        self.waits: list[tuple[int, int]] = []  # (start, end) in nanoseconds of this host's clock
+        self.marks: list[Mark] = []
         self.last_mark = 0
 
     def attach(self) -> None:
@@ -40,7 +42,7 @@ class Ranges:
     def begin_step(self, step: int) -> None:
         self.step = record_function(name_of_step(step))
         self.step.__enter__()
-        self.last_mark = time.time_ns()
+        self.last_mark = self.last_mark or time.time_ns()
         self._open(self.heartbeat.phase)
 
     def end_step(self) -> None:
@@ -68,7 +70,6 @@ class Ranges:
     def _mark(self, part: int) -> None:
         if self.step is not None and not self.own_time.on_gpu:
             now = time.time_ns()
-            if part == Part.COMMUNICATION:
-                self.waits.append((self.last_mark, now))
+            self.marks.append(Mark(NAMES_OF_PARTS[part], self.last_mark, now))
             self.last_mark = now
         type(self.own_time).mark(self.own_time, part)

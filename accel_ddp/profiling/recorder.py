@@ -205,7 +205,8 @@ class Recorder:
         profiler.export_chrome_trace(str(plain))
         trace = traces.read_trace(plain)
         plain.unlink()
-        traces.add_waits(trace, self.ranges.waits, self.ranges.thread_id)
+        if self.ranges.marks:
+            traces.add_marks(trace, self.ranges.marks, self.ranges.thread_id)
         traces.write_trace(own, trace)
         traces.write_fragment(fragment, traces.align(trace, traces.Place(process.rank, process.host), clock, zero))
         analysis = analyse(trace)

@@ -164,8 +164,9 @@ def _operations(operations: list[dict[str, Any]], kind: str) -> list[str]:
     title = "largest kernels and copies" if kind == "gpu" else "largest operations, own time"
     lines = [f"{title:<60}{'ms per step':>12}{'share':>8}{'count':>8}"]
     for one in operations[:10]:
+        count = f"{one['count']:,.0f}" if one["count"] >= 10 else f"{one['count']:.3g}"
         name = one["name"] if len(one["name"]) <= 58 else one["name"][:55] + "..."
-        lines.append(f"{name:<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{one['count']:>8.4g}")
+        lines.append(f"{name:<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{count:>8}")
     return lines
 
 

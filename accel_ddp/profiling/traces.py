@@ -18,6 +18,8 @@ SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"
 FILES = (MERGED, SUMMARY, SUMMARY_TEXT)
 WAIT = "communication wait"  # a range in which a rank on a CPU waits for other ranks
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")  # categories of what runs on a GPU
+OWN_TIME = "own_time"  # category of the ranges of the breakdown in log.jsonl
+_OWN_TIME_THREAD = 1 << 30  # more than any number of a thread
 _LEVEL = 4  # of gzip: half the time of the default, and files that are 10 % larger
 _FLOW_IDS = 1 << 40  # arrows of a rank have ids below this number
 
@@ -51,8 +53,9 @@ class Place(NamedTuple):
 def read_trace(path: Path) -> dict[str, Any]:
     """Return a trace. Raise UserError if it cannot be read."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            trace = json.load(file)
+        # torch does not escape every character in the names of operations.
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            trace = json.loads(file.read().decode(errors="replace"), strict=False)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a trace: {error}.") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
@@ -65,15 +68,24 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
         file.write(json.dumps(trace, separators=(",", ":")))
 
 
-def add_waits(trace: dict[str, Any], waits: Iterable[tuple[int, int]], thread: int) -> None:
-    """Add the ranges in which the main thread has waited for other ranks, as (start, end) in nanoseconds of the host's clock."""
-    base = trace.get("baseTimeNanoseconds", 0)
-    pid = next((e["pid"] for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("tid") == thread), 0)
-    for start, end in waits:
-        times = {"ts": (start - base) / 1000, "dur": (end - start) / 1000}
-        trace["traceEvents"].append(
-            {"ph": "X", "cat": "user_annotation", "name": WAIT, "pid": pid, "tid": thread, **times, "args": {}}
-        )
+class Mark(NamedTuple):
+    """A part of a step, in nanoseconds of the host's clock."""
+
+    name: str
+    start: int
+    end: int
+
+
+def add_marks(trace: dict[str, Any], marks: Iterable[Mark], thread: int) -> None:
+    """Add a thread with the parts of the breakdown in log.jsonl, and the waits for other ranks to the training thread as well."""
+    base, events = trace.get("baseTimeNanoseconds", 0), trace["traceEvents"]
+    pid = next((e["pid"] for e in events if e.get("ph") == "X" and e.get("tid") == thread), 0)
+    events.append(_metadata(pid, _OWN_TIME_THREAD, "thread_name", name="breakdown as in log.jsonl"))
+    for name, start, end in marks:
+        common = {"ph": "X", "name": name, "pid": pid, "ts": (start - base) / 1000, "dur": (end - start) / 1000, "args": {}}
+        events.append({**common, "cat": OWN_TIME, "tid": _OWN_TIME_THREAD})
+        if name == WAIT:
+            events.append({**common, "cat": "user_annotation", "tid": thread})
 
 
 def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> list[dict[str, Any]]:
@@ -121,7 +133,7 @@ def _metadata(pid: int, tid: int, kind: str, **arguments: Any) -> dict[str, Any]
 def write_fragment(path: Path, events: list[dict[str, Any]]) -> None:
     """Write the events of a rank without brackets, so that the main rank can join fragments without parsing them."""
     with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
+        file.write(json.dumps(events, separators=(",", ":"))[1:-1])
 
 
 def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class OwnTime:
         """
         while self.waiting:
             self._add(*self.waiting.popleft())
-        self.timing = self.timing._replace(step=step)
+        self.timing = Timing(step, *self.seconds)
         return self.timing
 
     def _add(self, step: int, marks: list[tuple[int | None, Any]]) -> None:

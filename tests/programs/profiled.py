@@ -1,7 +1,4 @@
-"""Train with and without --profile, and write what torch.profiler itself has measured to OUT.
-
-The clock of rank 1 is SHIFT seconds ahead, as that of a host without NTP. The kernels of both hosts are different ones.
-"""
+"""Train with and without --profile, and write what torch.profiler itself has measured to OUT."""
 
 import dataclasses
 import json
@@ -10,26 +7,22 @@ import resource
 import time
 from dataclasses import dataclass
 
-RANK = int(os.environ.get("RANK", 0))
-SHIFT = float(os.environ.get("SHIFT", 0))
-if RANK == 1 and SHIFT:
-    true_time = time.time_ns
-    time.time_ns = lambda: true_time() + int(SHIFT * 1e9)  # before `accel_ddp` is imported
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-import accel_ddp  # noqa: E402
-from accel_ddp.config import TrainConfig  # noqa: E402
-from accel_ddp.entry import run  # noqa: E402
-from accel_ddp.options import option  # noqa: E402
-from accel_ddp.profiling import clocks, collection  # noqa: E402
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+from accel_ddp.options import option
+from accel_ddp.profiling import clocks, collection
+from accel_ddp.ranks.process import process
 
 
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     out: str = option("", affects_result=False)
     cases: tuple[str, ...] = option(("plain", "profiled"), affects_result=False)
+    shift: float = option(0.0, "seconds by which the clock of rank 1 is ahead, as on a host without NTP", affects_result=False)
     steps: int = 8
     save_every: int = 100
     eval_every: int = 100
@@ -41,7 +34,7 @@ class Config(TrainConfig):
     rows: int = option(1, "how often each item is repeated, so that a GPU has work")
 
 
-def observe_torch(found: dict) -> None:
+def observe_torch(found: dict, shift: int) -> None:
     """Store torch.profiler's own sums of collectives before each export. Shift the trace of rank 1 like its clock."""
     export = torch.profiler.profile.export_chrome_trace
 
@@ -52,10 +45,10 @@ def observe_torch(found: dict) -> None:
         names = sorted({a.key for a in averages})
         found["torch"].append({"seconds": seconds, "collectives": sum(a.count for a in collectives), "names": names})
         export(self, path, *args, **kwargs)
-        if RANK == 1 and SHIFT:
+        if shift and process.rank == 1:
             with open(path) as file:
                 trace = json.load(file)
-            trace["baseTimeNanoseconds"] += int(SHIFT * 1e9)
+            trace["baseTimeNanoseconds"] += shift
             with open(path, "w") as file:
                 json.dump(trace, file)
 
@@ -63,12 +56,16 @@ def observe_torch(found: dict) -> None:
 
 
 def main(cfg: Config) -> None:
-    if SHIFT:
-        collection.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
-        clocks.kernel_id = lambda: f"kernel of rank {RANK}"
     accelerator = accel_ddp.start(cfg)
     found: dict = {"torch": []}
-    observe_torch(found)
+    shift = int(cfg.shift * 1e9)
+    observe_torch(found, shift)
+    if shift:
+        collection.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
+        clocks.kernel_id = lambda: f"kernel of rank {process.rank}"
+        if process.rank == 1:
+            true_time = time.time_ns
+            time.time_ns = lambda: true_time() + shift
     root, generator = cfg.output_dir, torch.Generator().manual_seed(0)
     rows = list(torch.randn(400, 1, cfg.width, generator=generator))
 
@@ -90,7 +87,7 @@ def main(cfg: Config) -> None:
         """Files of the main rank cannot become larger than 2 kB while the profile is stored."""
 
         def on_update(self, numbers, pace):
-            limit = 2048 if numbers.step == 3 and RANK == 0 else resource.RLIM_INFINITY
+            limit = 2048 if numbers.step == 3 and process.is_main else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     for case in cfg.cases:
@@ -103,7 +100,7 @@ def main(cfg: Config) -> None:
         elif case == "full":
             fit(case, hooks=[SmallDisk()], profile="1-3")  # from the first step, without a warm-up of torch.profiler
     if cfg.out:
-        with open(f"{cfg.out}_{RANK}.json", "w") as file:
+        with open(f"{cfg.out}_{process.rank}.json", "w") as file:
             json.dump(found, file)
 
 
