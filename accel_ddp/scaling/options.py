@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
     add("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
-    ranks = "powers of two up to the GPUs of this machine, without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
+    ranks = "powers of two up to the GPUs or else the cores of this machine; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
     add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
     modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
     add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
     page = "HTML page with the plots; '' for none (default: scaling.html)"
     add("--page", default="scaling.html", metavar="FILE", help=page)
+    add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="end a run that takes longer (default: 1800)")
     add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
@@ -62,7 +63,7 @@ def read_options(words: list[str]) -> ScalingOptions:
         meant = next((word for word in launch if not word.startswith("-")), "")
         near = recipe_files.nearest(meant, names) if meant else ""
         raise UserError(f"accel-ddp scaling needs a recipe: accel-ddp scaling recipes/classify.py [options of the recipe].{near}")
-    for name, minimum in {"steps": 2, "warmup": 0}.items():
+    for name, minimum in {"steps": 2, "warmup": 0, "run_seconds": 1}.items():
         if getattr(given, name) < minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
     recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
