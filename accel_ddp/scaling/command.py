@@ -105,7 +105,7 @@ class Scaling:
             )
             gpus = min(gpus, options.gpu_ids or gpus)
             places = local_places(numbers, options.limit or gpus or cores, gpus)
-            self.runs = LocalRuns(given.folder, options.launch, options.recipe, given.run_seconds)
+            self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
             local_ranks = places[-1].ranks
         self.cores, self.threads = cores, self._threads(cores, local_ranks)
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size

@@ -45,18 +45,28 @@ class Ended(NamedTuple):
 class LocalRuns:
     """Runs on this machine, each by its own `accelerate launch`."""
 
-    def __init__(self, folder: str, launch: Sequence[str], recipe: str, limit: float):
+    def __init__(self, folder: str, launch: Sequence[str], launch_one: Sequence[str], recipe: str, limit: float):
         self.keeps = bool(folder)
         self.folder = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_scaling_"))
-        self.launch, self.recipe, self.limit = list(launch), recipe, limit
+        self.launch, self.launch_one, self.recipe, self.limit = list(launch), list(launch_one), recipe, limit
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, place: Place, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Only its log and its output are kept."""
         path, began = self.folder / name, time.monotonic()
         port = ["--main_process_port", str(find_free_port("127.0.0.1"))]
-        launch = ["-m", "accelerate.commands.launch", "-q", *self.launch, "--num_processes", str(place.ranks), *port]
-        words = [sys.executable, *launch, self.recipe, *options, "--output_dir", str(path)]
+        launch = self.launch_one if place.ranks == 1 else [*self.launch, "--num_processes", str(place.ranks), *port]
+        words = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "-q",
+            *launch,
+            self.recipe,
+            *options,
+            "--output_dir",
+            str(path),
+        ]
         code, text = execute(words, self.folder / f"{name}.txt", self.limit)
         events = read_log(path / FILE)
         for entry in path.iterdir() if path.is_dir() else ():

@@ -40,7 +40,7 @@ def main(cfg: Config) -> None:
     def prepare_with_hook(*objects):
         prepared = prepare(*objects)
         model = prepared[0] if isinstance(prepared, tuple) else prepared
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and accelerator.num_processes > 1:
             model.register_comm_hook(None, delayed)
         return prepared
 
