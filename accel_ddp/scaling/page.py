@@ -61,7 +61,9 @@ def write_page(path: Path, summary: Summary) -> None:
         body.append(f"<h3>What limits it</h3>{_list(summary.limits(mode)[1] or ['No loss is above 3 % of a step.'])}")
     if advice := summary.advice():
         body.append("<h2>Which global batch reaches 90 %</h2>" + _list([describe_advice(one, summary.batch()) for one in advice]))
-    text = _PAGE.format(title=escape(f"Scaling of {summary.recipe}"), body="\n".join(body), plotly=get_plotlyjs(), figures=safe)
+    text = _PAGE.format(
+        title=escape(f"Scaling of {summary.recipe}"), body="\n".join(body), plotly=get_plotlyjs(), figures=safe_json(figures)
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
