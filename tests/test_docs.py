@@ -29,6 +29,7 @@ from accel_ddp.doctor.command import add_options
 from accel_ddp.doctor.options import load_recipe_config
 from accel_ddp.options import properties_of
 from accel_ddp.report.command import build_parser as build_report_parser
+from accel_ddp.scaling import options as scaling_options
 from accel_ddp.tune.options import build_parser
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
@@ -187,6 +188,8 @@ def parse(words: list[str]) -> bool:
             build_parser().parse_args(rest[:at])
         elif command == "report":
             build_report_parser().parse_args(rest)
+        elif command == "scaling":
+            scaling_options.read_options(rest)
         elif command == "verify":
             return parse(["accelerate", "launch", *rest])
         elif command == "copy":
@@ -245,7 +248,8 @@ def test_options_in_the_text_exist():
         names |= {*options, *(f"no_{name}" for name in options)}
     import argparse
 
-    parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), *launcher_parsers().values()]
+    parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
+    parsers += launcher_parsers().values()
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
     for file in ("cli.py", "launch/command.py", "profiling/command.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))

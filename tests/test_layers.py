@@ -45,7 +45,7 @@ ALLOWED = {
     "verify": [*LOWEST, "saving"],
     "recipe_files": ["errors"],
     "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
-    "scaling": [*LOWEST, "records", "doctor", "recipe_files", "launch"],
+    "scaling": [*LOWEST, "records", "report", "doctor", "recipe_files", "launch"],
     "cli": ["errors", "recipe_files", "doctor", "tune", "launch", "export", "verify", "report", "scaling", "profiling"],
 }
 

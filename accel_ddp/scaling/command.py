@@ -92,7 +92,7 @@ class Scaling:
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
-            self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, not given.no_prediction)
+            self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, given.run_seconds, not given.no_prediction)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
             places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
             cores = 0 if self.on_gpu else self.runs.cores()
@@ -105,7 +105,7 @@ class Scaling:
             )
             gpus = min(gpus, options.gpu_ids or gpus)
             places = local_places(numbers, options.limit or gpus or cores, gpus)
-            self.runs = LocalRuns(given.folder, options.launch, options.recipe)
+            self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
             local_ranks = places[-1].ranks
         self.cores, self.threads = cores, self._threads(cores, local_ranks)
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from accel_ddp import recipe_files
 from accel_ddp.config import TrainConfig
 from accel_ddp.doctor.options import load_recipe_config
+from accel_ddp.environment.launcher import read_accelerate_config
 from accel_ddp.errors import UserError
 from accel_ddp.scaling.plan import STRONG, WEAK
 
@@ -22,7 +23,8 @@ class ScalingOptions:
     """The command line."""
 
     given: argparse.Namespace
-    launch: list[str]  # options of `accelerate launch`, with the config
+    launch: list[str]  # options of `accelerate launch` for several ranks, with the config
+    launch_one: list[str]  # and for one rank
     limit: int  # --num_processes; 0: not given
     gpu_ids: int  # how many GPUs --gpu_ids selects; 0: all
     recipe: str
@@ -39,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=20, metavar="N", help="steps that are measured in each run (default: 20)")
     add("--warmup", type=int, default=5, metavar="N", help="steps of each run before them (default: 5)")
-    ranks = "powers of two up to the GPUs of this machine, without GPUs up to its cores; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
+    ranks = "powers of two up to the GPUs or else the cores of this machine; with --cluster 1 rank, 1 node, 2, 4 ... nodes"
     add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
     modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
     add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
@@ -48,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
     page = "HTML page with the plots; '' for none (default: scaling.html)"
     add("--page", default="scaling.html", metavar="FILE", help=page)
+    add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="end a run that takes longer (default: 1800)")
     add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
@@ -62,7 +65,7 @@ def read_options(words: list[str]) -> ScalingOptions:
         meant = next((word for word in launch if not word.startswith("-")), "")
         near = recipe_files.nearest(meant, names) if meant else ""
         raise UserError(f"accel-ddp scaling needs a recipe: accel-ddp scaling recipes/classify.py [options of the recipe].{near}")
-    for name, minimum in {"steps": 2, "warmup": 0}.items():
+    for name, minimum in {"steps": 2, "warmup": 0, "run_seconds": 1}.items():
         if getattr(given, name) < minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
     recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
@@ -71,12 +74,16 @@ def read_options(words: list[str]) -> ScalingOptions:
         raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
     if cfg.resume:
         raise UserError(f"--resume {cfg.resume}: every run of accel-ddp scaling begins a new training. Leave --resume out.")
-    launch, limit, gpu_ids = _read_launch(launch, given.cluster)
-    return ScalingOptions(given, launch, limit, gpu_ids, recipe, words[at + 1 :], cfg)
+    launch, launch_one, limit, gpu_ids = _read_launch(launch, given.cluster)
+    return ScalingOptions(given, launch, launch_one, limit, gpu_ids, recipe, words[at + 1 :], cfg)
 
 
-def _read_launch(words: list[str], cluster: str) -> tuple[list[str], int, int]:
-    """Return (the options of `accelerate launch` with a config, without the number of processes; that number; the number of GPUs)."""
+def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], int, int]:
+    """Return the options of `accelerate launch` for several ranks and for one, --num_processes, and the number of --gpu_ids.
+
+    One rank is a process without DDP, as local.yaml starts it. With a config for several processes, Accelerate wraps the model in DDP
+    although there is nothing to send.
+    """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
     kept: list[str] = []
@@ -101,5 +108,10 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], int, int]:
         raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
     gpu_ids = values["gpu_ids"]
     kept += ["--gpu_ids", gpu_ids] if gpu_ids else []
-    config = ["--config_file", str(recipe_files.config_path(values["config_file"]))]
-    return [*config, *kept], int(values["num_processes"] or 0), len(gpu_ids.split(",")) if gpu_ids not in ("", "all") else 0
+    config = str(recipe_files.config_path(values["config_file"]))
+    alone = ["--config_file", str(recipe_files.config_path("local.yaml"))]
+    if not any(word.startswith(("--mixed_precision", "--mixed-precision")) for word in kept):
+        alone += ["--mixed_precision", str(read_accelerate_config(config).get("mixed_precision") or "no")]
+    alone += [word for word in kept if word not in ("--multi_gpu", "--multi-gpu")]
+    num_gpus = len(gpu_ids.split(",")) if gpu_ids not in ("", "all") else 0
+    return ["--config_file", config, *kept], alone, int(values["num_processes"] or 0), num_gpus

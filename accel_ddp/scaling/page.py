@@ -1,12 +1,11 @@
 """The HTML page with the plots. It contains plotly itself, so that it opens without a network."""
 
-import html
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
+from accel_ddp.report.escaping import escape, safe_json, tag
 from accel_ddp.scaling.advice import describe_advice
 from accel_ddp.scaling.analysis import Comparison
 from accel_ddp.scaling.output import HEAD, TITLES, Summary, row_of
@@ -22,7 +21,7 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }} .plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
-.plot {{ flex: 1 1 320px; min-width: 0; height: 340px; }}
+.plot {{ flex: 1 1 320px; min-width: 0; height: 380px; }}
 th, td {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }}
 </style></head><body>
 {body}
@@ -32,10 +31,10 @@ const figures = {figures};
 const dark = matchMedia("(prefers-color-scheme: dark)").matches;
 for (const [id, figure] of Object.entries(figures)) {{
   const layout = Object.assign({{paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {{color: dark ? "#ddd" : "#222"}},
-    margin: {{l: 55, r: 15, t: 40, b: 45}}, legend: {{orientation: "h", y: -0.2}}}}, figure.layout);
+    margin: {{l: 55, r: 15, t: 40, b: 45}}, legend: {{orientation: "h", y: -0.25}}}}, figure.layout);
   const grid = {{gridcolor: dark ? "#444" : "#ddd", zeroline: false}};
   for (const axis of ["xaxis", "yaxis"]) layout[axis] = Object.assign({{}}, grid, layout[axis]);
-  Plotly.newPlot(id, figure.data, layout, {{responsive: true, displaylogo: false}});
+  Plotly.newPlot(id, figure.data, layout, {{responsive: true, displayModeBar: false}});
 }}
 </script></body></html>
 """
@@ -46,15 +45,15 @@ def write_page(path: Path, summary: Summary) -> None:
     from plotly.offline import get_plotlyjs
 
     figures: dict[str, Any] = {}
-    body = [f"<h1>Scaling of {html.escape(summary.recipe)}</h1>"]
+    body = [f"<h1>Scaling of {escape(summary.recipe)}</h1>"]
     about = f"{summary.device()}. Medians of {summary.steps} steps after {summary.warmup} steps of warm-up."
-    body.append(f"<p>{html.escape(about)}</p>")
+    body.append(f"<p>{escape(about)}</p>")
     for mode in summary.modes:
         table = summary.table(mode)
         if not table:
             continue
         figures |= {f"{mode}_{name}": figure for name, figure in _figures(summary, table).items()}
-        body.append(f"<h2>{html.escape(TITLES[mode].capitalize())}</h2>")
+        body.append(f"<h2>{escape(TITLES[mode].capitalize())}</h2>")
         plots = "".join(f'<div class="plot" id="{mode}_{name}"></div>' for name in ("speedup", "efficiency", "parts"))
         body.append(f'<div class="plots">{plots}</div>{_table([HEAD, *(row_of(summary, one) for one in table)])}')
         problems = [one for one in summary.results if mode in one.setting.modes and (one.problem or one.setting.note)]
@@ -62,9 +61,8 @@ def write_page(path: Path, summary: Summary) -> None:
         body.append(f"<h3>What limits it</h3>{_list(summary.limits(mode)[1] or ['No loss is above 3 % of a step.'])}")
     if advice := summary.advice():
         body.append("<h2>Which global batch reaches 90 %</h2>" + _list([describe_advice(one, summary.batch()) for one in advice]))
-    safe = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
     text = _PAGE.format(
-        title=html.escape(f"Scaling of {summary.recipe}"), body="\n".join(body), plotly=get_plotlyjs(), figures=safe
+        title=escape(f"Scaling of {summary.recipe}"), body="\n".join(body), plotly=get_plotlyjs(), figures=safe_json(figures)
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +72,15 @@ def write_page(path: Path, summary: Summary) -> None:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    cells = lambda row, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:])
-    return f'<div class="wide"><table><thead><tr>{cells(rows[0], "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    """Return the rows as a table, without columns that have only a heading."""
+    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    cells = lambda row, name: tag("tr", *(tag(name, row[column]) for column in used))
+    body = tag("tbody", *(cells(row, "td") for row in rows[1:]))
+    return tag("div", tag("table", tag("thead", cells(rows[0], "th")), body), class_="wide")
 
 
 def _list(texts: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in texts)}</ul>" if texts else ""
+    return tag("ul", *(tag("li", text) for text in texts)) if texts else ""
 
 
 def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:

@@ -70,6 +70,6 @@ def predict(comparison: Comparison, links: Links | None, hook: str) -> Predictio
     compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
     step = expected_step(setting.place.nodes, setting.ranks, gradients * HOOK_SHARES[hook], compute, links.bus, links.hop)
     exposed = compute / step["best"] - compute
-    # Communication is part of the base, if the base has several ranks.
-    alone = ideal - comparison.share * base.mean("communication")
+    sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
+    alone = ideal - comparison.share * sent_in_base
     return Prediction(ideal / (alone + step["communication_seconds"]), ideal / (alone + exposed), step["communication_seconds"])

@@ -29,6 +29,7 @@ from accel_ddp.scaling.prediction import Links, links_of_report, links_of_text
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SSH_SECONDS = 60
+TIMED_OUT = 124  # the exit code of `timeout`
 
 
 class Ended(NamedTuple):
@@ -44,19 +45,29 @@ class Ended(NamedTuple):
 class LocalRuns:
     """Runs on this machine, each by its own `accelerate launch`."""
 
-    def __init__(self, folder: str, launch: Sequence[str], recipe: str):
+    def __init__(self, folder: str, launch: Sequence[str], launch_one: Sequence[str], recipe: str, limit: float):
         self.keeps = bool(folder)
         self.folder = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_scaling_"))
-        self.launch, self.recipe = list(launch), recipe
+        self.launch, self.launch_one, self.recipe, self.limit = list(launch), list(launch_one), recipe, limit
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, place: Place, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Only its log and its output are kept."""
         path, began = self.folder / name, time.monotonic()
         port = ["--main_process_port", str(find_free_port("127.0.0.1"))]
-        launch = ["-m", "accelerate.commands.launch", "-q", *self.launch, "--num_processes", str(place.ranks), *port]
-        words = [sys.executable, *launch, self.recipe, *options, "--output_dir", str(path)]
-        code, text = execute(words, self.folder / f"{name}.txt")
+        launch = self.launch_one if place.ranks == 1 else [*self.launch, "--num_processes", str(place.ranks), *port]
+        words = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "-q",
+            *launch,
+            self.recipe,
+            *options,
+            "--output_dir",
+            str(path),
+        ]
+        code, text = execute(words, self.folder / f"{name}.txt", self.limit)
         events = read_log(path / FILE)
         for entry in path.iterdir() if path.is_dir() else ():
             if entry.name != FILE:  # a checkpoint may be large
@@ -68,7 +79,7 @@ class LocalRuns:
         given = [word for at, word in enumerate(self.launch) if "--config_file" in (word, *self.launch[max(0, at - 1) : at])]
         words = [sys.executable, "-m", "accel_ddp.cli", "doctor", "--json", *given, "--num_processes", str(place.ranks)]
         words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
-        return links_of_report(execute(words, self.folder / "doctor.txt")[1], place.nodes, place.ranks)
+        return links_of_report(execute(words, self.folder / "doctor.txt", self.limit)[1], place.nodes, place.ranks)
 
     def close(self) -> None:
         if not self.keeps:
@@ -82,10 +93,10 @@ class ClusterRuns:
     The guards of `launch` end the processes of all nodes if one node fails or this program is killed.
     """
 
-    def __init__(self, file: str, folder: str, recipe: str, measures_links: bool):
+    def __init__(self, file: str, folder: str, recipe: str, limit: float, measures_links: bool):
         import yaml
 
-        self.file, self.recipe, self.keeps = file, recipe, bool(folder)
+        self.file, self.recipe, self.limit, self.keeps = file, recipe, limit, bool(folder)
         self.cluster: Cluster = read_description(file)
         if self.cluster.backend not in ("ssh", "local"):
             raise UserError(
@@ -112,7 +123,7 @@ class ClusterRuns:
         changes += ["doctor=full"] if asks_doctor else []
         words = [sys.executable, "-m", "accel_ddp.cli", "launch", "--name", job]
         words += [word for change in changes for word in ("--set", change)]
-        code, text = execute([*words, self.file, self.recipe, *options], self.folder / f"{name}.txt", is_remote=True)
+        code, text = execute([*words, self.file, self.recipe, *options], self.folder / f"{name}.txt", self.limit, is_remote=True)
         links = links_of_text(text, place.nodes, place.ranks) if asks_doctor else None
         self.without_links -= {place.nodes} if links else set()
         log = self.folder / name / FILE
@@ -145,8 +156,11 @@ class ClusterRuns:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def execute(words: Sequence[str], output: Path, is_remote: bool = False) -> tuple[int, str]:
-    """Run a command and return its exit code and its output. If this process is interrupted, the command is ended first."""
+def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:
+    """Run a command and return its exit code and its output.
+
+    If this process is interrupted, or after `limit` seconds, the command is ended first.
+    """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env = {name: value for name, value in remove_mpi_variables(env).items() if not name.startswith("TORCHELASTIC_")}
     # The command must find the package of this process, also if it is not installed.
@@ -158,7 +172,11 @@ def execute(words: Sequence[str], output: Path, is_remote: bool = False) -> tupl
             start_new_session=True, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
         try:
-            code = process.wait()
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process, is_remote)
+            code = TIMED_OUT
+            file.write(f"\nerror: the run has not ended after {limit:.0f} s (--run_seconds).\n")
         except BaseException:
             _end(process, is_remote)
             raise

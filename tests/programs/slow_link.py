@@ -1,0 +1,65 @@
+"""Train on ranks whose all-reduces take a given time, as on a slow network. Computing is a pause, so that busy cores do not matter."""
+
+import time
+from dataclasses import dataclass
+
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    global_batch_size: int = 8
+    micro_batch_size: int = 4
+    item_seconds: float = 0.0  # per item of a micro-batch
+    link_seconds: float = 0.0  # from the last gradient to the end of the all-reduce
+    most_items: int = 0  # a larger micro-batch raises the error of a GPU without memory; 0: any fits
+    rows: int = 1000
+
+
+def main(cfg: Config) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    accelerator = accel_ddp.start(cfg)
+    prepare = accelerator.prepare
+
+    def delayed(state, bucket):
+        """Average a bucket. The future is complete `link_seconds` later. Meanwhile the rank can compute."""
+        future = dist.all_reduce(bucket.buffer().div_(accelerator.num_processes), async_op=True).get_future()
+
+        def wait(done):
+            time.sleep(cfg.link_seconds)
+            return done.value()[0]
+
+        return future.then(wait)
+
+    def prepare_with_hook(*objects):
+        prepared = prepare(*objects)
+        model = prepared[0] if isinstance(prepared, tuple) else prepared
+        if isinstance(model, DistributedDataParallel) and accelerator.num_processes > 1:
+            model.register_comm_hook(None, delayed)
+        return prepared
+
+    accelerator.prepare = prepare_with_hook
+
+    def loss_sum(model, batch):
+        if cfg.most_items and len(batch) > cfg.most_items:
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate a batch of {len(batch)} items.")
+        time.sleep(cfg.item_seconds * len(batch))
+        return model(batch).square().sum()
+
+    model = nn.Linear(8, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(cfg.rows, 8, generator=torch.Generator().manual_seed(0)))
+    accel_ddp.fit(
+        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(data, lambda rows: torch.stack([row[0] for row in rows])), loss_sum=loss_sum, count=len,
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(Config, main)
