@@ -135,8 +135,10 @@ def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str,
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
-    averages = {part: np.array([np.nanmean(_mean(values, 0)[group]) for group in groups]) for part, values in binned.items()}
-    heat = np.array([np.nanmax(slow[:, group], axis=1) for group in groups]) if own.shape[1] > 1 else None
+    averages = {part: np.array([_mean(_mean(values, 0)[group], 0) for group in groups]) for part, values in binned.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks of a group may have no value
+        heat = np.array([np.nanmax(slow[:, group], axis=1) for group in groups]) if own.shape[1] > 1 else None
     return {
         **_axis(run, first, edges),
         "per_column": int(np.ceil(len(run.ranks.steps) / (len(edges) - 1))),

@@ -41,14 +41,14 @@
     const axis = { gridcolor: theme.of("--grid"), linecolor: theme.of("--line"), zeroline: false, automargin: true, tickfont: { size: 11 }, title: { font: { size: 11 }, standoff: 6 } };
     return {
       font: { family: theme.font, color: theme.of("--muted"), size: 11 }, paper_bgcolor: theme.of("--card"), plot_bgcolor: theme.of("--card"),
-      margin: { l: 48, r: 12, t: 12, b: 38 }, showlegend: false, hovermode: "x unified", dragmode: state.drag ? "zoom" : false,
+      margin: { l: 48, r: 20, t: 12, b: 38 }, showlegend: false, hovermode: "x unified", dragmode: state.drag ? "zoom" : false,
       hoverlabel: { bgcolor: theme.of("--card"), bordercolor: theme.of("--line"), font: { color: theme.of("--text"), size: 12 }, namelength: 40 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: theme.of("--muted"), activecolor: theme.of("--link"), orientation: "h" }, ...more,
-      xaxis: { ...axis, nticks: narrow() ? 5 : 8, ...more.xaxis, title: { ...axis.title, ...(more.xaxis || {}).title } },
+      xaxis: { ...axis, nticks: narrow() ? 5 : 8, ticklabeloverflow: "allow", ...more.xaxis, title: { ...axis.title, ...(more.xaxis || {}).title } },
       yaxis: { ...axis, nticks: 6, ...more.yaxis, title: { ...axis.title, ...(more.yaxis || {}).title } },
     };
   };
-  const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], showSendToCloud: false, plotlyServerURL: "", toImageButtonOptions: { scale: 2 } };
+  const config = { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], showSendToCloud: false, plotlyServerURL: "", toImageButtonOptions: { scale: 2 } };
   const stepAxis = () => ({ title: { text: axisTitle() }, exponentformat: "SI", ...(state.range ? { range: [...state.range], autorange: false } : { autorange: true }) });
 
   // ---- curves
@@ -107,7 +107,7 @@
   const drawAverage = (box) => {
     const { rows, average } = data[box.dataset.run].ranks, many = rows.length > 40, x = rows.map((_, i) => i);
     const traces = PARTS.filter(([part]) => average[part]).map(([part, name, color, shape]) => ({
-      type: "bar", x, y: average[part], name, marker: { color: theme.of(color), line: { width: 0 }, ...(shape && !many ? { pattern: pattern(shape, theme.of(color)) } : {}) },
+      type: "bar", x, y: average[part], name, width: rows.length < 8 ? 0.3 : undefined, marker: { color: theme.of(color), line: { width: 0 }, ...(shape && !many ? { pattern: pattern(shape, theme.of(color)) } : {}) },
       customdata: rows.map((row) => plain(short(row, 60))), hovertemplate: "%{y:.4~g} ms<extra>%{fullData.name}</extra>",
     }));
     const every = Math.ceil(rows.length / (narrow() ? 8 : 24)), ticks = x.filter((i) => i % every === 0);
@@ -120,7 +120,7 @@
     const values = slow.flat().filter((v) => v !== null).sort((a, b) => a - b);
     const top = Math.max(10, Math.ceil(values[Math.floor(values.length * 0.995)] || 0)), low = Math.max(-20, Math.min(-5, Math.floor(values[Math.floor(values.length * 0.01)] || 0)));
     const every = Math.ceil(rows.length / 24), labels = rowLabels(rows), tickvals = ticks.filter((i) => i % every === 0);
-    box.style.height = `${Math.round(Math.min(620, 110 + rows.length * (rows.length > 48 ? 4 : 20)))}px`;
+    box.style.height = `${Math.round(Math.min(620, Math.max(190, 110 + rows.length * (rows.length > 48 ? 4 : 20))))}px`;
     const trace = {
       type: "heatmap", x: xs(run.ranks, run), y: ticks, z: slow, zmin: low, zmax: top, colorscale: CIVIDIS, hoverongaps: false, xgap: 0, ygap: 0,
       text: rows.map((row) => slow[0].map(() => plain(short(row, 60)))), hovertemplate: "%{text}<br>%{x}: %{z:+.3~g} %<extra></extra>",
@@ -148,6 +148,9 @@
 
   // ---- drawing: only what is near the visible part, one chart at a time, so that the page stays usable
   const boxes = all("[data-chart]"), near = new Set(), stale = new Set(boxes), drawn = new Set();
+  // A box also changes its width without the window, for example if the page becomes short and its scroll bar vanishes.
+  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => { if (drawn.has(target) && target.offsetParent && target.clientWidth !== target._fullLayout?.width) Plotly.Plots.resize(target); }));
+  const main = document.querySelector("main");
   let isScheduled = false;
   const draw = (box) => {
     stale.delete(box);
@@ -155,17 +158,18 @@
     Plotly.react(box, traces, frame, config);
     if (!drawn.has(box)) {
       drawn.add(box);
+      resized.observe(box);
       if (FOLLOWS.has(box.dataset.chart)) box.on("plotly_relayout", (change) => follow(change));
     }
   };
   const work = () => {
     isScheduled = false;
     const box = boxes.find((one) => stale.has(one) && near.has(one));
-    if (!box) return;
+    if (!box) { main.setAttribute("aria-busy", "false"); return; }
     draw(box);
     schedule();
   };
-  const schedule = () => { if (!isScheduled) { isScheduled = true; setTimeout(work, 0); } };
+  const schedule = () => { if (!isScheduled) { isScheduled = true; main.setAttribute("aria-busy", "true"); setTimeout(work, 0); } };
   const redraw = (kinds) => { boxes.forEach((box) => { if (!kinds || kinds.has(box.dataset.chart)) stale.add(box); }); schedule(); };
   const follow = (change) => {
     const from = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0], to = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
@@ -241,6 +245,7 @@
   all("main > section").forEach((one) => sections.observe(one));
   const restyle = () => { readTheme(); swatches(); redraw(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
+  matchMedia("(max-width: 699px)").addEventListener("change", () => redraw());
   addEventListener("beforeprint", () => { root.classList.add("print"); readTheme(); swatches(); boxes.forEach((box) => { if (box.offsetParent) draw(box); }); });
   addEventListener("afterprint", () => { root.classList.remove("print"); restyle(); });
   readTheme();
