@@ -135,7 +135,9 @@ def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str,
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
-    averages = {part: np.array([_mean(_mean(values, 0)[group], 0) for group in groups]) for part, values in binned.items()}
+    # The averages of the summary leave out the first steps of each attempt.
+    of_ranks = {part: np.array(run.summary["seconds_per_rank"][part], float) for part in binned}
+    averages = {part: np.array([_mean(values[group], 0) for group in groups]) for part, values in of_ranks.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks of a group may have no value
         heat = np.array([np.nanmax(slow[:, group], axis=1) for group in groups]) if own.shape[1] > 1 else None

@@ -142,10 +142,10 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
         return Html()
     parts = {part: text for part, text in PARTS.items() if part in ranks["average"]}
     key = legend((f"part-{part}", text) for part, text in parts.items())
-    seconds = {part: float(np.nanmean(run.ranks.seconds[part])) for part in parts}
+    seconds = {part: float(np.nanmean(np.array(run.summary["seconds_per_rank"][part], float))) for part in parts}
     whole = sum(seconds.values()) or 1.0
     shares = ", ".join(f"{text} {percent(seconds[part] / whole)}" for part, text in parts.items())
-    sentence = f"An average step takes {duration(whole)}: {shares}."
+    sentence = f"An average step, without the first logged ones, takes {duration(whole)}: {shares}."
     common = {"level": level + 1, "wide": True, "data": {"run": index}}
     views, count = ranks["views"], run.ranks.num_ranks
     cards = [
