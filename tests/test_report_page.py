@@ -372,7 +372,7 @@ def test_without_scripts_the_page_is_readable_and_has_no_empty_controls(browser,
         for text in (
             "Best accuracy",
             "last 0.",
-            "An average step takes",
+            "An average step, without",
             "rank 13 (gpu-node-02)",
             "Confusion matrix",
             "--lr",
