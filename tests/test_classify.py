@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from accel_ddp.records.tables import file_of, read_tables
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
 from tests.log_schema import require_documented
 
@@ -154,7 +155,8 @@ def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_pa
     common = ["--model", tiny_model, "--steps", 6, "--lr", "1e-3"]
     commands = [
         ["--train_file", several, "--output_dir", tmp_path / "several", "--optimizer", "sgd", "--lr_schedule", "cosine",
-         "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1", "--freeze", "embeddings", "layer.0"],
+         "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1", "--freeze", "embeddings", "layer.0",
+         "--log_predictions", "2"],
         ["--train_file", pairs, "--text_column", "a", "--text_pair_column", "b", "--output_dir", tmp_path / "pairs",
          "--eval_every", "1", "--early_stopping_patience", "1", "--best_metric", "loss",
          "--lr", "0"],
@@ -162,6 +164,13 @@ def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_pa
     ended = run_all([[sys.executable, CLASSIFY, *common, *command] for command in commands], [clean_environment()] * 2).well()
     assert "good" in ended.texts[0]
     assert "long" in ended.texts[0]
+    tables = read_tables(tmp_path / "several" / file_of(6))
+    assert list(tables) == ["classes", "counts", "predictions"]
+    assert [sum(row[1:]) for row in tables["counts"].rows] == [6, 6], "a tenth of 60 rows is set aside"
+    shown = [row[1:3] for row in tables["predictions"].rows]
+    assert shown
+    pairs = [[row["text"], ", ".join(row["label"])] for row in rows]
+    assert all(pair in pairs for pair in shown), "texts and labels are of the same row"
     config = json.loads((tmp_path / "several" / "model" / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert json.loads((tmp_path / "pairs" / "model" / "config.json").read_text())["id2label"] == {"0": "3", "1": "4"}
