@@ -1,5 +1,6 @@
 """`--profile` and `accel-ddp profile`: traces of every rank on one time axis, and where the time of a step goes."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -313,7 +314,7 @@ def test_the_traces_of_all_ranks_are_stored_on_the_main_node(two_nodes):
 
 def test_a_profile_does_not_change_what_is_learned(two_nodes):
     for found in two_nodes["found"]:
-        assert found["profiled"] == found["full"]
+        assert found["plain"] == found["profiled"] == found["full"]
     log = [json.loads(line) for line in (two_nodes["run"] / "log.jsonl").read_text().splitlines()]
     plain = [json.loads(line) for line in (two_nodes["run"].parent / "plain" / "log.jsonl").read_text().splitlines()]
     losses = [[(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "update"][:8] for events in (log, plain)]
@@ -404,9 +405,14 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     assert "nothing was stored, because the run is stopping" in capsys.readouterr().out
     assert (tmp_path / "9" / "profile" / "summary.json").is_file()
     assert not (tmp_path / "3").exists()
-    with recorder:  # an error in a step
+    recorder = start_recorder(accelerator, cfg, own_time, 0, 9, lambda step: False, {"gradient_bytes": 4})
+    with contextlib.suppress(ValueError), recorder:
         recorder.begin_step(3)
+        raise ValueError("an error in a step")
     assert not is_active()
+    with recorder:
+        pass
+    assert "nothing was stored, because the run has ended before steps 4-5" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_summary_again_without_torch(two_nodes):

@@ -87,6 +87,7 @@ class Recorder:
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
         self.problem = ""  # why this rank records nothing
+        self.is_complete = False
         self.ranges = Ranges(process.heartbeat, own_time)
 
     # ---- what `fit` calls
@@ -115,6 +116,7 @@ class Recorder:
         """End step `step`. Return whether the recording is complete. Every rank passes the same values."""
         if step < self.starts_at:
             return False
+        self.is_complete = is_stopping or step == self.window.last
         if is_stopping:  # a signal leaves seconds for the checkpoint
             self.close()
             print_on_main("--profile: nothing was stored, because the run is stopping.")
@@ -127,8 +129,10 @@ class Recorder:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         self.close()
+        if kind is None and not self.is_complete:
+            print_on_main(f"--profile {self.cfg.profile}: nothing was stored, because the run has ended before {self.window}.")
 
     def close(self) -> None:
         """Stop torch.profiler and discard what it has recorded. This involves no other rank."""

@@ -81,7 +81,7 @@ def main(cfg: Config) -> None:
             loss_sum=lambda model, batch: model(batch.repeat(1, cfg.rows, 1)).square().mean(dim=(1, 2)).sum(),
             hooks=[*accel_ddp.hooks.standard(accelerator, config), *hooks],
         )  # fmt: skip
-        found[name] = {key: value.double().sum().item().hex() for key, value in model.state_dict().items()}
+        found.setdefault(name, {key: value.double().sum().item().hex() for key, value in model.state_dict().items()})
 
     class SmallDisk(accel_ddp.hooks.Hook):
         """Files of the main rank cannot become larger than 2 kB while the profile is stored."""
