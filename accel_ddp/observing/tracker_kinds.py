@@ -16,7 +16,7 @@ from accel_ddp.records.redaction import redact
 from accel_ddp.records.tables import Table
 
 INIT_SECONDS = 30  # for the server of wandb; the default of wandb is 90
-FLUSH_SECONDS = 1.0  # between writes to the file of wandb; the default of wandb is 15
+FLUSH_SECONDS = 0.2  # between writes to the file of wandb; the default of wandb is 15
 MOST_COLUMNS = 50  # of a matrix; a larger one becomes rows of true class, predicted class and number
 
 
