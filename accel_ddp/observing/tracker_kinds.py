@@ -16,7 +16,7 @@ from accel_ddp.records.redaction import redact
 from accel_ddp.records.tables import Table
 
 INIT_SECONDS = 30  # for the server of wandb; the default of wandb is 90
-FLUSH_SECONDS = 1.0  # between writes to the file of wandb; the default of wandb is 15
+FLUSH_SECONDS = 0.2  # between writes to the file of wandb; the default of wandb is 15
 MOST_COLUMNS = 50  # of a matrix; a larger one becomes rows of true class, predicted class and number
 
 
@@ -172,13 +172,13 @@ class Wandb(Tracker):
             import_module("wandb").teardown()  # the service of wandb does not open a run id twice
             self._open(mode="offline")
             print(
-                f"wandb cannot reach its server: {reason}. The run is written to {self.cfg.output_dir}/wandb. "
+                f"wandb cannot log to its server: {reason}. The run is written to {self.cfg.output_dir}/wandb. "
                 f"{self.how_to_upload_later()}",
                 file=sys.stderr,
                 flush=True,
             )
         run = self.tracker.tracker
-        if not run.offline and run.url:
+        if not run.settings._offline and run.url:
             print(f"wandb: {run.url}", flush=True)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
