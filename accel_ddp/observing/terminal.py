@@ -163,6 +163,7 @@ class TerminalStream:
         with self.terminal.lock:
             text, self._line = self._line, ""
             self.terminal.write_stream(text)
+        self.stream.flush()  # what was written to its `buffer`
 
     def close_panel(self) -> None:
         """Write to the stream itself from now on."""
