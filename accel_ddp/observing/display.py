@@ -114,7 +114,7 @@ class Display:
                 state = self.state
                 state.observe_phase()
                 state.bar = self.terminal.bar
-                rows = [] if self.terminal.is_in_background else self._rows(state)
+                rows = self._rows(state)
                 if not self._stop.is_set():
                     self.terminal.draw(rows)
             seconds = min(max((time.thread_time() - began) / _SHARE, _SOONEST), _LATEST)
