@@ -1,6 +1,6 @@
 """Draw the output of a run as a terminal window, for the README.
 
-    script -qc "stty cols 100 rows 50; accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py" first_run.txt
+    script -qc "stty cols 120 rows 50; accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py" first_run.txt
     python docs/make_picture.py first_run.txt docs/first_run.svg
 
 `script` runs a command in a terminal and records what it writes. The text is what a user sees at the end of the run, without the
@@ -17,7 +17,7 @@ import pyte
 COMMAND = "$ accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py"
 CHARACTER, LINE, MARGIN, BAR = 8.43, 20, 18, 34  # pixels; the first is the advance of a 14 px monospace font
 PLAIN, DIM, GREEN, BLUE, YELLOW = "#d4d4d4", "#8b949e", "#7ee787", "#79c0ff", "#e3b341"
-COLUMNS, LINES = 100, 50  # of the terminal that `script` has recorded
+COLUMNS, LINES = 120, 50  # of the terminal that `script` has recorded
 
 
 def shown_lines(output: bytes) -> list[str]:
@@ -26,7 +26,7 @@ def shown_lines(output: bytes) -> list[str]:
     recorded = output.partition(b"\n")[2]  # `script` begins with a line about itself
     pyte.ByteStream(screen).feed(re.sub(rb"\nScript done on [^\n]*\n?$", b"", recorded))
     text = "\n".join(row.rstrip() for row in screen.display).partition("\ntry: ")[0]
-    return [COMMAND, *re.sub(r"(mixed p)\n(recision)", r"\1\2", text).rstrip().split("\n")]
+    return [COMMAND, *text.rstrip().split("\n")]
 
 
 def parts(line: str) -> list[tuple[str, str]]:
