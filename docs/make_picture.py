@@ -1,9 +1,10 @@
 """Draw the output of a run as a terminal window, for the README.
 
-    accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py > first_run.txt
+    script -qc "stty cols 120 rows 50; accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py" first_run.txt
     python docs/make_picture.py first_run.txt docs/first_run.svg
 
-The text is that of the run. Most lines of single steps, and the long lines after `model saved in`, are left out.
+`script` runs a command in a terminal and records what it writes. The text is what a user sees at the end of the run, without the
+long lines after `model saved in`.
 """
 
 import re
@@ -11,25 +12,35 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+import pyte
+
 COMMAND = "$ accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py"
 CHARACTER, LINE, MARGIN, BAR = 8.43, 20, 18, 34  # pixels; the first is the advance of a 14 px monospace font
 PLAIN, DIM, GREEN, BLUE, YELLOW = "#d4d4d4", "#8b949e", "#7ee787", "#79c0ff", "#e3b341"
+COLUMNS, LINES = 120, 50  # of the terminal that `script` has recorded
 
 
-def shown_lines(output: str) -> list[str]:
-    """Return the lines of the picture: the command, and the output with three dots instead of most steps."""
-    lines = [line.rstrip() for line in output.partition("\ntry: ")[0].splitlines()]
-    steps = [i for i, line in enumerate(lines) if line.startswith("step ") and "evaluation" not in line]
-    left_out = steps[3:-1]
-    return [COMMAND, *(line if i not in left_out else "..." for i, line in enumerate(lines) if i not in left_out[1:])]
+def shown_lines(output: bytes) -> list[str]:
+    """Return the lines of the picture: the command, and what the terminal shows at the end."""
+    screen = pyte.Screen(COLUMNS, LINES)
+    recorded = output.partition(b"\n")[2]  # `script` begins with a line about itself
+    pyte.ByteStream(screen).feed(re.sub(rb"\nScript done on [^\n]*\n?$", b"", recorded))
+    text = "\n".join(row.rstrip() for row in screen.display).partition("\ntry: ")[0]
+    return [COMMAND, *text.rstrip().split("\n")]
 
 
 def parts(line: str) -> list[tuple[str, str]]:
     """Return (text, colour) of the parts of a line."""
     if line == COMMAND:
         return [("$ ", GREEN), (line[2:], PLAIN)]
-    if line.startswith(("step ", "...")) and "evaluation" not in line:
+    if line.startswith(("╭", "╰")):
         return [(line, DIM)]
+    if found := re.fullmatch(r"│( ━+─* )│", line):
+        return [("│", DIM), (found[1], GREEN), ("│", DIM)]
+    if found := re.fullmatch(r"│( done )(.*)│", line):
+        return [("│", DIM), (found[1], GREEN), (found[2], PLAIN), ("│", DIM)]
+    if found := re.fullmatch(r"│(.*)│", line):
+        return [("│", DIM), (found[1], PLAIN), ("│", DIM)]
     if found := re.fullmatch(r"(accuracy|macro_f1|loss)( +[\d.]+)( +[\d.]+)", line):
         return [(found[1] + found[2], PLAIN), (found[3], GREEN)]
     if found := re.fullmatch(r"(.* = )(.*?)(   \(.*\))", line):  # the batch arithmetic
@@ -65,4 +76,4 @@ def draw(lines: list[str]) -> str:
 
 if __name__ == "__main__":
     source, target = sys.argv[1:]
-    Path(target).write_text(draw(shown_lines(Path(source).read_text())))
+    Path(target).write_text(draw(shown_lines(Path(source).read_bytes())))

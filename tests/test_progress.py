@@ -80,7 +80,7 @@ def test_lines_of_other_processes_appear_above_the_panel_completely_and_once(use
         terminal.draw(PANEL)
         foreign(f"foreign {number:02d}\n")
         terminal.draw(PANEL)
-        print(f"own {number:02d}", file=TerminalStream(terminal, None))
+        print(f"own {number:02d}", file=TerminalStream(terminal, io.StringIO()))
         print(f"rank {number:02d}\nsecond {number:02d} {LONG}\nthird {number:02d}", file=shared)
         foreign(f"{ERASE_BELOW}monitor {number:02d} {LONG}\n")
     foreign("begins")
@@ -112,7 +112,7 @@ def test_the_panel_follows_the_size_of_the_terminal(user, terminal):
 
 
 def test_a_terminal_that_is_not_read_blocks_neither_frames_nor_prints(user, terminal):
-    stream = TerminalStream(terminal, None)
+    stream = TerminalStream(terminal, io.StringIO())
     user.reads.clear()
     user.emulates = False
     time.sleep(0.1)
@@ -159,7 +159,7 @@ def test_frames_that_arrive_in_parts_reach_neither_a_log_nor_the_lines_of_other_
     reader, writer = os.openpty()
     tty.setraw(writer)
     source = Terminal(writer)
-    stream = TerminalStream(source, None)
+    stream = TerminalStream(source, io.StringIO())
     for text in ("\x1b[31mfirst\x1b[0m", "second"):
         source.draw(PANEL)
         print(text, file=stream)
@@ -263,6 +263,13 @@ def test_a_terminal_without_cursor_movement_shows_plain_lines(user, tmp_path):
     assert b"\x1b" not in user.raw
 
 
+class NotebookStream(SharedStream):
+    """As in ipykernel: the descriptor is that of the terminal in which Jupyter was started, but the text goes to the page."""
+
+    def isatty(self) -> bool:
+        return False
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [({}, True), ({"TERM": "dumb"}, False), ({"TERM": ""}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)],
@@ -273,7 +280,9 @@ def test_whether_there_is_a_panel(user, monkeypatch, variables, expected):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, open(os.dup(user.descriptor), "w"))
     assert display.is_wanted() == expected
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # a notebook
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert not display.is_wanted()
+    monkeypatch.setattr(sys, "stdout", NotebookStream(open(os.dup(user.descriptor), "w")))
     assert not display.is_wanted()
     with open(os.devnull, "w") as file:  # `> file`
         monkeypatch.setattr(sys, "stdout", file)

@@ -27,7 +27,7 @@ def share_terminal(cfg: TrainConfig) -> None:
         process.display.begin(cfg)
     elif _is_one_terminal():
         if not process.is_main:
-            if not isinstance(sys.stdout, SharedStream):
+            if process.node == 0 and not isinstance(sys.stdout, SharedStream):
                 sys.stdout, sys.stderr = SharedStream(sys.stdout), SharedStream(sys.stderr)
         elif is_wanted():
             with contextlib.suppress(OSError):  # the terminal belongs to another user, for example after `su`
@@ -38,6 +38,9 @@ def _is_one_terminal() -> bool:
     """Return whether stdout and stderr are the same terminal, and can be replaced."""
     try:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
+        # The streams of a notebook may have the descriptor of the terminal in which Jupyter was started.
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            return False
         return can_draw(out) and can_draw(err) and os.path.samestat(os.fstat(out), os.fstat(err))
     except (AttributeError, OSError, ValueError):  # closed, or replaced by something without a descriptor, as in notebooks
         return False
@@ -111,7 +114,7 @@ class Display:
                 state = self.state
                 state.observe_phase()
                 state.bar = self.terminal.bar
-                rows = [] if self.terminal.is_in_background else self._rows(state)
+                rows = self._rows(state)
                 if not self._stop.is_set():
                     self.terminal.draw(rows)
             seconds = min(max((time.thread_time() - began) / _SHARE, _SOONEST), _LATEST)

@@ -45,13 +45,6 @@ class Terminal:
                 return columns, lines
         return 80, 24
 
-    @property
-    def is_in_background(self) -> bool:
-        """Whether a shell has this process in the background, so that its user types something else."""
-        with contextlib.suppress(OSError):
-            return os.tcgetpgrp(self.descriptor) not in (0, os.getpgrp())
-        return False  # not the controlling terminal: started by torchrun, or on another machine
-
     def draw(self, rows: Sequence[str]) -> None:
         """Show these rows below the cursor, instead of those before. Without rows, the panel disappears."""
         text = ""
@@ -122,7 +115,7 @@ class Terminal:
         with self.lock:
             try:
                 while self._waiting:
-                    del self._waiting[: os.write(self.descriptor, self._waiting)]
+                    del self._waiting[: os.write(self.descriptor, bytes(self._waiting[: 1 << 16]))]
             except BlockingIOError:
                 return False
             except OSError:  # the terminal is gone, or closed
@@ -163,6 +156,7 @@ class TerminalStream:
         with self.terminal.lock:
             text, self._line = self._line, ""
             self.terminal.write_stream(text)
+        self.stream.flush()  # what was written to its `buffer`
 
     def close_panel(self) -> None:
         """Write to the stream itself from now on."""
