@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_ddp.training import system_sample
-from accel_ddp.training.rank_sample import SYSTEM
+from accel_ddp.training.rank_sample import SYSTEM, RankSample, split_samples
 from accel_ddp.training.system_sample import SystemSample, _Gpu
 
 CPU = torch.device("cpu")
@@ -98,3 +98,41 @@ def test_a_measurement_takes_less_than_a_thousandth_of_its_interval_in_cpu_time(
     for _ in range(50):
         system._measure()
     assert (time.thread_time() - began) / 50 < system_sample.EVERY_SECONDS / 1000
+
+
+def test_lines_about_1000_ranks_are_rare_and_include_all_steps(tmp_path):
+    """A line of 190 KB in every step would take 4 % of steps of 0.5 s on the main rank, for which all others wait."""
+    from accel_ddp.config import TrainConfig
+    from accel_ddp.observing.log import JsonlLog
+    from accel_ddp.records.log import read_log
+    from accel_ddp.training.late_reader import Numbers
+    from accel_ddp.training.throughput import Pace
+
+    for ranks, expected in ((1000, [1, 50]), (64, list(range(1, 51)))):
+        (tmp_path / str(ranks)).mkdir()
+        log = JsonlLog(TrainConfig(output_dir=str(tmp_path / str(ranks)), log_every=1))
+        log.on_start(0, 50, {})
+        for step in range(1, 51):
+            samples = [RankSample(step, *[float(step)] * 6, *system_sample.UNKNOWN)] * ranks
+            log.on_update(Numbers(step, 1e-5, 1.0, 1.0, 8, 0, 0, 0.0, 1.0, samples), Pace(1.0, 0.0, 0.0, None))
+        lines = [event for event in read_log(tmp_path / str(ranks) / "log.jsonl") if event["event"] == "ranks"]
+        assert [line["last_step"] for line in lines] == expected
+        assert [line["first_step"] for line in lines] == [1, *(step + 1 for step in expected[:-1])]
+        assert {value for line in lines for value in line["data"]} == {1.0}, "seconds per step"
+        assert all(len(line["data"]) == ranks and line["system"] == {} for line in lines)
+
+
+def test_the_sum_of_all_ranks_contains_the_sample_of_each():
+    from accel_ddp.ranks.process import process
+    from accel_ddp.training.update import _append_sample
+
+    numbers, total = torch.tensor([8.0, 0.0, 0.0, 0.0], dtype=torch.float64), 0
+    samples = [RankSample(7.0, *[rank + 0.5] * 6, *[math.nan] * 5, 1.0, 2.0, 0.5) for rank in range(3)]
+    before = process.rank
+    try:
+        for process.rank, sample in enumerate(samples):
+            total = total + _append_sample(numbers, sample, 3)
+    finally:
+        process.rank = before
+    assert total[:4].tolist() == [24.0, 0.0, 0.0, 0.0]
+    assert str(split_samples(total[4:].tolist())) == str(samples), "compared as text, because NaN differs from itself"
