@@ -1,4 +1,4 @@
-"""The thread that measures the machine of a rank: right values, no cost, no exception, no hang of forked workers, and an end."""
+"""What a run records about its machine and its warnings: right values, no cost, no exception, no hang of forked workers, and an end."""
 
 import math
 import multiprocessing
@@ -136,3 +136,31 @@ def test_the_sum_of_all_ranks_contains_the_sample_of_each():
         process.rank = before
     assert total[:4].tolist() == [24.0, 0.0, 0.0, 0.0]
     assert str(split_samples(total[4:].tolist())) == str(samples), "compared as text, because NaN differs from itself"
+
+
+def test_warnings_of_the_library_are_incidents_and_reports_of_waits_are_not(tmp_path, monkeypatch, capsys):
+    import logging
+
+    from accel_ddp.ranks import logs
+    from accel_ddp.ranks.incidents import warn_on_main
+    from accel_ddp.ranks.process import process
+    from accel_ddp.records.incidents import IncidentWriter, read_incidents
+
+    monkeypatch.setattr(process, "incidents", IncidentWriter())
+    logs.configure()
+    logging.getLogger("accel_ddp.speed.attach").warning("the layers cannot be compiled: %s", "no compiler")
+    with (tmp_path / ".lock").open("w") as lock:  # before, the folder may belong to another run
+        monkeypatch.setattr(process, "run_folder_lock", lock)
+        logging.getLogger("accel_ddp.ranks.agreement").warning("waiting for rank 1 to load (10 s)")
+        logging.getLogger("accel_ddp.tasks.metrics").warning("--metrics f1: is NaN")
+        logging.getLogger("accel_ddp.tasks.metrics").info("a detail")
+        warn_on_main("--padding_free on is not possible.", "FALLBACK", step=3)
+    process.incidents.close()
+    assert [(one.level, one.kind, one.text, one.step) for one in read_incidents(tmp_path)] == [
+        ("warning", "FALLBACK", "the layers cannot be compiled: no compiler", -1),
+        ("warning", "WARNING", "--metrics f1: is NaN", -1),
+        ("warning", "FALLBACK", "--padding_free on is not possible.", 3),
+    ]
+    printed = capsys.readouterr()
+    assert printed.out == "--padding_free on is not possible.\n"
+    assert "warning: waiting for rank 1" in printed.err
