@@ -460,6 +460,24 @@ def test_a_removed_output_folder_is_reported(one, tmp_path):
             assert newest_checkpoint_loads(folder) == 60
 
 
+def test_incidents_of_a_single_rank_are_stored_also_after_its_monitor_was_killed(one, tmp_path):
+    folder, arguments = tmp_path / "run", ["--fault", "exception", "--fault_rank", 0, "--fault_step", 20]
+    with one.ranks([0], "--output_dir", folder, *SHORT, "--steps", 30, *arguments) as job:
+        job.until_step(4)
+        (monitor,) = [
+            pid for pid in one.cluster.nodes[0].pids()
+            if "accel_ddp.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_text() and pid not in job.servers
+        ]  # fmt: skip
+        kill(monitor)
+        assert job.codes(60) == [FAILED]
+        print(job.all_output())
+    found = read_incidents(folder)
+    assert [(one.level, one.kind) for one in found] == [("warning", "MONITOR_LOST"), ("error", "RANK_FAILED")]
+    assert f"(pid {monitor}) was killed" in found[0].text
+    assert "RuntimeError: a fault of this test" in found[1].text
+    require_documented(folder)
+
+
 # ---- launchers
 
 

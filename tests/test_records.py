@@ -1,5 +1,6 @@
 """log.jsonl and incidents.jsonl can be read while they are written, continue after a crash, and count every step once."""
 
+import ast
 import json
 import re
 import subprocess
@@ -188,3 +189,19 @@ writer.write("end", last)
     assert seen == list(log.read_lines(path))
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, reached + 6))
     assert sum(event.get("repeated", False) for event in seen) == 5
+
+
+def test_every_kind_of_incident_in_the_code_is_documented():
+    kinds, page = set(), PAGE.read_text()
+    for path in (ROOT / "accel_ddp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("record", "warn_on_main", "Event")
+            ):
+                values = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                kinds |= {value for value in values if re.fullmatch("[A-Z][A-Z_]+", value)}
+    kinds |= set(re.findall(r'"([A-Z]+_[A-Z]+|[A-Z]{6,})"', (ROOT / "accel_ddp" / "watch" / "diagnosis.py").read_text()))
+    assert kinds >= {"SKIPPED_STEP", "SAVE_FAILED", "OUTPUT_REMOVED", "RANK_HUNG", "DEADLOCK", "FALLBACK"}
+    assert {kind for kind in kinds if f"`{kind}`" not in page} == set()
