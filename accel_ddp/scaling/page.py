@@ -21,7 +21,8 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .85rem; }} .plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .85rem; }}
+.plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
 .plot {{ flex: 1 1 320px; min-width: 0; height: 380px; }}
 th, td {{ padding: .2rem .45rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }}
 </style></head><body>
@@ -88,8 +89,8 @@ def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:
     """Return speed-up, efficiency and the parts of a step over the number of ranks, as plotly's JSON."""
     ranks = [one.result.setting.ranks for one in table]
     line = lambda name, y, colour, **more: {
-        "type": "scatter", "mode": "lines+markers", "name": name, "x": more.pop("x", ranks), "y": y,
-        "line": {"color": colour, **more.pop("line", {})}, **more,
+        "type": "scatter", "mode": "lines+markers", "name": name, "x": ranks, "y": y,
+        "line": {"color": colour, **more.pop("line", {})},
     }  # fmt: skip
     axis = {"title": {"text": "ranks"}, "tickvals": ranks, "type": "log" if len(ranks) > 2 else "linear"}
     layout = lambda title, y: {"title": {"text": title}, "xaxis": axis, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}}
