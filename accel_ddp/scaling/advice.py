@@ -30,14 +30,14 @@ def find_batch(base: Result, result: Result) -> Advice:
     """Return the smallest global batch G whose speed-up over the base with the same G is GOAL of the ideal one.
 
     A step of N ranks takes (G / N) (u + w) + K seconds, and a step of the n ranks of the base takes (G / n) v + L. u and v are the
-    seconds per item (data, forward, backward), w is the time per item in which ranks wait for slower ones, and K and L are the
-    seconds per step that do not depend on the batch: optimizer, other and exposed communication.
+    seconds per item (data, forward, backward), w is the time per item in which ranks wait for one that is always slower, and K and L
+    are the seconds per step that do not depend on the batch: optimizer, other, exposed communication and the other waiting.
     """
     now, then = result.known, base.known
     ranks, base_ranks, items = result.setting.ranks, base.setting.ranks, result.setting.per_rank
-    u, w = now.mean("data", "forward", "backward") / items, now.waiting / items
+    u, w = now.mean("data", "forward", "backward") / items, now.straggling / items
     v = then.mean("data", "forward", "backward") / base.setting.per_rank
-    fixed = now.mean("optimizer", "other") + now.exposed
+    fixed = now.mean("optimizer", "other") + now.mean("communication") - now.straggling
     base_fixed = then.mean("optimizer", "other", "communication")
 
     def efficiency(batch: float) -> float:

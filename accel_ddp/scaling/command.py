@@ -13,13 +13,12 @@ from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserErro
 from accel_ddp.scaling.analysis import Result
 from accel_ddp.scaling.measurement import combine, measure
 from accel_ddp.scaling.options import ScalingOptions, read_options
-from accel_ddp.scaling.output import Summary, as_json, format_summary
+from accel_ddp.scaling.output import LARGE_SPREAD, Summary, as_json, format_summary
 from accel_ddp.scaling.page import write_page
 from accel_ddp.scaling.plan import Setting, cluster_places, local_places, make_plan, parse_ranks, smaller
 from accel_ddp.scaling.prediction import Links
 from accel_ddp.scaling.runs import ClusterRuns, Ended, LocalRuns
 
-LARGE_SPREAD = 0.2  # a run whose steps vary more is repeated once
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
 NEVER = "1000000000"
 FIXED = [
@@ -35,7 +34,7 @@ FIXED = [
     "--push_to_hub",
     "",
 ]
-_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
 
 
 class Failed(Exception):
@@ -49,10 +48,10 @@ def main(words: list[str]) -> int:
     folder = Path(options.given.folder)
     if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _raise_interrupt)
     scaling = Scaling(options, show)
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
+        signal.signal(signal.SIGHUP, _raise_interrupt)
     code = 0
     try:
         scaling.measure_all()
@@ -89,6 +88,7 @@ class Scaling:
         self.results: list[Result] = []
         self.links: list[Links] = []
         self.errors_shown: set[str] = set()
+        self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
@@ -167,8 +167,6 @@ class Scaling:
         self.show(f"{label} {setting.describe()} ...")
         ended, runs = self._run(setting), 1
         measured = measure(ended.events, self.options.given.warmup)
-        if measured and ended.code == 0 and measured.total_steps < self.num_steps:  # the data is too small for so many steps
-            measured = None
         while not measured and _OUT_OF_MEMORY.search(ended.text):
             used = next((event["batch"]["micro"] for event in ended.events if event["event"] == "start" and "batch" in event), 0)
             less = smaller(setting, used or setting.micro or setting.per_rank)
@@ -191,13 +189,13 @@ class Scaling:
         more = ["--global_batch_size", str(setting.batch), "--stop_after", str(self.num_steps)]
         more += ["--micro_batch_size", str(setting.micro)] if setting.micro else []
         more += ["--num_threads", str(self.threads)] if self.threads else []
-        more += ["--steps", str(self.num_steps + 1)] if 0 < steps <= self.num_steps else []
+        more += ["--steps", str(self.num_steps)] if 0 < steps < self.num_steps else []
         name = setting.name() + (f"_{number + 1}" if number else "")
         ended = self.runs.run(name, setting.place, [*self.options.options, *FIXED, *more])
         start = next((event for event in ended.events if event["event"] == "start"), {})
-        if start and start["total_steps"] <= self.num_steps and steps == 0:
+        if start and start["total_steps"] < self.num_steps and steps == 0:
             self.show(f"--epochs gives only {start['total_steps']} steps with this batch. The run is repeated with --steps.")
-            more += ["--steps", str(self.num_steps + 1)]
+            more += ["--steps", str(self.num_steps)]
             ended = self.runs.run(f"{name}_longer", setting.place, [*self.options.options, *FIXED, *more])
         self.links += [ended.links] if ended.links else []
         self.code = ended.code if ended.code in (USER_ERROR, INTERRUPTED) else 1
@@ -206,7 +204,7 @@ class Scaling:
     def _explain(self, ended: Ended) -> str:
         """Show the error of a run, once, and return its first line."""
         lines = [line.rstrip() for line in ended.text.splitlines() if line.strip()]
-        errors = [line for line in lines if re.search(r"(^|[\]:|] )error: ", line)]
+        errors = [line for line in lines if re.search(r"(^|[\]:|] )error: |the first cause: ", line)]
         text = "\n".join(errors[:3] or lines[-20:]) or "it printed nothing"
         how = "stopped early" if ended.code in (0, STOPPED, UNSAVED) else f"failed with exit code {ended.code}"
         if text not in self.errors_shown:

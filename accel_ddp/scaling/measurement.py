@@ -36,6 +36,12 @@ class Measurement:
         """Seconds in which ranks wait for slower ones, on average."""
         return self.mean("communication") - self.exposed
 
+    @property
+    def straggling(self) -> float:
+        """The part of `waiting` that is for a rank that is always slower, and so grows with the items of a step."""
+        own = self.own()
+        return min(self.waiting, max(own) - statistics.fmean(own))
+
     def own(self) -> list[float]:
         """Return the seconds that each rank needs itself, without communication and waiting."""
         return [sum(self.parts[part][rank] for part in PARTS[:-1]) for rank in range(len(self.parts["data"]))]

@@ -21,6 +21,7 @@ HEAD = ("ranks", "nodes", "batch", "micro x acc.", "step", "spread", "samples/s"
         "data", "compute", "comm.", "other")  # fmt: skip
 COMPUTE = ("forward", "backward", "optimizer")
 _WIDTH = 40  # of the chart
+LARGE_SPREAD = 0.2  # a run whose steps vary more is repeated once
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ def format_summary(summary: Summary) -> str:
         where = f"{links.ranks} ranks on {links.nodes} node{'s' * (links.nodes > 1)}"
         measured = f"{format_si(links.bus)}B/s of bus bandwidth and {format_si(links.latency)}s of latency"
         lines.append(f"predicted: by the doctor, from {measured} on {where}.")
+    if any(result.measured and result.measured.spread > LARGE_SPREAD for result in summary.results):
+        lines.append(
+            f"Some steps vary by more than {LARGE_SPREAD:.0%}, so that these numbers are uncertain. Other processes use this machine, "
+            "or batches differ, for example in the lengths of texts. More --steps help."
+        )
     if not summary.is_complete:
         lines.append("Some settings were not measured.")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from accel_ddp.report.escaping import escape, safe_json, tag
 from accel_ddp.scaling.advice import describe_advice
 from accel_ddp.scaling.analysis import Comparison
 from accel_ddp.scaling.output import HEAD, TITLES, Summary, row_of
+from accel_ddp.scaling.prediction import Prediction
 
 # The colours of Okabe and Ito, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, GREY, SKY, VERMILION = "#0072b2", "#e69f00", "#009e73", "#888888", "#56b4e9", "#d55e00"
@@ -20,9 +21,10 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }} .plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .85rem; }}
+.plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
 .plot {{ flex: 1 1 320px; min-width: 0; height: 380px; }}
-th, td {{ padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }}
+th, td {{ padding: .2rem .45rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }}
 </style></head><body>
 {body}
 <script>{plotly}</script>
@@ -87,8 +89,8 @@ def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:
     """Return speed-up, efficiency and the parts of a step over the number of ranks, as plotly's JSON."""
     ranks = [one.result.setting.ranks for one in table]
     line = lambda name, y, colour, **more: {
-        "type": "scatter", "mode": "lines+markers", "name": name, "x": more.pop("x", ranks), "y": y,
-        "line": {"color": colour, **more.pop("line", {})}, **more,
+        "type": "scatter", "mode": "lines+markers", "name": name, "x": ranks, "y": y,
+        "line": {"color": colour, **more.pop("line", {})},
     }  # fmt: skip
     axis = {"title": {"text": "ranks"}, "tickvals": ranks, "type": "log" if len(ranks) > 2 else "linear"}
     layout = lambda title, y: {"title": {"text": title}, "xaxis": axis, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}}
@@ -99,14 +101,12 @@ def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:
         line("ideal", [100] * len(ranks), GREY, line=dash),
         line("measured", [100 * one.efficiency for one in table], BLUE),
     ]
-    predicted = [(one, found) for one in table if (found := summary.prediction(one))]
-    if predicted:
-        x = [one.result.setting.ranks for one, _ in predicted]
-        for name, pick in (("doctor, hidden", lambda found: found.best), ("doctor, nothing overlaps", lambda found: found.worst)):
-            style = {"x": x, "line": {"dash": "dot" if "hidden" in name else "dashdot"}}
-            speedup.append(line(name, [pick(found) * one.ideal_speedup for one, found in predicted], ORANGE, **style))
-            style = {"x": x, "line": {"dash": "dot" if "hidden" in name else "dashdot"}}
-            efficiency.append(line(name, [100 * pick(found) for _, found in predicted], ORANGE, **style))
+    if any(summary.prediction(one) for one in table):
+        known = [(one, summary.prediction(one) or Prediction(1.0, 1.0, 0.0)) for one in table]  # one rank sends nothing
+        for name, dashes, pick in (("doctor, hidden", "dot", "best"), ("doctor, nothing overlaps", "dashdot", "worst")):
+            style = {"dash": dashes}
+            speedup.append(line(name, [getattr(found, pick) * one.ideal_speedup for one, found in known], ORANGE, line=style))
+            efficiency.append(line(name, [100 * getattr(found, pick) for _, found in known], ORANGE, line=style))
     labels = [str(number) for number in ranks]
     parts = [
         {"type": "bar", "name": part, "x": labels, "y": [1000 * one.result.known.mean(part) for one in table],
