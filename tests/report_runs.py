@@ -43,7 +43,7 @@ def write_run(
         if done > 0.62 and not restarted:
             restarted, time = True, time + 95
             lines.append({"event": "restart", "step": step - every, "time": time, "restart": 1, "lost_steps": 60, "lost_seconds": 95.0,
-                          "failed_step": step + 40, "text": f"error: rank 21 (gpu-node-03) died without a message.{text}"})  # fmt: skip
+                          "failed_step": step + 40, "text": f"error: rank 5 (gpu-node-01) died without a message.{text}"})  # fmt: skip
         loss = (
             2.2 * math.exp(-4 * done) + 0.25 * level + random.normal() * 0.05 + (1.4 if abs(done - 0.35) < every / steps else 0)
         )

@@ -1,11 +1,15 @@
 """The page of `accel-ddp report` in a real browser: it draws charts, loads nothing, runs nothing from data, fits every screen."""
 
+import base64
+import hashlib
 import itertools
 import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +74,19 @@ class Browser:
 
     def draw_all(self) -> None:
         """Draw every chart of the visible sections: the page is as tall as its content."""
-        height = self.run("return document.documentElement.scrollHeight")
-        width = self.run("return innerWidth")
-        self.command("setDeviceMetricsOverride", width=width, height=height + 400, deviceScaleFactor=1, mobile=False)
-        self.wait(
-            "[...document.querySelectorAll('[data-chart]')].every(box => !box.offsetParent || box.querySelector('.main-svg'))"
+        width, until = self.run("return innerWidth"), time.monotonic() + 60
+        frames = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 50)))"
+        missing = (
+            "return [...document.querySelectorAll('[data-chart]')].filter(b => b.offsetParent && !b.data).map(b => b.outerHTML)"
         )
+        busy = "return document.querySelector('main').ariaBusy !== 'false'"
+        while True:
+            height = self.run("return document.documentElement.scrollHeight")
+            self.command("setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+            self.driver.execute_async_script(frames)
+            if not (left := self.run(missing)) and not self.run(busy):
+                return
+            assert time.monotonic() < until, f"these charts are not drawn: {left}"
 
     def traces(self, query: str) -> list[dict[str, Any]]:
         """Return type, number of points and some properties of the traces of a chart."""
@@ -91,6 +102,9 @@ class Browser:
         messages = [json.loads(line["message"])["message"] for line in self.driver.get_log("performance")]
         requests = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         assert [url for url in requests if url.startswith(("http:", "https:", "ws:", "wss:"))] == []
+
+
+in_browser = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +179,7 @@ return low;
 """
 
 
+@in_browser
 def test_charts_have_points_and_no_text_is_cut_on_any_screen(browser, one_run):
     """The size of the screen and the colours change while the page is open, as on a phone that is turned at dusk."""
     browser.open(one_run)
@@ -183,6 +198,7 @@ def test_charts_have_points_and_no_text_is_cut_on_any_screen(browser, one_run):
     browser.check_quiet()
 
 
+@in_browser
 def test_controls_change_the_charts_and_zoom_is_shared(browser, one_run):
     browser.open(one_run)
     browser.draw_all()
@@ -229,6 +245,7 @@ def test_controls_change_the_charts_and_zoom_is_shared(browser, one_run):
     browser.check_quiet()
 
 
+@in_browser
 def test_everything_has_a_name_for_a_screen_reader(browser, one_run):
     if "one.html" not in browser.driver.current_url:
         browser.open(one_run)
@@ -243,6 +260,7 @@ def test_everything_has_a_name_for_a_screen_reader(browser, one_run):
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), "no level of headings is left out"
 
 
+@in_browser
 def test_hostile_text_stays_text_everywhere(browser, folder):
     runs = [
         read_run(write_run(folder / f"hostile{i}", seed=i, steps=200, every=20, nodes=2, gpus=1, text=HOSTILE)) for i in (0, 1)
@@ -272,6 +290,7 @@ def test_hostile_text_stays_text_everywhere(browser, folder):
     assert any("\"'><img" in text for text in ticks), "plotly shows the names of hosts as they are"
 
 
+@in_browser
 def test_several_runs_are_overlaid_and_compared(browser, folder):
     runs = [
         read_run(write_run(folder / "small_lr", steps=400)),
@@ -333,6 +352,7 @@ def make_huge_run() -> Run:
     return run
 
 
+@in_browser
 def test_a_million_steps_and_1024_ranks_open_without_freezing(browser, folder):
     run = make_huge_run()
     write_page([run], folder / "huge.html")
@@ -361,6 +381,7 @@ def test_a_million_steps_and_1024_ranks_open_without_freezing(browser, folder):
     browser.check_quiet()
 
 
+@in_browser
 def test_without_scripts_the_page_is_readable_and_has_no_empty_controls(browser, one_run):
     browser.command("setScriptExecutionDisabled", value=True)
     try:
@@ -384,6 +405,50 @@ def test_without_scripts_the_page_is_readable_and_has_no_empty_controls(browser,
 
 
 # ---- without a browser
+
+
+class Elements(HTMLParser):
+    """Collects the elements and the attributes of a page, as a browser finds them."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.attributes: Counter[str] = Counter()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names[tag] += 1
+        self.attributes.update(name for name, _ in attrs)
+        assert all(
+            not (value or "").lower().startswith(("javascript:", "http")) for name, value in attrs if name in ("href", "src")
+        )
+
+
+def test_hostile_text_adds_no_element_and_no_attribute(tmp_path):
+    """Pages of runs with plain and with hostile text have the same elements."""
+    pages = []
+    for name, text in (("plain", " plain"), ("hostile", HOSTILE)):
+        runs = [
+            read_run(write_run(tmp_path / f"{name}{i}", steps=200, nodes=2, gpus=1, text=text), text + str(i)) for i in (0, 1)
+        ]
+        pages += [make_page(runs[:1]), make_page(runs)]
+    for plain, hostile in ((pages[0], pages[2]), (pages[1], pages[3])):
+        assert Elements(plain).names == Elements(hostile).names
+        assert Elements(plain).attributes == Elements(hostile).attributes
+        assert hostile.count("</script>") == 3
+        hostile.encode("utf-8")
+
+
+def test_the_policy_of_the_page_allows_only_its_own_scripts(tmp_path):
+    page = make_page([read_run(write_run(tmp_path / "run", steps=200))])
+    policy = page.split('http-equiv="Content-Security-Policy" content="')[1].split('"')[0]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert all(word.startswith("'sha256-") for word in rules["script-src"].split())
+    scripts = [part.split("</script>")[0] for part in page.split("<script>")[1:]]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert rules["script-src"] == " ".join(f"'sha256-{one}'" for one in hashes)
+    assert page.index("Content-Security-Policy") < page.index("<style")
 
 
 def test_a_run_that_has_just_begun_has_no_empty_sections(tmp_path):

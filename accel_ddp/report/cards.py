@@ -50,13 +50,15 @@ def chart(
     figures: str = "",
     level: int = 3,
     wide: bool = False,
+    height: int | None = None,
 ) -> Html:
     """Return the frame of a chart. page.js finds in `data` what to draw.
 
     `label` describes the chart to a screen reader, `figures` states its main numbers as text, and `key` is its legend.
     """
     found = {f"data_{name}": value for name, value in data.items()}
-    frame = tag("div", class_=f"plot {kind}", role="img", aria_label=label, data_chart=kind, **found)
+    style = f"height: {height}px" if height else None
+    frame = tag("div", class_=f"plot {kind}", role="img", aria_label=label, data_chart=kind, style=style, **found)
     head = [tag("div", tag(f"h{level}", title), key if not wide else "", class_="head"), tag("p", explanation)]
     body = [tag("div", above, class_="js") if above else "", key if wide else "", frame]
     end = tag("p", figures, class_="figures") if figures else ""

@@ -184,6 +184,7 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
                 + (" A row shows its slowest rank." if row != "rank" else "")
                 + (averaged if ranks["per_column"] > 1 else ""),
                 "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks.",
+                height=min(620, max(190, 110 + len(ranks["rows"]) * (4 if len(ranks["rows"]) > 48 else 20))),
                 **common,
             )
         )

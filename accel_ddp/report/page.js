@@ -120,7 +120,6 @@
     const values = slow.flat().filter((v) => v !== null).sort((a, b) => a - b);
     const top = Math.max(10, Math.ceil(values[Math.floor(values.length * 0.995)] || 0)), low = Math.max(-20, Math.min(-5, Math.floor(values[Math.floor(values.length * 0.01)] || 0)));
     const every = Math.ceil(rows.length / 24), labels = rowLabels(rows), tickvals = ticks.filter((i) => i % every === 0);
-    box.style.height = `${Math.round(Math.min(620, Math.max(190, 110 + rows.length * (rows.length > 48 ? 4 : 20))))}px`;
     const trace = {
       type: "heatmap", x: xs(run.ranks, run), y: ticks, z: slow, zmin: low, zmax: top, colorscale: CIVIDIS, hoverongaps: false, xgap: 0, ygap: 0,
       text: rows.map((row) => slow[0].map(() => plain(short(row, 60)))), hovertemplate: "%{text}<br>%{x}: %{z:+.3~g} %<extra></extra>",
@@ -178,7 +177,8 @@
     else return;
     redraw(FOLLOWS);
   };
-  const resetZoom = () => { state.range = null; boxes.forEach((box) => { if (drawn.has(box)) { Plotly.purge(box); drawn.delete(box); } }); redraw(); };
+  // Plotly.react keeps the ranges that a user has chosen, and parts of a color bar that is placed elsewhere.
+  const rebuild = () => { boxes.forEach((box) => { if (drawn.has(box)) { Plotly.purge(box); drawn.delete(box); } }); redraw(); };
 
   // ---- swatches of lines, as small pictures with color and dash
   const picture = (name, attributes) => {
@@ -205,7 +205,7 @@
   on("log", "change", (input) => { state.log = input.checked; redraw(new Set(["curve"])); });
   on("marks", "change", (input) => { state.marks = input.checked; redraw(new Set(["curve"])); });
   on("drag", "change", (input) => { state.drag = input.checked; redraw(); });
-  on("reset", "click", resetZoom);
+  on("reset", "click", () => { state.range = null; rebuild(); });
   all("[data-show]").forEach((input) => input.addEventListener("change", () => { state.shown[input.dataset.show] = input.checked; redraw(new Set(["curve"])); }));
   all("[data-view]").forEach((select) => select.addEventListener("change", () => { state.views[select.dataset.view] = Number(select.value); redraw(new Set(["time"])); }));
   const choose = (select, blocks, name) => {
@@ -245,7 +245,7 @@
   all("main > section").forEach((one) => sections.observe(one));
   const restyle = () => { readTheme(); swatches(); redraw(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
-  matchMedia("(max-width: 699px)").addEventListener("change", () => redraw());
+  matchMedia("(max-width: 699px)").addEventListener("change", rebuild);
   addEventListener("beforeprint", () => { root.classList.add("print"); readTheme(); swatches(); boxes.forEach((box) => { if (box.offsetParent) draw(box); }); });
   addEventListener("afterprint", () => { root.classList.remove("print"); restyle(); });
   readTheme();
