@@ -136,6 +136,7 @@ def fit(
         with compilation.published():
             while run.continues():
                 if recorder and recorder.begin_step(run.step + 1):
+                    run.receive(reader.pop(wait_for_all=True))
                     pace.restart()
                 lr = lr_at(run.step, cfg, total_steps)
                 set_lr(optimizer, lr)
@@ -163,6 +164,7 @@ def fit(
                 own_time.mark(Part.COMMUNICATION)
                 if recorder and recorder.end_step(run.step, run.is_stopping):
                     recorder = None
+                    run.receive(reader.pop(wait_for_all=True))
                     pace.restart()
                     own_time.restart()
                 run.is_stopping = run.is_stopping or run.step == cfg.stop_after
