@@ -21,7 +21,8 @@ INTERVALS = 240  # columns of the heat map and of the charts of ranks
 RANKS = 64  # that have a chart of their own
 ROWS = 128  # of the heat map
 NODES = 8  # that have a line of their own
-MARKS = 200
+MARKS = 200  # of incidents
+SAVES = 50  # of checkpoints
 METRICS = 24  # of evaluations that have a chart
 PARTS = ("forward", "backward", "optimizer", "data", "other", "communication")  # from the bottom of a stack to its top
 NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
@@ -98,7 +99,7 @@ def marks(run: Run, first: float) -> list[dict[str, Any]]:
     """Return the incidents and the checkpoints as marks in the curves, the most severe first if there are too many."""
     severity = {"error": 0, "warning": 1}
     found = sorted(run.incidents, key=lambda one: severity.get(str(one.get("level")), 2))[:MARKS]
-    saved = run.checkpoints[:: math.ceil(len(run.checkpoints) / MARKS) or 1]
+    saved = run.checkpoints[:: math.ceil(len(run.checkpoints) / SAVES) or 1]
     events = [(str(one.get("level", "info")), str(one.get("text", ""))[:300], one) for one in found]
     events += [("save", "checkpoint saved", one) for one in saved]
     placed = [(level, text, _place(run, one, first)) for level, text, one in events]

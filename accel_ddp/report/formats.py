@@ -44,6 +44,8 @@ def duration(seconds: float) -> str:
     """Return a time in its two largest units: 2 d 3 h, 13 min 5 s, 12.3 s, 48 ms."""
     if not math.isfinite(seconds):
         return UNKNOWN
+    if seconds == 0:
+        return "0 s"
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
     if seconds < 60:

@@ -117,8 +117,9 @@
   };
   const drawHeat = (box) => {
     const run = data[box.dataset.run], { rows, slow } = run.ranks, ticks = rows.map((_, i) => i);
-    const values = slow.flat().filter((v) => v !== null).sort((a, b) => a - b);
-    const top = Math.max(10, Math.ceil(values[Math.floor(values.length * 0.995)] || 0)), low = Math.max(-20, Math.min(-5, Math.floor(values[Math.floor(values.length * 0.01)] || 0)));
+    // The scale ends at the slowest row, so that one slow rank among many is not the only one with the brightest color.
+    const part = (values, share) => { const known = values.filter((v) => v !== null).sort((a, b) => a - b); return known[Math.floor((known.length - 1) * share)] || 0; };
+    const top = Math.max(10, Math.ceil(Math.max(...slow.map((row) => part(row, 0.97))))), low = Math.max(-20, Math.min(-5, Math.floor(part(slow.flat(), 0.01))));
     const every = Math.ceil(rows.length / 24), labels = rowLabels(rows), tickvals = ticks.filter((i) => i % every === 0);
     const trace = {
       type: "heatmap", x: xs(run.ranks, run), y: ticks, z: slow, zmin: low, zmax: top, colorscale: CIVIDIS, hoverongaps: false, xgap: 0, ygap: 0,
