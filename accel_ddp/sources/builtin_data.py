@@ -124,7 +124,7 @@ def split(name: str, rows: Iterable[tuple[str, dict[str, Any]]], num_train: int,
 
 DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:rotten_tomatoes": partial(movie_reviews, "rotten_tomatoes", 8000),
-    "builtin:rotten_tomatoes_small": partial(movie_reviews, "rotten_tomatoes_small", 1000),
+    "builtin:rotten_tomatoes_small": partial(movie_reviews, "rotten_tomatoes_small", 1200),
     "builtin:imdb": partial(movie_reviews, "imdb", 24000),
     "builtin:questions": questions,
     "builtin:digits": digits,
