@@ -305,7 +305,7 @@ def processes_of(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_advised_batch_really_reaches_90_percent(tmp_path):
     """The first measurement advises a batch. The second one measures it. The doctor's prediction is part of the first."""
-    link = [LINK, "--item_seconds", 0.03, "--link_seconds", 0.1]  # so long that busy cores matter little
+    link = [LINK, "--item_seconds", 0.05, "--link_seconds", 0.15]  # so long that busy cores matter little
     words = ["--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--json", "--page", ""]
     environment = clean_environment(TMPDIR=str(tmp_path))
 
@@ -313,7 +313,7 @@ def test_the_advised_batch_really_reaches_90_percent(tmp_path):
         ended = run_all([scaling(*words, *more)], [environment]).well()
         return json.loads(next(line for line in ended.text.splitlines() if line.startswith('{"recipe"')))
 
-    before = measured("--steps", 8, *link)
+    before = measured("--steps", 6, *link)
     row, (advised,) = before["tables"]["strong"]["rows"][1], before["advice"]
     assert row["efficiency"] < 0.75
     assert before["links"][0]["ranks"] == 2, "the doctor has measured"
