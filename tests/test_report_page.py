@@ -31,7 +31,7 @@ FLAGS = (
 )  # fmt: skip
 # Text that ends attributes, elements, scripts and comments, that is an entity or a tag of plotly, and that JSON does not escape.
 HOSTILE = (
-    "\"'><img src=x onerror='window.hit=1'></script><script>window.hit=2</script><!--<b>bold</b>"
+    "<b>7</b>&lt;\"'><img src=x onerror='window.hit=1'></script><script>window.hit=2</script><!--<b>bold</b>"
     "<a href='javascript:window.hit=3'>link</a>&lt;i&gt;%{x}\u2028\u2029\u202e\ud800\x00{{7*7}}"
 )
 VISIBLE = "<a href='javascript:window.hit=3'>link</a>&lt;i&gt;%{x}"
@@ -237,6 +237,8 @@ def test_controls_change_the_charts_and_zoom_is_shared(browser, one_run):
         "return [...document.querySelectorAll('.sortable tbody tr')].map(row => Number(row.cells[1].textContent))"
     )
     assert column == sorted(column, reverse=True)
+    image = "Plotly.toImage(document.querySelector('[data-key=loss]'), {format: 'png'}).then(arguments[0], arguments[0])"
+    assert browser.driver.execute_async_script(image).startswith("data:image/png"), "a chart can be saved as an image"
     browser.run("dispatchEvent(new Event('beforeprint'))")
     assert browser.run(
         "return [...document.querySelectorAll('[data-chart]')].every(box => box.layout.paper_bgcolor === '#ffffff')"
@@ -286,8 +288,9 @@ def test_hostile_text_stays_text_everywhere(browser, folder):
             assert any(VISIBLE in text for text in texts), query
         assert browser.run(CUT) == []
         browser.check_quiet()
-    ticks = browser.run("return [...document.querySelectorAll('.heat .ytick text')].map(e => e.textContent)")
-    assert any("\"'><img" in text for text in ticks), "plotly shows the names of hosts as they are"
+    texts = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    for query in (".heat .ytick text", ".curve .hoverlayer text", ".points .xtitle"):
+        assert any("<b>7</b>&lt;" in text for text in browser.run(texts, query)), f"plotly shows names as they are: {query}"
 
 
 @in_browser
