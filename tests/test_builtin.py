@@ -15,7 +15,7 @@ from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
     "builtin:rotten_tomatoes": (["text", "label"], 8000, 500),
-    "builtin:rotten_tomatoes_small": (["text", "label"], 1000, 500),
+    "builtin:rotten_tomatoes_small": (["text", "label"], 1200, 500),
     "builtin:imdb": (["text", "label"], 24000, 500),
     "builtin:questions": (["prompt", "answer"], None, 200),
     "builtin:digits": (["image", "label"], 1500, 297),
