@@ -15,6 +15,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact
 
 MOST_CALLS = 5_000  # that wait; of rows with 100 numbers, this is about 50 MB
+IMPORT_SECONDS = 60.0  # for the import of a package, if data workers are about to be forked
 EXIT_SECONDS = 5.0  # for what a tracker does when the interpreter exits
 QUIET_SECONDS = 2.0  # a wait that is shorter is not reported
 
@@ -36,7 +37,7 @@ class TrackerThread:
         self.tracker, self.name = tracker, tracker.name
         self.calls: deque[Call] = deque()
         self.has_calls = threading.Condition()
-        self.is_done = threading.Event()
+        self.is_loaded, self.is_done = threading.Event(), threading.Event()
         self.doing = "start"
         self.rows_dropped = 0
         self.works = True
@@ -85,6 +86,8 @@ class TrackerThread:
                 )
                 if call.is_vital:
                     break
+            self.is_loaded.set()  # the import is the first call
+        self.is_loaded.set()
         with self.has_calls:
             self.works = False
             self.calls.clear()
@@ -94,6 +97,16 @@ class TrackerThread:
         text = redact(text)
         print(text, file=sys.stderr, flush=True)
         record(text, "TRACKER")
+
+
+def wait_for_imports(threads: Sequence[TrackerThread]) -> None:
+    """Wait until the packages of the trackers are imported, or have failed to be, at most IMPORT_SECONDS.
+
+    A data worker that is forked during an import would wait forever for the lock of that module, if it imports the module too.
+    """
+    deadline = time.monotonic() + IMPORT_SECONDS
+    for thread in threads:
+        thread.is_loaded.wait(max(0.0, deadline - time.monotonic()))
 
 
 def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:

@@ -4,6 +4,7 @@ Each tracker has a thread and a queue (`tracker_thread`), so that the run never 
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import sys
@@ -17,7 +18,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.observing.hook import Hook
 from accel_ddp.observing.tracker_kinds import Tracker, make_tracker
 from accel_ddp.observing.tracker_rows import Scale, best_of, row_of_restart, row_of_update
-from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all
+from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.records.tables import Table
