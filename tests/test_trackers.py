@@ -136,6 +136,20 @@ def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypa
 # ---- secrets
 
 
+ENDS_LATE = """
+import threading, time
+from accel_ddp.observing import tracker_thread
+tracker_thread.EXIT_SECONDS = 0.2
+tracker_thread.close_all([], 1.0)
+threading.Thread(target=lambda: (time.sleep(1.5), print("complete", flush=True))).start()
+"""
+
+
+def test_a_program_with_trackers_waits_for_its_own_threads():
+    ended = subprocess.run([sys.executable, "-c", ENDS_LATE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "complete\n"), ended.stderr
+
+
 class ImportsInWorker:
     def __len__(self):
         return 1

@@ -1,5 +1,6 @@
 """Calls a tracker in a thread, so that a tracker that is slow, hangs or fails neither stops nor slows training."""
 
+import atexit
 import os
 import signal
 import sys
@@ -133,15 +134,22 @@ def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
         if thread.rows_dropped:
             print(f"{thread.name}: {thread.rows_dropped:,} rows were dropped in total.", file=sys.stderr, flush=True)
     hangs = not all(thread.is_done.is_set() for thread in threads)
-    threading.Thread(target=_exit_after_main_thread, args=(0.5 if hangs else EXIT_SECONDS,), daemon=True).start()
+    main_thread = threading.main_thread()
+    if hangs or not main_thread.is_alive():
+        wait, seconds = main_thread.join, 0.5 if hangs else EXIT_SECONDS
+    else:  # threads of the program, for which the interpreter waits before it calls its handlers, may take longer
+        is_exiting = threading.Event()
+        atexit.register(is_exiting.set)
+        wait, seconds = is_exiting.wait, EXIT_SECONDS
+    threading.Thread(target=_exit_after, args=(wait, seconds), daemon=True).start()
 
 
-def _exit_after_main_thread(seconds: float) -> None:
+def _exit_after(wait: Callable[[], Any], seconds: float) -> None:
     """Exit if the interpreter does not, because handlers that a tracker has registered for its exit hang.
 
-    Daemon threads continue while these handlers run. A program whose exit code is not 0 has exited before.
+    Daemon threads continue while these handlers run. A program that `run` has called exits before if its exit code is not 0.
     """
-    threading.main_thread().join()
+    wait()
     time.sleep(seconds)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)
