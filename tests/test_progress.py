@@ -134,6 +134,13 @@ def test_a_terminal_that_is_not_read_blocks_neither_frames_nor_prints(user, term
     assert "(some output is missing here, because the terminal did not take it in time)" in user.past
 
 
+def test_a_stream_beside_the_panel_writes_no_secrets(user, terminal, monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "planted-password")
+    stream = TerminalStream(terminal, io.StringIO())
+    print("it is", "planted-password", "at https://me:hidden@example.com", file=stream)
+    assert user.settle().rows() == ["it is *** at https://***@example.com"]
+
+
 def test_bars_of_libraries_become_a_part_of_the_panel(user, terminal):
     from tqdm import tqdm
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -58,6 +59,37 @@ def test_a_log_that_was_cut_in_the_middle_of_a_line_is_continued(tmp_path, endin
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, 13))
     raw = path.read_bytes().splitlines()
     assert sum(lines.parse(line) is None for line in raw) == (0 if is_complete else 1), "only the cut line cannot be read"
+
+
+def test_evaluations_between_logged_steps_are_marked_as_repeated_too(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for last in (8, 4, 12):
+        writer = LogWriter(path)
+        writer.write("start", 0)
+        for step in range(0, last + 1, 4):
+            writer.write("evaluate", step, loss=1.0)
+        writer.close()
+    assert last_step_of(path) == 12
+    marked = [event["step"] for event in log.read_lines(path) if event.get("repeated")]
+    assert marked == [4, 4, 8]
+
+
+def test_an_event_after_one_that_a_full_disk_has_cut_is_complete(tmp_path):
+    path = tmp_path / "log.jsonl"
+    writer = LogWriter(path)
+    writer.write("update", 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10_000, before[1]))  # bytes; the next event is cut there
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"space left|too large"):
+                writer.write("ranks", step, data=[0.5] * 5_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.write("update", 4)
+    writer.write("update", 5)
+    writer.close()
+    assert [event["step"] for event in read_log(path)] == [1, 4, 5]
 
 
 def test_the_end_of_a_log_of_2_gb_is_found_without_reading_the_log(tmp_path):

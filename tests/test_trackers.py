@@ -16,12 +16,14 @@ import pytest
 
 from accel_ddp.observing import tracker_rows, tracker_thread
 from accel_ddp.observing.matrix_image import draw_matrix
-from accel_ddp.observing.tracker_kinds import as_markdown, as_rows
+from accel_ddp.observing.tracker_kinds import Tracker, as_markdown, as_rows
+from accel_ddp.ranks.process import process as this_process
 from accel_ddp.records import redaction
 from accel_ddp.records.tables import Table
 from accel_ddp.training.late_reader import Numbers
 from accel_ddp.training.rank_sample import SYSTEM, RankSample
 from accel_ddp.training.throughput import Pace
+from accel_ddp.training.workers import starting_workers
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_ranks
 
 TRAINS = PROGRAMS / "trains.py"
@@ -132,6 +134,48 @@ def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypa
 
 
 # ---- secrets
+
+
+ENDS_LATE = """
+import threading, time
+from accel_ddp.observing import tracker_thread
+tracker_thread.EXIT_SECONDS = 0.2
+tracker_thread.close_all([], 1.0)
+threading.Thread(target=lambda: (time.sleep(1.5), print("complete", flush=True))).start()
+"""
+
+
+def test_a_program_with_trackers_waits_for_its_own_threads():
+    ended = subprocess.run([sys.executable, "-c", ENDS_LATE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "complete\n"), ended.stderr
+
+
+class ImportsInWorker:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        import slow_package
+
+        return slow_package.NUMBER
+
+
+def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monkeypatch):
+    from torch.utils.data import DataLoader
+
+    (tmp_path / "slow_package.py").write_text("import time\ntime.sleep(1)\nNUMBER = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    tracker = Tracker.__new__(Tracker)
+    tracker.name = "slow_package"
+    thread = tracker_thread.TrackerThread(tracker)
+    thread.put(tracker_thread.Call("import", tracker.load))
+    while thread.calls:
+        time.sleep(0.01)
+    monkeypatch.setattr(this_process, "wait_for_imports", lambda: tracker_thread.wait_for_imports([thread]))
+    loader = DataLoader(ImportsInWorker(), num_workers=1, multiprocessing_context="fork", timeout=20)
+    with starting_workers(loader):
+        assert next(iter(loader)).item() == 7
+    thread.put(tracker_thread.Call("end", None))
 
 
 def test_secrets_are_found_by_their_names_formats_and_places(tmp_path):

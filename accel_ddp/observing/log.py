@@ -47,7 +47,9 @@ class JsonlLog(Hook):
 
     def on_start(self, step, total_steps, evaluations):
         self.first, self.total_steps = step, total_steps
-        self.evaluations = dict(evaluations)
+        self.evaluations, self.before = dict(evaluations), []
+        if self.log.file.closed:  # these hooks have observed another `fit`
+            self.log = LogWriter(self.path)
         table_files.remove_after(self.folder, step)
         self._write("start", step, schema=SCHEMA, total_steps=total_steps, **self.facts)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_ddp.environment.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW
+from accel_ddp.records.redaction import redact
 
 _MOST_WAITING = 1 << 20  # bytes that a terminal has not taken yet
 _DROPPED = b"\n(some output is missing here, because the terminal did not take it in time)\n"
@@ -155,7 +156,7 @@ class TerminalStream:
             return self.stream.flush()
         with self.terminal.lock:
             text, self._line = self._line, ""
-            self.terminal.write_stream(text)
+            self.terminal.write_stream(redact(text))
         self.stream.flush()  # what was written to its `buffer`
 
     def close_panel(self) -> None:

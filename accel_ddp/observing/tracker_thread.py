@@ -1,5 +1,6 @@
 """Calls a tracker in a thread, so that a tracker that is slow, hangs or fails neither stops nor slows training."""
 
+import atexit
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact
 
 MOST_CALLS = 5_000  # that wait; of rows with 100 numbers, this is about 50 MB
+IMPORT_SECONDS = 60.0  # for the import of a package, if data workers are about to be forked
 EXIT_SECONDS = 5.0  # for what a tracker does when the interpreter exits
 QUIET_SECONDS = 2.0  # a wait that is shorter is not reported
 
@@ -36,7 +38,7 @@ class TrackerThread:
         self.tracker, self.name = tracker, tracker.name
         self.calls: deque[Call] = deque()
         self.has_calls = threading.Condition()
-        self.is_done = threading.Event()
+        self.is_loaded, self.is_done = threading.Event(), threading.Event()
         self.doing = "start"
         self.rows_dropped = 0
         self.works = True
@@ -85,6 +87,8 @@ class TrackerThread:
                 )
                 if call.is_vital:
                     break
+            self.is_loaded.set()  # the import is the first call
+        self.is_loaded.set()
         with self.has_calls:
             self.works = False
             self.calls.clear()
@@ -94,6 +98,16 @@ class TrackerThread:
         text = redact(text)
         print(text, file=sys.stderr, flush=True)
         record(text, "TRACKER")
+
+
+def wait_for_imports(threads: Sequence[TrackerThread]) -> None:
+    """Wait until the packages of the trackers are imported, or have failed to be, at most IMPORT_SECONDS.
+
+    A data worker that is forked during an import would wait forever for the lock of that module, if it imports the module too.
+    """
+    deadline = time.monotonic() + IMPORT_SECONDS
+    for thread in threads:
+        thread.is_loaded.wait(max(0.0, deadline - time.monotonic()))
 
 
 def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
@@ -120,15 +134,22 @@ def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
         if thread.rows_dropped:
             print(f"{thread.name}: {thread.rows_dropped:,} rows were dropped in total.", file=sys.stderr, flush=True)
     hangs = not all(thread.is_done.is_set() for thread in threads)
-    threading.Thread(target=_exit_after_main_thread, args=(0.5 if hangs else EXIT_SECONDS,), daemon=True).start()
+    main_thread = threading.main_thread()
+    if hangs or not main_thread.is_alive():
+        wait, seconds = main_thread.join, 0.5 if hangs else EXIT_SECONDS
+    else:  # threads of the program, for which the interpreter waits before it calls its handlers, may take longer
+        is_exiting = threading.Event()
+        atexit.register(is_exiting.set)
+        wait, seconds = is_exiting.wait, EXIT_SECONDS
+    threading.Thread(target=_exit_after, args=(wait, seconds), daemon=True).start()
 
 
-def _exit_after_main_thread(seconds: float) -> None:
+def _exit_after(wait: Callable[[], Any], seconds: float) -> None:
     """Exit if the interpreter does not, because handlers that a tracker has registered for its exit hang.
 
-    Daemon threads continue while these handlers run. A program whose exit code is not 0 has exited before.
+    Daemon threads continue while these handlers run. A program that `run` has called exits before if its exit code is not 0.
     """
-    threading.main_thread().join()
+    wait()
     time.sleep(seconds)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)

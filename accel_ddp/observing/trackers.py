@@ -4,6 +4,7 @@ Each tracker has a thread and a queue (`tracker_thread`), so that the run never 
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import sys
@@ -17,7 +18,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.observing.hook import Hook
 from accel_ddp.observing.tracker_kinds import Tracker, make_tracker
 from accel_ddp.observing.tracker_rows import Scale, best_of, row_of_restart, row_of_update
-from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all
+from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.records.tables import Table
@@ -47,7 +48,9 @@ class Trackers(Hook):
         sys.argv[:] = redact_command(sys.argv)
         self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
         self._put("import", Tracker.load.__name__)
-        process.close_trackers = self.close
+        process.wait_for_imports = functools.partial(wait_for_imports, self.threads)
+        # Those of an earlier `fit` of this process, which nothing else would close before the process ends.
+        self.close_earlier, process.close_trackers = process.close_trackers, self.close
 
     def _put(self, what: str, method: str, *arguments: Any, is_row: bool = False, is_vital: bool = True) -> None:
         for thread in self.threads:
@@ -63,6 +66,7 @@ class Trackers(Hook):
         self.scale = Scale(facts.get("items", 0), self.cfg.global_batch_size, nodes)
 
     def on_start(self, step, total_steps, evaluations):
+        self.close_earlier()
         self.total_steps, self.step = total_steps, step
         self.evaluations = dict(evaluations)
         config = redact_values(as_plain_dict(self.cfg))
@@ -107,6 +111,7 @@ class Trackers(Hook):
         """Finish the trackers, and wait for them for a limited time."""
         if not self.is_closed:
             self.is_closed = True
+            self.close_earlier(is_stopped=is_stopped, has_failed=has_failed)
             wait = (
                 self.cfg.tracker_wait
             )  # the last numbers take seconds; more would delay the next job if a server does not answer

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from accel_ddp.config import TrainConfig
-from accel_ddp.errors import UserError
 from accel_ddp.profile_window import Window, choose_ranks, choose_window, parse_steps
 from accel_ddp.profiling import summary, traces
 from accel_ddp.profiling.analysis import analyse
@@ -192,7 +191,7 @@ class Recorder:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_ddp_profile_")))
                     analysis, files = self._export(profiler, folder, clock, zero)
                     mine |= analysis | {"breakdown": self._breakdown(timing), "clock": clock._asdict()}
-            except (OSError, ValueError, RuntimeError, UserError) as error:  # a full disk, for example
+            except Exception as error:  # a full disk, or a trace of another version of torch; the other ranks wait below
                 self.problem = f"{type(error).__name__}: {error}"
             everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
             self._store(everyone, files)
@@ -247,6 +246,8 @@ class Recorder:
                 self._summarize(folder, recorded, [targets[one["rank"]][1] for one in recorded])
         except (OSError, EOFError, zlib.error) as error:  # the disk is full, or a part that was received is not complete
             problems.append(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}")
+        except Exception as error:  # in the analysis; no summary is worth a run
+            problems.append(f"{folder} has no summary: {type(error).__name__}: {error}")
         for path in folder.glob(".fragment_*"):
             path.unlink(missing_ok=True)
         if problems:

@@ -74,6 +74,7 @@ class Process:
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit
         self.close_trackers: Callable[..., None] = lambda **_: None  # waits for trackers, with a limit; see `observing.trackers`
+        self.wait_for_imports: Callable[[], None] = lambda: None  # of trackers, with a limit; to be called before a fork
         self.display: Any = None  # the live panel of the main rank, if it has a terminal; see `observing.display`
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process

@@ -5,8 +5,10 @@ field changes.
 """
 
 import contextlib
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,20 +23,29 @@ OF_STEPS = ("update", "ranks", "evaluate", "tables")
 
 
 class LogWriter:
-    """Appends events. Each line is written by one call, so that a reader sees complete lines, except for the one of a crash."""
+    """Appends events. Each line is written by one call, so that a reader sees complete lines, except for the one of a crash.
+
+    The file has no buffer. After a full disk has cut a line, the next one begins on a line of its own.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.last_step = last_step_of(path)  # of earlier attempts; steps up to it are marked as repeated
         complete_last_line(path)
-        self.file: IO[str] = path.open("a", buffering=1)
+        self.file: IO[bytes] = path.open("ab", buffering=0)
+        self.is_cut = False
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event. Raise OSError if the disk does not accept it."""
         line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
         if event in OF_STEPS and 0 < step <= self.last_step:
             line["repeated"] = True
-        self.file.write(json.dumps(_without_nonfinite(line), separators=(", ", ": ")) + "\n")
+        text = json.dumps(_without_nonfinite(line), separators=(", ", ": ")).encode() + b"\n"
+        text = b"\n" * self.is_cut + text
+        written = self.file.write(text)
+        self.is_cut = written < len(text)
+        if self.is_cut:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -63,10 +74,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def last_step_of(path: Path) -> int:
     """Return the last step that any attempt has logged, or 0. Only the end of the file is read.
 
-    An update that repeats no earlier one has a higher step than all before it. Therefore the last such update has the highest step.
+    An event that repeats no earlier one has the highest step so far. With a large --log_every there may be no update, but
+    evaluations.
     """
     for event in read_objects_backwards(path):
-        if event.get("event") == "update" and not event.get("repeated") and isinstance(step := event.get("step"), int):
+        step = event.get("step")
+        if event.get("event") in OF_STEPS and not event.get("repeated") and isinstance(step, int) and step > 0:
             return step
     return 0
 

@@ -29,6 +29,7 @@ _IN_FILE = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=10_000)
 def is_secret_name(name: str) -> bool:
     """Return whether a variable or an option of this name probably holds a secret."""
     return bool(_SECRET_NAME.search(name)) and not _NO_SECRET_NAME.search(name)
@@ -40,6 +41,8 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     Secrets are the values of environment variables with such names, the passwords and keys in ~/.netrc, in the credentials of AWS
     and in the token of the Hub, user names and passwords in URLs, and keys whose format identifies them.
     """
+    if len(text) < _SHORTEST:  # such as the end of a line, which `print` writes on its own
+        return text
     for secret in _known_secrets(os.environ if environment is None else environment):
         if secret in text:
             text = text.replace(secret, HIDDEN)
