@@ -81,7 +81,8 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
         _replace_process([str(script), "--help"])
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
-    _replace_process(["-m", "accelerate.commands.launch", "-q", *with_config(launch), str(script), *options])
+    launcher = ["-m", "accel_ddp.environment.patient_launch", "accelerate.commands.launch", "-q"]
+    _replace_process([*launcher, *with_config(launch), str(script), *options])
 
 
 def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
@@ -159,8 +160,8 @@ def _warn_of_edited_copy(recipe: str, script: Path) -> None:
 def _replace_process(words: list[str]) -> NoReturn:
     """Replace this process by Python with `words`.
 
-    The launcher then has this process's pid, terminal and parent. Signals and exit codes are those of a plain
-    `accelerate launch`.
+    The launcher then has this process's pid, terminal and parent. Exit codes and signals are those of a plain
+    `accelerate launch`, except that a Ctrl-C does not end the launcher before its rank.
     """
     sys.stdout.flush(), sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *words])

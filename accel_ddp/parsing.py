@@ -93,6 +93,21 @@ def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, P
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in known:
             raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
+    _check_number_of_values(argv, types)
+
+
+def _check_number_of_values(argv: list[str], types: dict[str, Any]) -> None:
+    """Raise UserError for a second value of an option that takes one, as in `--report_to wandb tensorboard` of HF Trainer."""
+    option, values = "", list[str]()
+    for word in argv:
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            option, values = name.removeprefix("--").replace("-", "_"), [value] * bool(has_value)
+            continue
+        values.append(word)
+        if len(values) > 1 and typing.get_origin(types.get(option)) is not tuple:
+            meant = f"Type --report_to {','.join(values)}." if option == "report_to" else "Put a value with spaces into quotes."
+            raise UserError(f"--{option} {' '.join(values)}: is one value too many. {meant}")
 
 
 def _suggest(name: str, properties: dict[str, Properties]) -> str:

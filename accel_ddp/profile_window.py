@@ -11,7 +11,7 @@ NUM_STEPS = 5
 MAX_STEPS = 100  # a trace of a step has some megabytes
 MAX_RANKS = 16  # of `--profile_ranks auto`
 
-OFF = ("", "off", "no", "false", "none", "0")
+OFF = ("", "off", "no", "false", "none")
 AUTO = ("auto", "on", "yes", "true", "default")
 
 

@@ -170,11 +170,27 @@ def test_run_replaces_its_own_process_by_the_launcher(tmp_path):
     running = Running([[ACCEL_DDP, "run", *trains]], [clean_environment()], cwd=tmp_path)
     running.until("step  2/12")
     launcher = psutil.Process(running.processes[0].pid)
-    assert launcher.cmdline()[1:4] == ["-m", "accelerate.commands.launch", "-q"]
+    assert launcher.cmdline()[3:5] == ["accelerate.commands.launch", "-q"]
     (rank,) = launcher.children()
     launcher.send_signal(signal.SIGTERM)
     assert psutil.wait_procs([rank], timeout=60)[1] == []
     assert running.ended().codes == [-signal.SIGTERM]
+    assert len(list((tmp_path / "run").glob("step_*"))) == 1
+
+
+def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
+    """A traceback of the launcher would overwrite the panel, and the prompt would return while the rank is still saving."""
+    trains = [PROGRAMS / "trains.py", "--step_seconds", "0.5", "--save_every", "100", "--output_dir", tmp_path / "run"]
+    running = Running([[ACCEL_DDP, "run", *trains]], [clean_environment()], cwd=tmp_path)
+    running.until("step  2/12")
+    launcher = psutil.Process(running.processes[0].pid)
+    (rank,) = launcher.children()
+    for process in (launcher, rank):  # a terminal sends Ctrl-C to both
+        process.send_signal(signal.SIGINT)
+    ended = running.ended()
+    assert not rank.is_running()
+    assert ended.codes == [1], "accelerate launch returns 1 for every failure of a single process"
+    assert "Traceback" not in ended.text
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
 
 

@@ -199,6 +199,14 @@ def test_learning_rates_are_functions_of_the_step():
     assert cosine == sorted(cosine, reverse=True)
 
 
+def test_a_second_value_of_an_option_is_refused_with_what_to_type():
+    with pytest.raises(UserError, match=r"--report_to wandb tensorboard: .* Type --report_to wandb,tensorboard\."):
+        parse_config(TrainConfig, ["--report_to", "wandb", "tensorboard"])
+    with pytest.raises(UserError, match=r"--run_name my run: .* Put a value with spaces into quotes\."):
+        parse_config(TrainConfig, ["--run-name=my", "run"])
+    assert parse_config(TrainConfig, ["--run_tags", "small", "test", "--lr", "1"]).run_tags == ("small", "test")
+
+
 def test_a_file_without_an_option_suggests_train_file():
     with pytest.raises(UserError, match=r"rows.csv: is not an option. Did you mean --train_file rows.csv\?"):
         parse_config(RecipeConfig, ["rows.csv", "--lr", "1"])

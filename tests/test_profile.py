@@ -56,6 +56,7 @@ def test_the_steps_to_record_are_parsed(words, expected):
         (["--profile", "soon"], "--profile soon: must be a range of steps such as 10-14"),
         (["--profile", "-3"], "--profile -3"),
         (["--profile", "0-4"], "steps are counted from 1"),
+        (["--profile", "0"], "steps are counted from 1, and the first one comes first. Type --profile 1-5."),
         (["--profile", "14-10"], "Type --profile 10-14."),
         (["--profile", "1-9999"], "At most 100 are possible. Type --profile 1-5."),
         (["--profile", "10-14", "--steps", "12"], "the run has 12 steps. Type --profile 8-12"),

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from accel_ddp.profiling import traces
-from accel_ddp.profiling.advice import recommend
+from accel_ddp.profiling.advice import ms, recommend
 
 SCHEMA = 1
 # The options that recommendations depend on.
@@ -75,7 +75,7 @@ def _findings(ranks: list[dict[str, Any]]) -> list[str]:
         return []
     return [
         f"rank {slowest['rank']} ({slowest['host']}) computes {slowest['computation'] / others - 1:.0%} longer than the others, which "
-        f"wait {waits * 1000:.3g} ms per step for it.".replace("%", " %")
+        f"wait {ms(waits)} per step for it.".replace("%", " %")
     ]
 
 
@@ -138,7 +138,7 @@ def _parts(overall: dict[str, Any]) -> list[str]:
         idle = overall["idle"]
         lines += [
             _row("memory copies", overall["copies"]["seconds"], step),
-            _row("GPU idle", idle["seconds"], step, f"{idle['gaps']:.0f} gaps of 10 us or more"),
+            _row("GPU idle", idle["seconds"], step, f"{idle['gaps']:.0f} gap{'s' * (round(idle['gaps']) != 1)} of 10 us or more"),
             _row("  the host waits for data", idle["during"]["data"], step),
             _row("  the host launches too late", idle["host_late"], step),
             "training thread of the host",
