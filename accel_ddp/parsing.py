@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config import RecipeConfig, TrainConfig
 from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import UserError
 from accel_ddp.options import GROUPS, Properties, properties_of
@@ -115,6 +115,8 @@ def _suggest(name: str, properties: dict[str, Properties]) -> str:
     spelled = name.lower().replace("-", "_")
     meanings = {spelling: known for known, found in properties.items() for spelling in (known, *found.also)}
     if spelled not in meanings:
+        if spelled in properties_of(RecipeConfig):
+            return " Only recipes for pretrained models, such as classify, have it. See --help for all options of this recipe."
         near = difflib.get_close_matches(spelled, meanings, n=1, cutoff=0.7) or _sharing_words(spelled, meanings)
         if not near:
             return " See --help for all options."

@@ -207,6 +207,11 @@ def test_a_second_value_of_an_option_is_refused_with_what_to_type():
     assert parse_config(TrainConfig, ["--run_tags", "small", "test", "--lr", "1"]).run_tags == ("small", "test")
 
 
+def test_an_option_that_only_other_recipes_have_is_refused_with_the_reason():
+    with pytest.raises(UserError, match=r"--log_predictions: there is no such option. Only recipes for pretrained models"):
+        parse_config(TrainConfig, ["--log_predictions", "3"])
+
+
 def test_a_file_without_an_option_suggests_train_file():
     with pytest.raises(UserError, match=r"rows.csv: is not an option. Did you mean --train_file rows.csv\?"):
         parse_config(RecipeConfig, ["rows.csv", "--lr", "1"])

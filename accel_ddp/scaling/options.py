@@ -1,6 +1,7 @@
 """The options of `accel-ddp scaling`, and how its command line is divided."""
 
 import argparse
+import difflib
 from dataclasses import dataclass
 
 from accel_ddp import recipe_files
@@ -69,13 +70,25 @@ def read_options(words: list[str]) -> ScalingOptions:
         if getattr(given, name) < minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
     recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
-    cfg = load_recipe_config([str(recipe_files.recipe_path(words[at])), *words[at + 1 :]])
+    cfg = _load_config(str(recipe_files.recipe_path(words[at])), words[at + 1 :])
     if cfg is None:
         raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
     if cfg.resume:
         raise UserError(f"--resume {cfg.resume}: every run of accel-ddp scaling begins a new training. Leave --resume out.")
     launch, launch_one, limit, gpu_ids = _read_launch(launch, given.cluster)
     return ScalingOptions(given, launch, launch_one, limit, gpu_ids, recipe, words[at + 1 :], cfg)
+
+
+def _load_config(script: str, options: list[str]) -> TrainConfig | None:
+    """Return the options of the recipe. Raise UserError for a mistake, also if an option of `scaling` comes after the recipe."""
+    try:
+        return load_recipe_config([script, *options])
+    except UserError as error:
+        unknown = str(error).partition(": there is no such option")[0]
+        if unknown.removeprefix("--") in vars(build_parser().parse_args([])):
+            where = "options of accel-ddp scaling stand before the recipe"
+            raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {script}") from error
+        raise
 
 
 def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], int, int]:
@@ -98,6 +111,9 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
                 f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
                 "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
             )
+        # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
+        if near := difflib.get_close_matches(name, vars(build_parser().parse_args([])), n=1, cutoff=0.85):
+            raise UserError(f"{word}: there is no such option. Did you mean --{near[0]}?")
         if name in values:
             if not equals and not rest:
                 raise UserError(f"{word} needs a value.")
