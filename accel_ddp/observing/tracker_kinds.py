@@ -168,7 +168,7 @@ class Wandb(Tracker):
         except Exception as error:  # no network, a wrong key, a server that does not answer
             if mode or os.environ.get("WANDB_MODE", "online") != "online":
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             import_module("wandb").teardown()  # the service of wandb does not open a run id twice
             self._open(mode="offline")
             print(
