@@ -241,6 +241,9 @@ def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(t
         (["--cluster", "nowhere.yaml", LINK], "nowhere.yaml: there is no such file"),
         (["--cluster", "c.yaml", "--mixed_precision", "bf16", LINK], "options of accelerate launch belong into c.yaml"),
         (["--folder", str(ROOT / "docs"), LINK], "is not an empty folder"),
+        (["--folder", "/proc/nowhere", LINK], "--folder /proc/nowhere: cannot be written"),
+        (["--page", "notes.txt", LINK], "a browser opens files that end with .html"),
+        (["--page", str(ROOT / "docs"), LINK], "is a folder. Type: --page"),
         ([str(PROGRAMS / "launched.py")], "does not use accel_ddp"),
     ],
 )  # fmt: skip

@@ -73,8 +73,9 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
         found.append(Recommendation("accel-ddp tune", network / 3, text))
     fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
     batch = options.get("global_batch_size", 0)
+    what = "communicates" if on_gpu else "communicates and updates the weights"
     text = (
-        f"{why}. It does not grow with the batch: --global_batch_size {2 * batch} with the same --micro_batch_size communicates half "
+        f"{why}. It does not grow with the batch: --global_batch_size {2 * batch} with the same --micro_batch_size {what} half "
         f"as often and saves up to {ms(fixed / 2)} per {batch} items. It changes what is learned, so that --lr may need a change."
     )
     found.append(Recommendation(f"--global_batch_size {2 * batch}", fixed / 2, text))

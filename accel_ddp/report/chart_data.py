@@ -14,6 +14,7 @@ import numpy as np
 
 from accel_ddp.report.downsample import downsample
 from accel_ddp.report.run_data import Run
+from accel_ddp.report.summary import usual_lines
 
 POINTS = 2000  # of a curve
 MEANS = 500  # of a curve, for smoothing: the points keep extremes, so that their moving average would be biased
@@ -121,10 +122,12 @@ def _place(run: Run, event: dict[str, Any], first: float) -> dict[str, float] | 
 
 def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str, Any] | None:
     """Return where the ranks spend their time: on average, over time for the mean and for single ranks, and relative to the median."""
-    seconds = {part: run.ranks.seconds[part] for part in PARTS if part in run.ranks.seconds and run.ranks.seconds[part].size}
-    if not seconds or not len(run.ranks.steps):
+    usual = usual_lines(run.ranks, run.first_steps)
+    steps = run.ranks.steps[usual]
+    seconds = {part: values[usual] for part in PARTS if (values := run.ranks.seconds.get(part, np.empty(0))).size}
+    if not seconds or not len(steps):
         return None
-    edges = _edges(len(run.ranks.steps), columns)
+    edges = _edges(len(steps), columns)
     binned = {part: _means(values, edges) for part, values in seconds.items()}
     own = sum(values for part, values in binned.items() if part != "communication")
     slow = slowness(own)
@@ -136,15 +139,15 @@ def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str,
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
-    # The averages of the summary leave out the first steps of each attempt.
+    # The averages of the summary are those of the usual lines too.
     of_ranks = {part: np.array(run.summary["seconds_per_rank"][part], float) for part in binned}
     averages = {part: np.array([_mean(values[group], 0) for group in groups]) for part, values in of_ranks.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks of a group may have no value
         heat = np.array([np.nanmax(slow[:, group], axis=1) for group in groups]) if own.shape[1] > 1 else None
     return {
-        **_axis(run, first, edges),
-        "per_column": int(np.ceil(len(run.ranks.steps) / (len(edges) - 1))),
+        **_axis(run, steps, first, edges),
+        "per_column": int(np.ceil(len(steps) / (len(edges) - 1))),
         "views": views,
         "rows": labels,
         "average": _milliseconds(averages),
@@ -153,10 +156,13 @@ def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str,
 
 
 def slowness(own: np.ndarray) -> np.ndarray:
-    """Return the own time of each rank relative to the median of the ranks, minus 1: 0.3 means 30 % slower."""
+    """Return the own time of each rank relative to the median of the ranks, minus 1: 0.3 means 30 % slower.
+
+    Of two ranks the median is the faster one, as in the findings of the log.
+    """
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        return own / np.nanmedian(own, axis=1, keepdims=True) - 1
+        return own / np.nanquantile(own, 0.5, axis=1, keepdims=True, method="lower") - 1
 
 
 def row_groups(run: Run, num_ranks: int) -> tuple[list[str], list[list[int]]]:
@@ -171,9 +177,11 @@ def row_groups(run: Run, num_ranks: int) -> tuple[list[str], list[list[int]]]:
     return [f"ranks {group[0]} to {group[-1]}" for group in groups], groups
 
 
-def places(run: Run) -> dict[int, dict[str, Any]]:
-    found = run.starts[-1].get("ranks") if run.starts else None
-    return {one["rank"]: one for one in found or [] if isinstance(one, dict) and isinstance(one.get("rank"), int)}
+def places(run: Run, of_all_attempts: bool = False) -> dict[int, dict[str, Any]]:
+    """Return where each rank of the last attempt runs. An earlier attempt may have had more ranks."""
+    listed = [one.get("ranks") for one in (run.starts if of_all_attempts else run.starts[-1:])]
+    known = [one for ranks in listed if isinstance(ranks, list) for one in ranks]
+    return {one["rank"]: one for one in known if isinstance(one, dict) and isinstance(one.get("rank"), int)}
 
 
 def node_name(place: dict[str, Any]) -> str:
@@ -181,13 +189,13 @@ def node_name(place: dict[str, Any]) -> str:
 
 
 def rank_name(run: Run, rank: int) -> str:
-    place = places(run).get(rank)
+    place = places(run, of_all_attempts=True).get(rank)
     return f"rank {rank}" + (f" ({node_name(place)})" if place else "")
 
 
 def ranks_of_nodes(run: Run, num_ranks: int) -> dict[str, list[int]]:
     """Return the ranks of each node by the name of its host. Two nodes with one host name stay apart."""
-    known, nodes = places(run), {}
+    known, nodes = places(run, of_all_attempts=True), {}
     for rank in range(num_ranks):
         place = known.get(rank, {})
         nodes.setdefault((place.get("node", 0), node_name(place)), []).append(rank)
@@ -225,13 +233,16 @@ def system_data(run: Run, first: float, columns: int) -> dict[str, Any]:
                     "median node": np.nanmedian(table, 0),
                     "lowest node": np.nanmin(table, 0),
                 }
-        charts[name] = {**_axis(run, first, edges), "lines": [{"name": node, "y": rounded(line)} for node, line in nodes.items()]}
+        charts[name] = {
+            **_axis(run, run.ranks.steps, first, edges),
+            "lines": [{"name": node, "y": rounded(line)} for node, line in nodes.items()],
+        }
     return charts
 
 
-def _axis(run: Run, first: float, edges: np.ndarray) -> dict[str, list[float]]:
+def _axis(run: Run, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
     """Return the last step and its time of each interval."""
-    steps = run.ranks.steps[edges[1:] - 1]
+    steps = steps[edges[1:] - 1]
     known, times = run.updates.get("step", np.array([])), run.updates.get("time", np.array([]))
     at = np.interp(steps, known, times) - first if len(known) else steps * math.nan
     return {"step": whole(steps), "time": rounded(at)}

@@ -13,7 +13,7 @@ from accel_ddp.report.run_data import Run
 # Column of the log: title, unit of the axis, how to read it.
 CURVES = {
     "loss": ("Loss", "", "Lower is better. If the evaluation loss rises while the training loss falls, the model overfits."),
-    "lr": ("Learning rate", "", "The schedule: warm-up, then decay."),
+    "lr": ("Learning rate", "", "As --lr, --lr_schedule and the warm-up define it."),
     "grad_norm": ("Gradient norm", "", "The norm before clipping. Sudden peaks precede a loss that diverges."),
     "samples_per_second": ("Samples per second", "samples/s", "All ranks together. Higher is faster; dips are interruptions."),
     "tokens_per_second": ("Tokens per second", "tokens/s", "All ranks together. Higher is faster; dips are interruptions."),
@@ -152,7 +152,8 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
         chart(
             "time",
             "Time of a step, over the run",
-            "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have."
+            "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
+            "steps of each attempt, which start data workers, are left out."
             + (f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""),
             f"Stacked areas of the parts of a step over the run. {sentence}",
             above=choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else "",
@@ -168,7 +169,8 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
             chart(
                 "average",
                 f"Average step of each {row}",
-                "All ranks take equally long in total. A rank that waits little for the others is the one they wait for.",
+                "Ranks that train together take equally long in total. A rank that waits little for the others is the one "
+                "they wait for." + (f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""),
                 f"Stacked bars of the parts of an average step for each {row}.",
                 key=key,
                 **common,

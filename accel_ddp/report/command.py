@@ -10,7 +10,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.report.compare import unique_names
 from accel_ddp.report.csv_files import write_csv
 from accel_ddp.report.find import find_runs
-from accel_ddp.report.markup import GENERATOR
+from accel_ddp.report.markup import require_page
 from accel_ddp.report.run_data import Run
 from accel_ddp.report.runs import read_run
 
@@ -83,25 +83,7 @@ def _choose_path(out: str, folders: list[Path]) -> Path:
     if not out and len(folders) == 1 and os.access(folders[0], os.W_OK):
         path = folders[0] / "report.html"
     option = f"--out {out}" if out else str(path)
-    if path.is_dir():
-        raise UserError(f"{option}: is a folder. Type: --out {path / 'report.html'}")
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{option}: a browser opens files that end with .html. Type: --out {path.with_name(path.name + '.html')}")
-    try:
-        with path.open("rb") as file:
-            is_own = GENERATOR.encode() in file.read(4096)
-    except FileNotFoundError:
-        is_own = True
-    except OSError as error:
-        raise UserError(f"{option}: cannot be read: {error.strerror}.") from error
-    if not is_own:
-        raise UserError(
-            f"{option}: this file exists, and accel-ddp report has not written it. Move it away, or type another name: "
-            f"--out {path.with_name('accel_ddp_report.html')}"
-        )
-    parent = next(one for one in (path.absolute().parent, *path.absolute().parents) if one.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{option}: {parent} cannot be written. Type another path, for example --out ~/report.html.")
+    require_page(path, option, "--out", "report")
     return path
 
 

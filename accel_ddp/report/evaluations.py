@@ -18,6 +18,7 @@ COLUMNS = 40  # metrics in the table
 CLASSES = 50  # of a confusion matrix
 COMPACT = 16  # classes; the cells of a matrix with more are smaller
 PREDICTIONS = 300
+LONG = 40  # characters of a text that needs a wide column
 POINTS = 1000  # of a chart of true and predicted numbers
 SHADES = 8  # of a confusion matrix, as page.css defines them
 _IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]+={0,2}")
@@ -34,7 +35,7 @@ def evaluations(run: Run, index: int, level: int, prefix: str) -> Html:
         shown = [_table(name, one, level + 1) for name, one in run.tables[step].items() if one.get("rows")]
         title = tag(f"h{level + 1}", f"Tables of step {step:,}", class_="no-js") if len(steps) > 1 else ""
         blocks.append(tag("div", title, *shown, class_="step", data_step=step, data_of=index))
-    names = {step: f"step {step:,}" + (" (best)" if step == best_step(run) else "") for step in steps}
+    names = {step: f"step {step:,}" + (f" ({best_name(run)})" if step == best_step(run) else "") for step in steps}
     chosen = choice("Tables of", [(str(step), names[step]) for step in reversed(steps)], tables=index) if len(steps) > 1 else ""
     picker = tag("div", chosen, class_="js") if chosen else ""
     return section("evaluations", "Evaluations", _metrics(run), picker, *blocks, level=level, prefix=prefix)
@@ -44,6 +45,11 @@ def best_step(run: Run) -> int | None:
     return (run.summary.get("best") or {}).get("step")
 
 
+def best_name(run: Run) -> str:
+    """Return what is best, for example "best accuracy": without --keep_best it is the loss, whatever --best_metric is."""
+    return f"best {(run.summary.get('best') or {}).get('metric', '')}".replace("_", " ").strip()
+
+
 def _metrics(run: Run) -> Html:
     """Return a table with a row for each evaluation, or for some of them if there are many. The newest is the first."""
     names = metric_names(run)[:COLUMNS]
@@ -51,7 +57,7 @@ def _metrics(run: Run) -> Html:
         return Html()
     best, known = best_step(run), run.evaluations
     kept = set(np.linspace(0, len(known) - 1, min(len(known), LISTED)).astype(int).tolist())
-    mark = tag("span", "best", class_="tag")
+    mark = tag("span", best_name(run), class_="tag")
     rows = [
         [join([f"{one['step']:,}", mark if one["step"] == best else ""]), *(one.get(name) for name in names)]
         for i, one in reversed(list(enumerate(known)))
@@ -119,7 +125,7 @@ def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)
     body = [
-        tag("tr", *(tag("td", _image(one) or cell(one), class_="n" if is_number(one) else None) for one in row), data_group=group)
+        tag("tr", *(tag("td", _image(one) or cell(one), class_=_kind(one)) for one in row), data_group=group)
         for row, group in zip(shown, groups)
     ]
     names = [name for name in dict.fromkeys(groups) if name is not None]
@@ -129,6 +135,11 @@ def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html
     fewer = note(f"{len(shown):,} of {len(rows):,} predictions are shown.") if len(rows) > len(shown) else ""
     grid = scroll(title, tag("thead", head), tag("tbody", *body), class_="texts")
     return tag("div", tag(f"h{level}", title), picker, grid, fewer, class_="predictions")
+
+
+def _kind(value: Any) -> str | None:
+    """Return the class of a cell: numbers are aligned, and long text has a wide column, also on a phone."""
+    return "n" if is_number(value) else "long" if isinstance(value, str) and len(value) > LONG else None
 
 
 def _image(value: Any) -> Html | None:

@@ -17,6 +17,7 @@
   // plotly reads tags and entities in its texts; after this, names from data are shown as they are.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const short = (text, length) => (text.length > length ? text.slice(0, length - 1) + "…" : text);
+  const shortEnd = (text, length) => (text.length > length ? "…" + text.slice(1 - length) : text); // names of nodes differ at their end
   const wrap = (text, width) => (String(text).match(new RegExp(`.{1,${width}}(\\s|$)|.{1,${width}}`, "gs")) || [""]).slice(0, 6).map(plain).join("<br>");
   let theme = {};
   const readTheme = () => {
@@ -63,8 +64,8 @@
   };
   const percentOf = (key, values) => (key === "mfu" ? values.map((v) => (v === null ? null : v * 100)) : values);
   const curveTraces = (key, isOver) => data.flatMap((run, i) => {
+    if (!Object.hasOwn(run.curves, key) || !state.shown[i]) return []; // a value may have the name "constructor"
     const curve = run.curves[key];
-    if (!curve || !state.shown[i]) return [];
     const isEvaluation = key.startsWith("eval:"), many = data.length > 1, style = look(many ? i : isOver ? 1 : 0);
     const line = { color: style.color, dash: isOver ? "dash" : style.dash };
     const name = plain(short(many ? run.name + (isOver ? " (evaluation)" : "") : isEvaluation ? "evaluation" : "training", 40));
@@ -78,7 +79,7 @@
   });
   const LEVELS = { error: ["--bad", "x", 0.97], warning: ["--warn", "triangle-up", 0.97], info: ["--busy", "circle", 0.97], save: ["--muted", "line-ns-open", 0.02] };
   const markTraces = () => Object.entries(LEVELS).flatMap(([level, [color, symbol, height]]) => {
-    const found = data.flatMap((run, i) => (state.shown[i] ? run.marks.filter((mark) => (mark.level in LEVELS ? mark.level : "info") === level).map((mark) => ({ ...mark, run })) : []));
+    const found = data.flatMap((run, i) => (state.shown[i] ? run.marks.filter((mark) => (Object.hasOwn(LEVELS, mark.level) ? mark.level : "info") === level).map((mark) => ({ ...mark, run })) : []));
     if (!state.marks || !found.length) return [];
     const x = found.map((mark) => xs({ step: [mark.step], time: [mark.time] }, mark.run)[0]);
     return [{
@@ -86,10 +87,15 @@
       text: found.map((mark) => (data.length > 1 ? plain(short(mark.run.name, 30)) + ": " : "") + wrap(mark.text, 60)), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
     }];
   });
+  // plotly shows 1 above and 1 below a constant value, so that a constant learning rate looks like 0.
+  const rangeOfConstant = (traces) => {
+    const [first, ...others] = new Set(traces.flatMap((trace) => trace.y).filter((y) => y !== null));
+    return others.length || !first || state.log ? {} : { range: [Math.min(0, 2 * first), Math.max(0, 2 * first)] };
+  };
   const drawCurve = (box) => {
     const key = box.dataset.key, traces = curveTraces(key, false);
     if (box.dataset.over) traces.push(...curveTraces(box.dataset.over, true));
-    const y = { title: { text: plain(box.dataset.unit || "") }, type: state.log ? "log" : "linear", exponentformat: key === "lr" ? "power" : "SI", ...(state.log ? { dtick: null, nticks: 5 } : {}) };
+    const y = { title: { text: plain(box.dataset.unit || "") }, type: state.log ? "log" : "linear", exponentformat: key === "lr" ? "power" : "SI", ...(state.log ? { dtick: null, nticks: 5 } : {}), ...rangeOfConstant(traces) };
     return [traces.concat(markTraces()), layout({ xaxis: stepAxis(), yaxis: y, yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } })];
   };
 
@@ -111,7 +117,7 @@
       customdata: rows.map((row) => plain(short(row, 60))), hovertemplate: "%{y:.4~g} ms<extra>%{fullData.name}</extra>",
     }));
     const every = Math.ceil(rows.length / (narrow() ? 8 : 24)), ticks = x.filter((i) => i % every === 0);
-    const ticktext = ticks.map((i) => plain(short(rows[i].replace(/^rank (\d+) .*/s, "$1"), 14)));
+    const ticktext = ticks.map((i) => plain(shortEnd(rows[i].replace(/^rank (\d+)( .*)?$/s, "$1"), 14)));
     const title = rows[0].startsWith("rank ") ? "rank" : "";
     return [traces, layout({ barmode: "stack", bargap: rows.length > 64 ? 0 : 0.25, xaxis: { tickvals: ticks, ticktext, title: { text: title }, range: [-0.6, rows.length - 0.4] }, yaxis: { title: { text: "ms per step" } } })];
   };
@@ -166,8 +172,8 @@
     isScheduled = false;
     const box = boxes.find((one) => stale.has(one) && near.has(one));
     if (!box) { main.setAttribute("aria-busy", "false"); return; }
+    schedule(); // before the chart is drawn, so that an error in it does not keep the others from being drawn
     draw(box);
-    schedule();
   };
   const schedule = () => { if (!isScheduled) { isScheduled = true; main.setAttribute("aria-busy", "true"); setTimeout(work, 0); } };
   const redraw = (kinds) => { boxes.forEach((box) => { if (!kinds || kinds.has(box.dataset.chart)) stale.add(box); }); schedule(); };

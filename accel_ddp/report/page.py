@@ -19,7 +19,7 @@ from accel_ddp.report.chart_data import chart_data
 from accel_ddp.report.escaping import Html, join, safe_json, tag
 from accel_ddp.report.evaluations import evaluations
 from accel_ddp.report.formats import moment
-from accel_ddp.report.markup import GENERATOR
+from accel_ddp.report.markup import generator
 from accel_ddp.report.run_data import Run
 
 _NAVIGATION = {
@@ -46,7 +46,8 @@ def make_page(runs: list[Run]) -> str:
     links = [tag("a", title, href=f"#{key}") for key, title in _NAVIGATION.items() if f' id="{key}" ' in body]
     written = f"Written by accel-ddp {__version__} at {moment(time.time())}. This file contains everything that it needs."
     return join([
-        Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(GENERATOR), _policy(scripts), Html(_VIEWPORT),
+        Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(generator("report")), _policy(scripts),
+        Html(_VIEWPORT),
         tag("title", f"{name}: accel-ddp report"), tag("style", Html(_read("page.css"))), Html("</head>\n<body>"),
         tag("a", "Skip to the content", href="#content", class_="hidden skip"),
         tag("header", _header(runs)), tag("nav", tag("div", *links), aria_label="Sections"),

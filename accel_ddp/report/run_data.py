@@ -51,6 +51,11 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what could not be read
 
     @property
+    def first_steps(self) -> list[int]:
+        """Return the first step of each attempt."""
+        return [start.get("step", 0) + 1 for start in self.starts]
+
+    @property
     def start(self) -> dict[str, Any]:
         """Return the event `start` of the last attempt, or {}."""
         return self.starts[-1] if self.starts else {}

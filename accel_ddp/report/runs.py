@@ -33,7 +33,7 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if not content.events and not len(content.updates["step"]):
-        reason = "no line is an event" if content.num_bad_lines else "it is empty"
+        reason = "it is empty" if not path.stat().st_size else "no line is a complete event"
         raise UserError(f"{path} contains no events: {reason}. The run has not begun, or this file belongs to another program.")
     run = Run(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
     for event in content.events:
@@ -79,7 +79,7 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
     if not run.starts:
         notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
-        notes.append(f"The log is long. Of the times of ranks, every {content.ranks.stride}th line was read.")
+        notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
     return notes
 
 

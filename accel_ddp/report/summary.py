@@ -29,7 +29,7 @@ def summarize(run: Run, best: dict[str, Any], content: LogContent) -> dict[str, 
     size = _positive(batch.get("global") if isinstance(batch, dict) else None) or _positive(run.options.get("global_batch_size"))
     tokens = _mean(updates.get("tokens"))
     ranks = [one for one in start.get("ranks") or [] if isinstance(one, dict)] if isinstance(start.get("ranks"), list) else []
-    per_rank = _seconds_per_rank(run.ranks, [start.get("step", 0) + 1 for start in run.starts])
+    per_rank = _seconds_per_rank(run.ranks, run.first_steps)
     return {
         "state": run.state,
         "began": min(times, default=None),
@@ -54,15 +54,19 @@ def summarize(run: Run, best: dict[str, Any], content: LogContent) -> dict[str, 
     }
 
 
-def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.ndarray]:
-    """Return the average seconds per step of each part and rank. A line counts as often as it has steps.
+def usual_lines(ranks: RankTimes, first_steps: list[int]) -> np.ndarray:
+    """Return which lines are not the first one of an attempt, whose first step starts data workers and chooses kernels.
 
-    The first line of each attempt is left out if there are others, because its first step starts data workers and chooses kernels.
+    All lines are usual if there are no others.
     """
-    weights = np.maximum(1, ranks.steps - ranks.first_steps + 1).astype(float)[:, None]
     is_usual = ~np.isin(ranks.first_steps, first_steps)
-    if is_usual.any():
-        weights *= is_usual[:, None]
+    return is_usual if is_usual.any() else np.ones(len(is_usual), bool)
+
+
+def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.ndarray]:
+    """Return the average seconds per step of each part and rank, of usual lines. A line counts as often as it has steps."""
+    weights = np.maximum(1, ranks.steps - ranks.first_steps + 1).astype(float)[:, None]
+    weights *= usual_lines(ranks, first_steps)[:, None]
     found = {}
     for part, values in ranks.seconds.items():
         known = np.isfinite(values)

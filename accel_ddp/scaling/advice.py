@@ -115,8 +115,8 @@ def _waiting(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
     if slower > STRAGGLER:
         where = f"rank {rank}{f' ({host})' if host else ''}"
         return (
-            f"a slow rank: {where} is {slower:.0%} slower than the median rank, and the others wait {lost}. Check this host: other "
-            "processes, temperature, its disk."
+            f"a slow rank: {where} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. Check this "
+            "host: other processes, temperature, its disk."
         )
     return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
 

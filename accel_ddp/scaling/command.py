@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_ddp.doctor.gpus import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.report.markup import require_page
 from accel_ddp.scaling.analysis import Result
 from accel_ddp.scaling.measurement import combine, measure
 from accel_ddp.scaling.options import ScalingOptions, read_options
@@ -48,6 +49,13 @@ def main(words: list[str]) -> int:
     folder = Path(options.given.folder)
     if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
+    if options.given.page:  # before minutes are spent on measuring
+        require_page(Path(options.given.page), f"--page {options.given.page}", "--page", "scaling")
+    if options.given.folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
     scaling = Scaling(options, show)
     signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it

@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.report.escaping import escape, safe_json, tag
+from accel_ddp.report.markup import generator
 from accel_ddp.scaling.advice import describe_advice
 from accel_ddp.scaling.analysis import Comparison
 from accel_ddp.scaling.output import HEAD, TITLES, Summary, row_of
@@ -16,7 +17,7 @@ BLUE, ORANGE, GREEN, GREY, SKY, VERMILION = "#0072b2", "#e69f00", "#009e73", "#8
 PART_COLOURS = {"data": ORANGE, "forward": SKY, "backward": BLUE, "optimizer": GREEN, "communication": VERMILION, "other": GREY}
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">{generator}<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
@@ -64,7 +65,11 @@ def write_page(path: Path, summary: Summary) -> None:
     if advice := summary.advice():
         body.append("<h2>Which global batch reaches 90 %</h2>" + _list([describe_advice(one, summary.batch()) for one in advice]))
     text = _PAGE.format(
-        title=escape(f"Scaling of {summary.recipe}"), body="\n".join(body), plotly=get_plotlyjs(), figures=safe_json(figures)
+        generator=generator("scaling"),
+        title=escape(f"Scaling of {summary.recipe}"),
+        body="\n".join(body),
+        plotly=get_plotlyjs(),
+        figures=safe_json(figures),
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
