@@ -437,6 +437,9 @@ def test_the_command_prints_the_summary_again_without_torch(two_nodes):
 
 def test_a_run_without_a_profile_leads_to_what_to_type(tmp_path, capsys):
     assert cli.main(["profile", str(tmp_path)]) == 2
+    assert "is not a run: it has no log.jsonl" in capsys.readouterr().err
+    (tmp_path / "log.jsonl").touch()
+    assert cli.main(["profile", str(tmp_path)]) == 2
     assert "has no profile. Record one: add --profile to the command of the run" in capsys.readouterr().err
     assert cli.main(["profile", str(tmp_path / "nowhere")]) == 2
     assert "there is no such folder" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.profiling import summary, traces
+from accel_ddp.records import log
 
 
 def main(words: list[str]) -> int:
@@ -35,6 +36,10 @@ def read_summary(folder: Path, run: Path) -> dict[str, Any]:
     path = folder / traces.SUMMARY
     if not run.is_dir():
         raise UserError(f"{run}: there is no such folder. Type the folder of a run, for example: accel-ddp profile runs/my_run")
+    if not path.is_file() and not (run / log.FILE).is_file():
+        raise UserError(
+            f"{run} is not a run: it has no {log.FILE}. Type the folder of a run, for example: accel-ddp profile runs/my_run"
+        )
     if not path.is_file():
         raise UserError(
             f"{run} has no profile. Record one: add --profile to the command of the run. A run that is complete can be continued for "
