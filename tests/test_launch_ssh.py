@@ -74,8 +74,9 @@ def ranks_of(machines: Machines) -> list[int]:
 
 
 def received(text: str) -> list[dict]:
-    """Return what the ranks of SCRIPT have printed, ordered by rank."""
-    found = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"argv"' in line]
+    """Return what the ranks of SCRIPT have printed, ordered by rank. Two ranks of one node may print into one line."""
+    decoder = json.JSONDecoder()
+    found = [decoder.raw_decode(text, match.start())[0] for match in re.finditer(r'\{"argv"', text)]
     return sorted(found, key=lambda one: int(one["world"][0]))
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.conftest import PROGRAMS, run_ranks
 
+pytestmark = pytest.mark.slow  # each case starts an interpreter that imports torch: 70 s
+
 CASES = [
     "classify", "embed", "images", "pretrain_mlm", "seq2seq", "sft", "tag", "pretrain_mlm, streaming", "classify, spawn",
 ]  # fmt: skip
