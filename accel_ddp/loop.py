@@ -109,8 +109,7 @@ def fit(
         hook.on_describe(facts_of_run)
     run.is_done = _any_rank([hook.on_start(step, total_steps, saved.evaluations) for hook in hooks])
 
-    facts_of_model = {"gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)}
-    facts_of_model |= speed.describe() if speed else {}
+    facts_of_model = facts_of_run.get("model", {}) | (speed.describe() if speed else {})
     recorder = start_recorder(accelerator, cfg, own_time, step, total_steps, run.pauses_after, facts_of_model)
 
     model.train(cfg.dropout)

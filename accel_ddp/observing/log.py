@@ -37,9 +37,7 @@ class JsonlLog(Hook):
             self.works = True
         except OSError as error:
             if self.works:
-                text = f"{self.path} cannot be written: {error.strerror}. Training continues."
-                print(text, file=sys.stderr, flush=True)
-                record(text, "LOG_FAILED", step=step)
+                _report(self.path, error, step)
             self.works = False
 
     def on_describe(self, facts):
@@ -96,9 +94,7 @@ class JsonlLog(Hook):
             self.tables_work = True
         except OSError as error:
             if self.tables_work:
-                text = f"{self.folder / table_files.file_of(step)} cannot be written: {error.strerror}. Training continues."
-                print(text, file=sys.stderr, flush=True)
-                record(text, "LOG_FAILED", step=step)
+                _report(self.folder / table_files.file_of(step), error, step)
             self.tables_work = False
             return
         self._write("tables", step, path=path, names=list(tables))
@@ -111,3 +107,9 @@ class JsonlLog(Hook):
     def on_end(self, step, summary):
         self._write("end", step, **summary)
         self.log.close()
+
+
+def _report(path: Path, error: OSError, step: int) -> None:
+    text = f"{path} cannot be written: {error.strerror}. Training continues."
+    print(text, file=sys.stderr, flush=True)
+    record(text, "LOG_FAILED", step=step)

@@ -1,11 +1,10 @@
 """The cards of the page: tiles, tables and frames of charts as HTML. page.js draws the charts into their frames."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from accel_ddp.report.escaping import Html, escape, join, tag
-from accel_ddp.report.formats import number, signed
+from accel_ddp.report.formats import number
 
 TEXT = 2000  # characters of a cell
 ROWS = 500  # of a table
@@ -98,14 +97,6 @@ def cell(value: Any) -> Html:
         return value
     text = number(value)
     return escape(text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} more characters)")
-
-
-def _form(values: Sequence[Any]) -> Callable[[Any], Html]:
-    """Return how the cells of a column are written: scores from -1 to 1 with four digits after the point, so that they are aligned."""
-    numbers = [value for value in values if isinstance(value, float) and math.isfinite(value)]
-    is_score = bool(numbers) and all(abs(value) <= 1 for value in numbers) and max(map(abs, numbers)) >= 0.01
-    is_short = lambda value: is_score and isinstance(value, float) and math.isfinite(value)
-    return lambda value: escape(signed(f"{value:.4f}")) if is_short(value) else cell(value)
 
 
 def _is_numeric(value: Any) -> bool:

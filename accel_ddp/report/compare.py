@@ -21,12 +21,6 @@ def unique_names(folders: list[Path]) -> list[str]:
     return names
 
 
-def common_metrics(runs: list[Run]) -> list[str]:
-    """Return the metrics that every run has evaluated, in the order of the first run."""
-    found = [dict.fromkeys(name for one in run.evaluations for name in one if name not in ("step", "time")) for run in runs]
-    return [name for name in found[0] if all(name in one for one in found)] if found else []
-
-
 def differences(runs: list[Run]) -> list[tuple[str, str, list[Any]]]:
     """Return (section, name, value of each run) for what differs between runs. None: the run does not have the value.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from accel_ddp.records import incidents
-from accel_ddp.report import json_text
+from accel_ddp.records.lines import read_objects
 from accel_ddp.report.json_text import number_of
 from accel_ddp.report.log_reader import LogContent
 
@@ -20,10 +20,10 @@ _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
 def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the incidents in the order of time, each once: time, step, level, kind, text, rank, host. Unknown values are None."""
-    recorded = [_incident(line) for line in _read_lines(folder / incidents.FILE) if "text" in line]
+    recorded = [_incident(line) for line in read_objects(folder / incidents.FILE) if "text" in line]
     found = [
         *recorded,
-        *_restarts(_read_lines(folder / "restarts.jsonl"), content.events),
+        *_restarts(list(read_objects(folder / "restarts.jsonl")), content.events),
         *_resumes(content.events),
         *_nonfinite(content.updates, {one["step"] for one in recorded if one["kind"].startswith("SKIPPED_STEP")}),
         *(_incident(event, kind=event["event"]) for event in content.events if _is_finding(event)),
@@ -153,20 +153,3 @@ def _once(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         last[begin] = one
         kept.append(one)
     return kept
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, one per line. Incomplete lines are left out."""
-    found = []
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    value = json_text.parse(line)
-                except ValueError:
-                    continue
-                if isinstance(value, dict):
-                    found.append(value)
-    except OSError:
-        pass
-    return found
