@@ -1,10 +1,12 @@
 """Trackers: what they show, read back with their own readers; one run after a kill; and what a bad tracker or a secret may not do."""
 
+import contextlib
 import functools
 import json
 import math
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -230,9 +232,15 @@ def resumed(tmp_path_factory) -> Path:
     running = Running([[*command, "--step_seconds", 0.1]] * 2, rank_environments(2, **env))
     running.until("step 12/60")
     deadline = time.monotonic() + 60
-    while not is_behind_its_checkpoint(folder):  # steps after the last checkpoint are repeated
+    while True:  # until steps after the last checkpoint will be repeated; ranks that are stopped cannot save meanwhile
+        for process in running.processes:
+            process.send_signal(signal.SIGSTOP)
+        if is_behind_its_checkpoint(folder):
+            break
+        for process in running.processes:
+            process.send_signal(signal.SIGCONT)
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.05)
     services = psutil.Process(running.processes[0].pid).children(recursive=True)
     for process in running.processes:
         process.kill()
@@ -248,10 +256,20 @@ def resumed(tmp_path_factory) -> Path:
 
 
 def is_behind_its_checkpoint(folder: Path) -> bool:
-    """Return whether wandb's file has a step after the newest checkpoint. It has the name of a number in a row and in the summary."""
+    """Return whether each tracker has stored a step after the newest checkpoint. Numbers that wait in a queue do not survive a kill.
+
+    wandb's file has the name of a number in a row and in the summary.
+    """
     saved = max([int(path.name[5:]) for path in folder.glob("step_*")], default=0)
-    stored = sum(path.read_bytes().count(b"train/loss") // 2 for path in folder.glob("wandb/*run-*/*.wandb"))
-    return 0 < saved < stored
+    in_wandb = sum(path.read_bytes().count(b"train/loss") // 2 for path in folder.glob("wandb/*run-*/*.wandb"))
+    return 0 < saved < min(in_wandb, last_step_in_trackio(folder.parent / "trackio"))
+
+
+def last_step_in_trackio(folder: Path) -> int:
+    for path in folder.glob("*.db"):
+        with contextlib.suppress(sqlite3.OperationalError), contextlib.closing(sqlite3.connect(path)) as database:
+            return database.execute("SELECT max(step) FROM metrics").fetchone()[0] or 0
+    return 0
 
 
 def updates(folder: Path) -> list[dict]:
