@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
     from accel_ddp.training.whole_batch import WholeBatch
+    from accel_ddp.training.wrapping import prepare
 
 __version__ = "0.1.0"
 
@@ -85,6 +86,7 @@ _HOME = {
     "option": "options",
     "padding": "training.",
     "parse_config": "parsing",
+    "prepare": "training.wrapping",
     "run": "entry",
     "seeds": ".",
     "start": "accelerator",
@@ -136,6 +138,7 @@ __all__ = [
     "option",
     "padding",
     "parse_config",
+    "prepare",
     "run",
     "seeds",
     "start",

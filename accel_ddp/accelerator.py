@@ -16,6 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 from accel_ddp.config import TrainConfig
 from accel_ddp.environment import launcher
 from accel_ddp.environment.output import connect_output
+from accel_ddp.environment.sharding import take_plan
 from accel_ddp.environment.topology import describe_ranks
 from accel_ddp.errors import UserError
 from accel_ddp.observing.display import share_terminal
@@ -39,6 +40,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     logs.configure()
     supervise_program(cfg)
     _check_accelerate_config()
+    process.sharding = process.sharding or take_plan(process.num_ranks)
     launcher.check_requested_world()
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
@@ -213,11 +215,6 @@ def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str
 
 
 def _check_accelerate_config() -> None:
-    for variable, what in {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}.items():
-        if os.environ.get(variable, "").lower() in ("1", "true"):
-            raise UserError(
-                f"The accelerate config asks for {what}, but these recipes train with DDP. Use distributed_type: MULTI_GPU."
-            )
     if int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) != 1:
         raise UserError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set. Accumulation follows from --global_batch_size and --micro_batch_size "

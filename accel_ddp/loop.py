@@ -47,6 +47,7 @@ from accel_ddp.training.system_sample import SystemSample
 from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
+from accel_ddp.training.wrapping import prepare
 from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS
 
 
@@ -87,7 +88,7 @@ def fit(
     check_end(cfg.profile, total_steps)
     require_independence(accelerator, cfg, model, train, loss_sum)
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = prepare(accelerator, cfg, model, optimizer)
     check = ParameterCheck(accelerator, cfg, model)
     facts = {"data": train.identity, "total_steps": total_steps, "files": files}
     saved = Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)

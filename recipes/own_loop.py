@@ -20,7 +20,7 @@ def main(cfg: Config):
 
     accel_ddp.padding.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
-    model, optimizer = accelerator.prepare(task.model, optimizer)
+    model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
     check = accel_ddp.ParameterCheck(accelerator, cfg, model)
     facts = {"data": task.train.identity, "files": files}

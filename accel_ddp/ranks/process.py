@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.environment.launcher import is_started_by_accelerate
 from accel_ddp.environment.mpi import adopt_mpi_world
+from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.environment.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.records.incidents import IncidentWriter
@@ -63,6 +64,7 @@ class Process:
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
+        self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 
         self.heartbeat = Heartbeat()  # where this rank is, for the monitor of its node

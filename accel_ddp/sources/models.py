@@ -12,11 +12,14 @@ from torch import nn
 
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+from accel_ddp.sharding.apply import shard
 from accel_ddp.sources import model_kinds
 from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.pretrained import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.training.optim import freeze
+from accel_ddp.training.wrapping import sharding_options
 
 log = logging.getLogger(__name__)
 
@@ -150,4 +153,6 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
         # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
+    if process.sharding:
+        shard(model, process.sharding, *sharding_options(accelerator, cfg))
     return model

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
+from accel_ddp.sharding import tensors
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.own_time import OwnTime, Part
@@ -95,7 +97,7 @@ def update(
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(model):
+        with _synchronising(accelerator, model, is_last):
             heartbeat.enter(FORWARD)
             with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
@@ -124,7 +126,7 @@ def update(
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
+    grad_norm = tensors.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf")))
     loss_of_all = total
     if num_ranks > 1:
         loss_of_all = total.clone()
@@ -197,6 +199,19 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
 
 def _mark_nothing(part: int) -> None:
     pass
+
+
+def _synchronising(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
+    """Return a context for the backward pass of one micro-batch. Only that of the last one sums the gradients of all ranks.
+
+    Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
+    over copies of the model, which are on different nodes, waits for the last one.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
+        return nullcontext()
+    return nullcontext() if is_last else accelerator.no_sync(model)
 
 
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:

@@ -1,0 +1,124 @@
+"""Shards a model with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs.
+
+Accelerate's own FSDP code is not used, although its config and its names are. On CPUs it silently uses DDP. On GPUs rank 0 loads the
+whole model, and all weights are gathered in one dtype, so that results differ from those of DDP.
+
+Each layer is gathered when it is computed. Everything else (embeddings, last norm, output head) belongs to the root. The root is
+gathered from the beginning of the forward pass to the end of the backward pass, because the loss over a vocabulary reads the weight
+of the output head after the forward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+
+
+def shard(
+    model: nn.Module, plan: ShardingPlan, device: torch.device, precision: str = "no", reduce_dtype: torch.dtype = torch.float32
+) -> None:
+    """Replace the parameters of a model by shards, each a `DTensor`, on `device`. This is a collective.
+
+    Parameters on the meta device stay there. With `precision` bf16 the layers are gathered in bfloat16, the format in which autocast
+    multiplies. The shards and the root stay in float32, as with DDP. Gradients are summed in `reduce_dtype`.
+    """
+    layers = find_layers(model, plan)
+    mesh = make_mesh(plan, device)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
+    reduce = None if any(p.dtype == torch.float64 for p in model.parameters()) else reduce_dtype
+    narrow = torch.bfloat16 if precision == "bf16" else None
+    # Autocast converts the inputs of operations, not of layers.
+    policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=plan.reshard_after_forward, mp_policy=policy(narrow), offload_policy=offload
+        )
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
+    model._is_fsdp_managed_module = True  # `generate` of transformers then does the same number of forward passes on all ranks
+
+
+def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
+    """Return the ranks as a mesh: one row, or one row for each copy of the model. The ranks of a node have consecutive numbers."""
+    if plan.replicas == 1:
+        return init_device_mesh(device.type, (process.num_ranks,), mesh_dim_names=("shard",))
+    shape = (plan.replicas, process.num_ranks // plan.replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time, in the order of the model. Raise UserError if there are none.
+
+    They are the outermost elements of lists of modules, or those of the classes that the config names.
+    """
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise UserError(
+            f"The accelerate config asks for FSDP, but {type(model).__name__} has batch norm, whose statistics each rank would compute "
+            "alone. Train it with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
+        )
+    if plan.layer_classes:
+        is_layer: Callable[[nn.Module], bool] = lambda module: type(module).__name__ in plan.layer_classes
+    else:
+        elements = {
+            element for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1 for element in module
+        }
+        is_layer = elements.__contains__
+    layers = [layer for layer in _outermost(model, is_layer) if any(True for _ in layer.parameters())]
+    if not layers and plan.layer_classes:
+        raise UserError(
+            f"The accelerate config has fsdp_transformer_layer_cls_to_wrap: {','.join(plan.layer_classes)}, but "
+            f"{type(model).__name__} has no such module. Remove this line: the layers are then found by themselves."
+        )
+    if not layers:
+        raise UserError(
+            f"The accelerate config asks for FSDP, but {type(model).__name__} has no list of layers that could be gathered one at a "
+            "time. Train it with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
+        )
+    return _without_shared_parameters(model, layers)
+
+
+def _outermost(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_layer(child):
+            yield child
+        else:
+            yield from _outermost(child, is_layer)
+
+
+def _without_shared_parameters(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers except those that share a parameter with another module. These belong to the root."""
+    layers = list(dict.fromkeys(layers))
+    users: dict[nn.Parameter, set[int]] = {}
+    places = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(places.get(module, -1))
+    return [layer for layer in layers if all(len(users[parameter]) == 1 for parameter in layer.parameters())]
+
+
+def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that are gathered at once: the layers and the root."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass has left gathered. It needs no communication."""
+    for part in sharded_parts(model):
+        part.reshard()
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
+    """Shard a model whose optimizer exists already, and let the optimizer step the shards. `more` are arguments of `shard`."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    shard(model, plan, *more)
+    now = dict(model.named_parameters())
+    for group, own in zip(optimizer.param_groups, positions):
+        group["params"] = [now[name] for name in own]
