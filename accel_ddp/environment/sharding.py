@@ -75,8 +75,9 @@ def _replicas(num_ranks: int) -> int:
     replicas, shards = _size("DP_REPLICATE_SIZE"), _size("DP_SHARD_SIZE")
     if replicas * shards != num_ranks:
         raise UserError(
-            f"The accelerate config has parallelism_config_dp_replicate_size: {replicas} and parallelism_config_dp_shard_size: {shards}, "
-            f"but there are {num_ranks} ranks. The product must be {num_ranks}: for example the number of nodes and the GPUs per node."
+            f"The accelerate config has parallelism_config_dp_replicate_size: {replicas} and parallelism_config_dp_shard_size: "
+            f"{shards}, but there are {num_ranks} ranks. Their product must be {num_ranks}, for example the number of nodes times the "
+            "GPUs per node."
         )
     return replicas
 
