@@ -180,6 +180,37 @@ def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monke
     thread.put(tracker_thread.Call("end", None))
 
 
+STARTS_AND_FORKS = """
+import os, signal, subprocess, threading
+from accel_ddp.ranks.forks import keep_forks_apart_from_starts
+keep_forks_apart_from_starts()
+keep_forks_apart_from_starts()
+is_done, children = threading.Event(), []
+def start():
+    for _ in range(20):
+        subprocess.run(["true"], stdout=subprocess.PIPE)
+    subprocess.run(["true"], preexec_fn=int)
+    is_done.set()
+threading.Thread(target=start, daemon=True).start()
+while not is_done.is_set() and len(children) < 200:
+    children.append(os.fork())
+    if children[-1] == 0:
+        if len(children) == 1:
+            subprocess.run(["true"])  # the lock of the parent is not that of the child
+        signal.pause()
+print(is_done.wait(30), flush=True)
+for child in children:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+os._exit(0)
+"""
+
+
+def test_a_tracker_that_starts_a_program_does_not_wait_for_data_workers_that_are_forked_meanwhile():
+    ended = subprocess.run([sys.executable, "-c", STARTS_AND_FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.stdout == "True\n", ended.stderr
+
+
 def test_secrets_are_found_by_their_names_formats_and_places(tmp_path):
     home = tmp_path / "home"
     (home / ".aws").mkdir(parents=True)
