@@ -173,7 +173,7 @@ def test_run_replaces_its_own_process_by_the_launcher(tmp_path):
     assert launcher.cmdline()[3:5] == ["accelerate.commands.launch", "-q"]
     (rank,) = launcher.children()
     launcher.send_signal(signal.SIGTERM)
-    assert psutil.wait_procs([rank], timeout=60)[1] == []
+    assert psutil.wait_procs([rank], timeout=180)[1] == []
     assert running.ended().codes == [-signal.SIGTERM]
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
 

@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "classify.py"
 class DoctorRun:
     """Runs commands on several nodes until all of them have ended, and holds their exit codes and output."""
 
-    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 120):
+    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 240):
         order = sorted(commands)
         words = [nodes.nodes[n].command(commands[n]) for n in order]
         envs = [clean_environment(**environments.get(n, {})) for n in order]
@@ -268,7 +268,7 @@ def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in ended.verdict(0)
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     script = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
-    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {}, timeout=120)
+    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     assert "2 nodes x 1 rank" in ended.texts[0]
     assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
@@ -606,7 +606,7 @@ def test_the_nodes_of_this_file_have_their_own_networks(nodes):
 
 def test_the_doctor_leaves_no_files():
     """Files of a doctor that another worker runs at this moment are removed soon."""
-    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 60
+    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 180
     while there := [path for path in there if path.exists()]:
         assert time.monotonic() < deadline, there
         time.sleep(0.1)

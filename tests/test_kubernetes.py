@@ -409,7 +409,7 @@ def test_the_folder_that_docker_copies_has_what_the_package_needs_and_nothing_pr
     shutil.copytree(ROOT, copy_folder, ignore=ignored)
     assert not [path for path in copy_folder.rglob("*") if path.name in (".git", ".env", ".venv", "runs", "tests")]
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "dist"]
-    subprocess.run(build, cwd=copy_folder, check=True, timeout=60, capture_output=True)
+    subprocess.run(build, cwd=copy_folder, check=True, timeout=300, capture_output=True)
     files = set(zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))).namelist())
     assert {"accel_ddp/launch/kubernetes/backend.py", "accel_ddp/recipes/classify.py"} <= files
     for name in ("recipes/classify.py", "accelerate_configs/2node.yaml", "constraints.txt"):

@@ -17,7 +17,7 @@ def test_a_config_of_the_accelerate_wizard_works(tmp_path):
     """Answer the wizard's questions for two machines with one GPU each. Both nodes use the file that the wizard writes."""
     file, port = tmp_path / "wizard.yaml", free_port()
     wizard = pexpect.spawn(
-        str(BIN / "accelerate"), ["config", "--config_file", str(file)], env=clean_environment(), encoding="utf-8", timeout=60
+        str(BIN / "accelerate"), ["config", "--config_file", str(file)], env=clean_environment(), encoding="utf-8", timeout=180
     )
     for question, answer in [
         ("In which compute environment", ""), ("Which type of machine", "4"), ("How many different machines", "2"),
@@ -93,7 +93,7 @@ def test_a_rank_whose_launcher_is_terminated_saves_a_checkpoint_and_ends(tmp_pat
     running.processes[0].terminate()
     ended = running.ended()  # the rank has the output open too
     assert ended.codes == [-signal.SIGTERM]
-    assert psutil.wait_procs([rank], timeout=60)[1] == []
+    assert psutil.wait_procs([rank], timeout=180)[1] == []
     (path,) = (tmp_path / "run").glob("step_*")
     assert 2 <= int(path.name[5:]) < 12
     assert ended.text.count(f"Step {int(path.name[5:])} of 12 is saved") == 1

@@ -59,7 +59,7 @@ def start(user: UserTerminal, ranks: int, output: Path, *words: object, **env: s
 
 def end(processes: list) -> list[int]:
     try:
-        return [process.wait(60) for process in processes]
+        return [process.wait(180) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -254,7 +254,7 @@ def test_a_run_does_not_wait_for_a_terminal_that_is_stopped(user, tmp_path):
     user.reads.clear()
     user.emulates = False
     is_done = lambda: '"end"' in (tmp_path / "run" / "log.jsonl").read_text()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not is_done():
         assert time.monotonic() < deadline, "training waits for the terminal"
         time.sleep(0.1)

@@ -57,7 +57,7 @@ class Job:
                 self.texts[node] += line
                 self.changed.notify_all()
 
-    def until(self, expected: str, node: int = 0, after: int = 0, timeout: float = 120) -> int:
+    def until(self, expected: str, node: int = 0, after: int = 0, timeout: float = 300) -> int:
         """Wait until the node prints `expected` at or after the position `after` of its output. Return the position behind it."""
         with self.changed:
             found = self.changed.wait_for(lambda: self.texts[node].find(expected, after) >= 0, timeout)
@@ -74,7 +74,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         self.launchers[node].wait()
 
-    def end(self, timeout: float = 120) -> list[int]:
+    def end(self, timeout: float = 300) -> list[int]:
         codes = [launcher.wait(timeout) for launcher in self.launchers]
         time.sleep(0.5)
         return codes

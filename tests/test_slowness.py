@@ -302,7 +302,7 @@ def seconds_of(folder: Path, rank: int) -> Timing:
 def test_the_time_of_a_slow_rank_is_its_own_and_that_of_the_others_is_communication(jobs, tmp_path, slow, part, options):
     arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--slow", slow, "--seconds", 0.1, "--steps", 8, *options]
     with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
-        assert job.codes(90) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
     fast, slowed = seconds_of(tmp_path, 0), seconds_of(tmp_path, 1)
     added = {"loss": 0.2, "backward": 0.1, "data": 0.16, "hook": 0.1}[slow]
     own = lambda timing: sum(timing[1:-1])
@@ -320,7 +320,7 @@ def test_a_rank_that_is_stopped_for_most_of_the_time_is_reported_and_never_ended
             for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
                 kill(pid, number)
                 time.sleep(seconds)
-        assert job.codes(90) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
         found = job.diagnoses()[0]  # the simulated runs state after how many steps; here a busy machine slows both ranks
     assert (found.level, found.kind, found.number("rank"), found.number("pid")) == ("warning", STRAGGLER, 1, pid)
 
@@ -378,7 +378,7 @@ def costs_of_straggler(jobs: Jobs, folder: Path) -> tuple[float, float]:
     folder.mkdir()
     arguments = ["--out", folder, "--output_dir", folder / "run", "--slow", "loss", "--seconds", 0.05, "--micro_batch_size", 8]
     with jobs.ranks([0, 0], *arguments, "--steps", 110, "--save_every", 1000, script=PROGRAMS / "slow_rank.py") as job:
-        assert job.codes(90) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
         found = next(d for d in job.diagnoses() if d.kind == STRAGGLER)
         printed = job.text(0)
     host, truth = socket.gethostname(), statistics.mean(json.loads((folder / "slept.json").read_text()))
@@ -415,7 +415,7 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
     with jobs.ranks(
         [0] * ranks, "--out", tmp_path, "--output_dir", tmp_path / "run", script=PROGRAMS / "parts_of_time.py"
     ) as job:
-        assert job.codes(90) == [0] * ranks, job.all_output()
+        assert job.codes() == [0] * ranks, job.all_output()
     measured = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert len(measured[0]) == 7
     # name: forward passes, and those that the backward pass repeats

@@ -68,7 +68,7 @@ class Watched:
         self.stop = spot.watch(self.ends.append, self.reports.append, every=0.02, every_without_service=0.05)
 
 
-def until(is_true, seconds: float = 20) -> None:
+def until(is_true, seconds: float = 120) -> None:
     limit = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < limit, "nothing happened"

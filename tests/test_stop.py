@@ -58,9 +58,9 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 def wait_for(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while step not in steps_saved(folder):
-        assert time.monotonic() < deadline, f"step {step} was not saved within 60 s"
+        assert time.monotonic() < deadline, f"step {step} was not saved within 180 s"
         time.sleep(0.01)
 
 
