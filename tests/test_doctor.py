@@ -466,19 +466,24 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
     assert "DistStoreError" in unaffected, "the error of torchrun itself"
 
 
-def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
+def test_the_doctor_runs_under_torchrun(nodes):
     """Two ranks on one node and one on the other: one rank per node prints, and every rank has an exit code."""
     nodes.require("host names")
     torchrun = [BIN / "torchrun", "--nnodes", "2", "--master_addr", MAIN, "--master_port", "29500"]
     own = {0: ["--nproc_per_node", 2, "--node_rank", 0], 1: ["--nproc-per-node=1", "--node-rank", 1]}
-    ended = DoctorRun(nodes, {n: [*torchrun, *own[n], "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
+    ended = DoctorRun(nodes, {n: [*torchrun, *own[n], "-m", "accel_ddp.doctor"] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     for text in ended.texts.values():
         assert text.count("verdict: healthy") == 1
         assert "gloo: 3 ranks on 2 nodes (node0, node1)" in text
         assert "DDP: gradients are the average of all ranks'" in text
+
+
+@pytest.mark.slow
+def test_the_doctor_runs_under_accelerate_launch(nodes):
+    nodes.require("host names")
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
-    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
+    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     for text in ended.texts.values():
         assert "gloo: 2 ranks on 2 nodes (node0, node1)" in text
@@ -487,21 +492,19 @@ def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
     assert ended.verdict(0) == ended.verdict(1) == "verdict: healthy\n"
 
 
-def test_launchers_return_the_exit_code_of_their_ranks(nodes):
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_launchers_return_the_exit_code_of_their_ranks(nodes, launcher):
     nodes.require("host names")
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
     lr = {0: [], 1: ["--lr", "1e-3"]}
-    for commands in (
-        {n: [*launch, "--machine_rank", n, RECIPE, *lr[n]] for n in (0, 1)},
-        {n: [*c10d, RECIPE, *lr[n]] for n in (0, 1)},
-    ):
-        ended = DoctorRun(nodes, commands, {})
-        assert ended.codes == {0: 2, 1: 2}, ended.texts
-        for text in ended.texts.values():
-            assert "E_OPTIONS  --lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)" in text
-            assert "Traceback" not in text
-            assert "exitcode  : 2 " in text, "the report of torch remains"
+    words = {n: c10d if launcher == "c10d" else [*launch, "--machine_rank", n] for n in (0, 1)}
+    ended = DoctorRun(nodes, {n: [*words[n], RECIPE, *lr[n]] for n in (0, 1)}, {})
+    assert ended.codes == {0: 2, 1: 2}, ended.texts
+    for text in ended.texts.values():
+        assert "E_OPTIONS  --lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)" in text
+        assert "Traceback" not in text
+        assert "exitcode  : 2 " in text, "the report of torch remains"
 
 
 def test_json_output_has_the_findings_and_nodes(nodes):
@@ -522,7 +525,8 @@ def test_a_node_with_another_token_is_rejected(nodes):
     assert "connections without the token were rejected" in ended.verdict(0)
 
 
-def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes):
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes, launcher):
     """Accelerate would raise an exception on node 0 before any check begins. Torch would wait for a c10d store in any program."""
     nodes.require("host names")
     server = "import socket, time; s = socket.create_server(('', 29500)); print('listening', flush=True); time.sleep(300)"
@@ -531,17 +535,16 @@ def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes):
     script = [RECIPE, "--preflight_wait", 60]
     accelerate = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
-    commands = [{n: [*accelerate, "--machine_rank", n, *script] for n in (0, 1)}, {n: [*c10d, *script] for n in (0, 1)}]
+    words = {n: [*(c10d if launcher == "c10d" else [*accelerate, "--machine_rank", n]), *script] for n in (0, 1)}
     try:
-        for words in commands:
-            running = [Running([nodes.nodes[n].command(words[n])], [clean_environment()], fresh=True) for n in (0, 1)]
-            ended = [one.ended(120) for one in running]
-            assert [one.codes for one in ended] == [[2], [2]], [one.text for one in ended]
-            found = [re.search(r"^E_PORT_BUSY.*", one.text, re.MULTILINE | re.DOTALL)[0] for one in ended]
-            assert found[0] == found[1]
-            assert "port 29500 of this host is in use by pid " in found[0]
-            assert "create_server" in found[0], "the command line of the program"
-            assert "Traceback" not in ended[0].text + ended[1].text
+        running = [Running([nodes.nodes[n].command(words[n])], [clean_environment()], fresh=True) for n in (0, 1)]
+        ended = [one.ended() for one in running]
+        assert [one.codes for one in ended] == [[2], [2]], [one.text for one in ended]
+        found = [re.search(r"^E_PORT_BUSY.*", one.text, re.MULTILINE | re.DOTALL)[0] for one in ended]
+        assert found[0] == found[1]
+        assert "port 29500 of this host is in use by pid " in found[0]
+        assert "create_server" in found[0], "the command line of the program"
+        assert "Traceback" not in ended[0].text + ended[1].text
     finally:
         other.kill()
 

@@ -98,7 +98,7 @@ def test_a_run_whose_gradients_are_never_finite_ends_with_an_error_on_every_rank
 def test_torchrun_does_not_undo_a_stop_of_a_single_rank(tmp_path):
     """torchrun treats the exit code of a stop as a failure. Its wrapped rendezvous handler ends it."""
     command = [BIN / "torchrun", "--nproc_per_node", 1, "--max_restarts", 1, "--master_port", free_port(), PROGRAMS / "trains.py"]
-    running = Running([[*command, "--step_seconds", 0.05, "--save_every", 100]], [clean_environment()], cwd=tmp_path)
+    running = Running([[*command, "--step_seconds", 0.3, "--save_every", 100]], [clean_environment()], cwd=tmp_path)
     running.until("step  2/12")
     (folder,) = (tmp_path / "runs" / "trains").iterdir()
     (folder / "STOP").touch()
