@@ -117,7 +117,7 @@ class Running:
         self.processes = started(argvs, environments, folders, new_session, fresh)
         self.read = [""] * len(commands)
 
-    def until(self, expected: str, of: int = 0, timeout: float = 120) -> None:
+    def until(self, expected: str, of: int = 0, timeout: float = 300) -> None:
         """Wait until process `of` prints a line that contains `expected`. Otherwise kill all processes and fail."""
         timer = threading.Timer(timeout, self.kill)
         timer.start()
@@ -155,7 +155,7 @@ class Running:
         time.sleep(2)
         return "\n".join(["processes that had the output open:", *hang])
 
-    def ended(self, timeout: float = 120) -> Ended:
+    def ended(self, timeout: float = 300) -> Ended:
         """Wait for all processes and return their results. After the timeout, kill them with their descendants and fail."""
         began = time.monotonic()
 
@@ -172,7 +172,7 @@ class Running:
             if any(reader.is_alive() for reader in readers):
                 hang = self.abort()
                 raise AssertionError(f"the processes have not ended after {timeout} s:\n" + "\n".join([*self.read, hang]))
-            codes = [process.wait(10) for process in self.processes]
+            codes = [process.wait(60) for process in self.processes]
         finally:
             self.kill()
         return Ended(codes, self.read, time.monotonic() - began)

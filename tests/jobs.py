@@ -79,7 +79,7 @@ class Job:
         return "\n".join(self.text(number) for number, place in enumerate(self.nodes) if place is node)
 
     def until(
-        self, pattern: str, of: int | None = None, timeout: float = 90, after: float = 0.0
+        self, pattern: str, of: int | None = None, timeout: float = 240, after: float = 0.0
     ) -> tuple[float, int, re.Match[str]]:
         """Wait for a line with this pattern that was printed after `after`. Return its time, its process and the match."""
         expected, deadline = re.compile(pattern), time.monotonic() + timeout
@@ -98,7 +98,7 @@ class Job:
                 raise AssertionError(f"no process has printed {pattern!r} in {timeout} s. Output:\n{self.all_output()}")
             time.sleep(0.02)
 
-    def until_step(self, step: int, timeout: float = 90) -> None:
+    def until_step(self, step: int, timeout: float = 240) -> None:
         """Wait until the main rank prints this step, or a later one."""
         deadline = time.monotonic() + timeout
         while self.last_step() < step:
@@ -139,7 +139,7 @@ class Job:
             if (diagnosis.process, diagnosis.seconds) == (number, seconds) and re.fullmatch(kind, diagnosis.kind)
         )  # fmt: skip
 
-    def codes(self, timeout: float = 60) -> list[int | None]:
+    def codes(self, timeout: float = 240) -> list[int | None]:
         """Wait for all processes and return their exit codes. None stands for a process that has not ended."""
         deadline = time.monotonic() + timeout
         codes: list[int | None] = []
@@ -162,7 +162,7 @@ class Job:
                         found.append(f"{node.name}: {pid} {state} {line[:150]}")
         return found
 
-    def nothing_is_left(self, timeout: float = 30) -> None:
+    def nothing_is_left(self, timeout: float = 90) -> None:
         deadline = time.monotonic() + timeout
         while left := self.left():
             assert time.monotonic() < deadline, f"processes remain {timeout} s after the end: {left}\n{self.all_output()}"
@@ -175,7 +175,7 @@ class Job:
 
     def kill(self) -> None:
         """Kill all processes of the job, in all nodes."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while (left := self.left()) and time.monotonic() < deadline:
             for line in left:
                 kill(int(line.split()[1]))
@@ -346,7 +346,7 @@ umount --lazy "$0"
 def remove_memory_limits(text: str) -> None:
     """Remove the memory cgroups that faulty.py has created, according to its output."""
     for path in re.findall(r"^memory cgroup (\S+)", text, re.MULTILINE):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while Path(path).exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # its processes have not all ended
                 Path(path).rmdir()

@@ -99,7 +99,7 @@ class Api:
         one = {"apiVersion": folder.removeprefix("/apis/").removeprefix("/api/"), "kind": KINDS[folder][plural], **one}
         self.objects[folder, plural, namespace, one["metadata"]["name"]] = one
 
-    def wait_for(self, path: str, seconds: float = 60) -> None:
+    def wait_for(self, path: str, seconds: float = 180) -> None:
         """Wait until a request has come whose path contains `path`."""
         deadline = time.monotonic() + seconds
         while not any(path in request for request in list(self.requests)):

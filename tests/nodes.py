@@ -173,7 +173,7 @@ def all_pids() -> list[int]:
 
 def kill_until_none(list_pids: Callable[[], list[int]]) -> None:
     """Kill the processes that `list_pids` returns, until it returns none."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while left := list_pids():
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {left} do not end although they were killed")

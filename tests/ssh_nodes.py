@@ -92,7 +92,7 @@ class Machine:
 
     def wait(self) -> None:
         """Wait until sshd listens."""
-        deadline, log = time.monotonic() + 30, self.etc / "sshd.log"
+        deadline, log = time.monotonic() + 90, self.etc / "sshd.log"
         while "Server listening" not in log.read_text():
             if self.sshd.poll() is not None or time.monotonic() > deadline:
                 raise NotPossible(f"sshd on {self.name}: {log.read_text().strip()}")
@@ -116,7 +116,7 @@ class Machine:
     def start_command(self, words: list, **env: str) -> Running:
         return Running([self.command(words)], [self.environment(**env)])
 
-    def run(self, *words: object, timeout: float = 120, **env: str) -> Ended:
+    def run(self, *words: object, timeout: float = 300, **env: str) -> Ended:
         """Run a command as the user and wait for its end."""
         return self.start_command(list(words), **env).ended(timeout)
 
@@ -245,7 +245,7 @@ class Machines:
         """Return "machine pid command" of each process on any machine, without the sshd that listen."""
         return [f"{name} {pid} {words}" for name, found in self.all_processes().items() for pid, words in found.items()]
 
-    def left(self, seconds: float = 10) -> list[str]:
+    def left(self, seconds: float = 30) -> list[str]:
         """Return the processes that have not ended after some seconds. The sshd of a connection needs a moment to end."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:

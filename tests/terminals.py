@@ -65,7 +65,7 @@ class UserTerminal:
         with self.lock:
             return without_controls(self.raw.decode(errors="replace").replace(BEGIN_FRAME, "\n").replace(END_FRAME, "\n"))
 
-    def until(self, pattern: str, timeout: float = 60) -> str:
+    def until(self, pattern: str, timeout: float = 180) -> str:
         """Wait until this was written. Return what matches."""
         deadline = time.monotonic() + timeout
         while not (found := re.search(pattern, self.past)):

@@ -1,6 +1,8 @@
 """Tiny models of 63 architectures learn the same on one rank and on two, in any micro-batches, and after a resume.
 
-One launch of two ranks computes all of them. After an update of transformers, the names of the failing tests show what changed.
+One launch of two ranks computes all that were selected. By default these are the most different ones. All others are slow:
+`pytest -m "slow or not slow" tests/test_architectures.py`. After an update of transformers, the names of the failing tests show
+what changed.
 """
 
 import ast
@@ -22,6 +24,11 @@ DEPENDENT = {
     "Phi3, longrope",  # as with dynamic rope
     "XLNet",  # it classifies by the last position, which is padding
 }
+DEFAULT = {
+    "Bert", "DebertaV2", "FNet", "ModernBert",  # of encoders: absolute and relative positions, no attention, no padding
+    "Gemma3", "GPT2", "Llama", "Llama, classes", "Llama, dynamic rope", "Mamba", "Mixtral",  # of decoders: windows, states, experts
+    "Bart", "T5", "ConvNext", "ViT",
+}  # fmt: skip
 
 
 def names() -> list[str]:
@@ -35,13 +42,18 @@ def names() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory) -> dict[str, dict]:
+def facts(request, tmp_path_factory) -> dict[str, dict]:
+    """Return the facts about each architecture of the tests that were selected."""
     folder = tmp_path_factory.mktemp("architectures")
-    run_ranks(2, PROGRAM, "--out", folder / "facts.json", "--output_dir", folder / "run", timeout=900).well()
+    selected = [
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    only = ["--only", *(selected or ["Bert"])]
+    run_ranks(2, PROGRAM, "--out", folder / "facts.json", "--output_dir", folder / "run", *only, timeout=900).well()
     return json.loads((folder / "facts.json").read_text())
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in names()])
 def test_an_architecture_learns_the_same_however_its_items_are_spread(facts, name):
     found = facts[name]
     assert "error" not in found, f"{name} cannot be built or trained with this version of transformers: {found['error']}"

@@ -185,7 +185,7 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
         return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
     here = {name: [tokenisation.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
-    printed, _ = elsewhere.communicate(timeout=100)
+    printed, _ = elsewhere.communicate(timeout=300)
     assert json.loads(printed.splitlines()[-1]) == here
     assert elsewhere.returncode == 0
     assert digests(cache) == digests(elsewhere.own)

@@ -134,7 +134,7 @@ def test_parameters_without_a_gradient_are_named_with_the_option_to_use(tmp_path
     ):
         assert words in ended.text
     assert "Traceback" not in ended.text
-    run_ranks(2, PROGRAMS / "dynamic.py", "--freeze", "large", "--output_dir", tmp_path / "frozen", timeout=60).well()
+    run_ranks(2, PROGRAMS / "dynamic.py", "--freeze", "large", "--output_dir", tmp_path / "frozen").well()
 
 
 @pytest.mark.parametrize(

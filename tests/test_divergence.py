@@ -15,7 +15,7 @@ DIVERGES = PROGRAMS / "diverges.py"
 
 
 def run_two(folder: Path, *arguments: object, codes: tuple[int, int] = (1, 1)) -> Ended:
-    ended = run_ranks(2, DIVERGES, *arguments, "--output_dir", folder, timeout=90)
+    ended = run_ranks(2, DIVERGES, *arguments, "--output_dir", folder)
     assert tuple(ended.codes) == codes, ended.text
     return ended
 

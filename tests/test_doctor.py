@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "classify.py"
 class DoctorRun:
     """Runs commands on several nodes until all of them have ended, and holds their exit codes and output."""
 
-    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 120):
+    def __init__(self, nodes: Nodes, commands: dict[int, list], environments: dict[int, dict[str, str]], timeout: float = 240):
         order = sorted(commands)
         words = [nodes.nodes[n].command(commands[n]) for n in order]
         envs = [clean_environment(**environments.get(n, {})) for n in order]
@@ -268,7 +268,7 @@ def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in ended.verdict(0)
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     script = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
-    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {}, timeout=120)
+    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     assert "2 nodes x 1 rank" in ended.texts[0]
     assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
@@ -466,19 +466,24 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
     assert "DistStoreError" in unaffected, "the error of torchrun itself"
 
 
-def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
+def test_the_doctor_runs_under_torchrun(nodes):
     """Two ranks on one node and one on the other: one rank per node prints, and every rank has an exit code."""
     nodes.require("host names")
     torchrun = [BIN / "torchrun", "--nnodes", "2", "--master_addr", MAIN, "--master_port", "29500"]
     own = {0: ["--nproc_per_node", 2, "--node_rank", 0], 1: ["--nproc-per-node=1", "--node-rank", 1]}
-    ended = DoctorRun(nodes, {n: [*torchrun, *own[n], "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
+    ended = DoctorRun(nodes, {n: [*torchrun, *own[n], "-m", "accel_ddp.doctor"] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     for text in ended.texts.values():
         assert text.count("verdict: healthy") == 1
         assert "gloo: 3 ranks on 2 nodes (node0, node1)" in text
         assert "DDP: gradients are the average of all ranks'" in text
+
+
+@pytest.mark.slow
+def test_the_doctor_runs_under_accelerate_launch(nodes):
+    nodes.require("host names")
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
-    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {}, 120)
+    ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, "-m", "accel_ddp.doctor"] for n in (0, 1)}, {})
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     for text in ended.texts.values():
         assert "gloo: 2 ranks on 2 nodes (node0, node1)" in text
@@ -487,21 +492,19 @@ def test_the_doctor_runs_under_torchrun_and_accelerate_launch(nodes):
     assert ended.verdict(0) == ended.verdict(1) == "verdict: healthy\n"
 
 
-def test_launchers_return_the_exit_code_of_their_ranks(nodes):
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_launchers_return_the_exit_code_of_their_ranks(nodes, launcher):
     nodes.require("host names")
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
     lr = {0: [], 1: ["--lr", "1e-3"]}
-    for commands in (
-        {n: [*launch, "--machine_rank", n, RECIPE, *lr[n]] for n in (0, 1)},
-        {n: [*c10d, RECIPE, *lr[n]] for n in (0, 1)},
-    ):
-        ended = DoctorRun(nodes, commands, {})
-        assert ended.codes == {0: 2, 1: 2}, ended.texts
-        for text in ended.texts.values():
-            assert "E_OPTIONS  --lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)" in text
-            assert "Traceback" not in text
-            assert "exitcode  : 2 " in text, "the report of torch remains"
+    words = {n: c10d if launcher == "c10d" else [*launch, "--machine_rank", n] for n in (0, 1)}
+    ended = DoctorRun(nodes, {n: [*words[n], RECIPE, *lr[n]] for n in (0, 1)}, {})
+    assert ended.codes == {0: 2, 1: 2}, ended.texts
+    for text in ended.texts.values():
+        assert "E_OPTIONS  --lr differs: 0.0001 on node0 (machine_rank 0), 0.001 on node1 (machine_rank 1)" in text
+        assert "Traceback" not in text
+        assert "exitcode  : 2 " in text, "the report of torch remains"
 
 
 def test_json_output_has_the_findings_and_nodes(nodes):
@@ -522,7 +525,8 @@ def test_a_node_with_another_token_is_rejected(nodes):
     assert "connections without the token were rejected" in ended.verdict(0)
 
 
-def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes):
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes, launcher):
     """Accelerate would raise an exception on node 0 before any check begins. Torch would wait for a c10d store in any program."""
     nodes.require("host names")
     server = "import socket, time; s = socket.create_server(('', 29500)); print('listening', flush=True); time.sleep(300)"
@@ -531,17 +535,16 @@ def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes):
     script = [RECIPE, "--preflight_wait", 60]
     accelerate = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     c10d = [BIN / "torchrun", "--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{MAIN}:29500", "--rdzv_id", "job"]
-    commands = [{n: [*accelerate, "--machine_rank", n, *script] for n in (0, 1)}, {n: [*c10d, *script] for n in (0, 1)}]
+    words = {n: [*(c10d if launcher == "c10d" else [*accelerate, "--machine_rank", n]), *script] for n in (0, 1)}
     try:
-        for words in commands:
-            running = [Running([nodes.nodes[n].command(words[n])], [clean_environment()], fresh=True) for n in (0, 1)]
-            ended = [one.ended(120) for one in running]
-            assert [one.codes for one in ended] == [[2], [2]], [one.text for one in ended]
-            found = [re.search(r"^E_PORT_BUSY.*", one.text, re.MULTILINE | re.DOTALL)[0] for one in ended]
-            assert found[0] == found[1]
-            assert "port 29500 of this host is in use by pid " in found[0]
-            assert "create_server" in found[0], "the command line of the program"
-            assert "Traceback" not in ended[0].text + ended[1].text
+        running = [Running([nodes.nodes[n].command(words[n])], [clean_environment()], fresh=True) for n in (0, 1)]
+        ended = [one.ended() for one in running]
+        assert [one.codes for one in ended] == [[2], [2]], [one.text for one in ended]
+        found = [re.search(r"^E_PORT_BUSY.*", one.text, re.MULTILINE | re.DOTALL)[0] for one in ended]
+        assert found[0] == found[1]
+        assert "port 29500 of this host is in use by pid " in found[0]
+        assert "create_server" in found[0], "the command line of the program"
+        assert "Traceback" not in ended[0].text + ended[1].text
     finally:
         other.kill()
 
@@ -606,7 +609,7 @@ def test_the_nodes_of_this_file_have_their_own_networks(nodes):
 
 def test_the_doctor_leaves_no_files():
     """Files of a doctor that another worker runs at this moment are removed soon."""
-    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 60
+    there, deadline = list(Path(ROOT).glob(".accel_ddp_doctor_*")), time.monotonic() + 180
     while there := [path for path in there if path.exists()]:
         assert time.monotonic() < deadline, there
         time.sleep(0.1)

@@ -36,7 +36,7 @@ def test_commands_with_any_text_and_any_folder_survive_an_interactive_shell():
     echo = "import sys, json; sys.stdout.write(json.dumps([{folder}, %s]) + chr(10))"
     commands = [examples.command(echo % examples.literal(text), f"runs/{text}") for text in TEXTS]
     commands = [command.replace("python -c", f"{sys.executable} -S -c") for command in commands]
-    ended = subprocess.run(["bash", "-i"], input="\n".join(commands) + "\nexit\n", capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["bash", "-i"], input="\n".join(commands) + "\nexit\n", capture_output=True, text=True, timeout=180)
     assert [json.loads(line) for line in ended.stdout.splitlines()] == [[f"runs/{text}", text] for text in TEXTS]
 
 
@@ -148,7 +148,7 @@ def test_the_printed_line_works_in_a_shell_with_a_row_of_the_users_data(adapters
     assert r"it\x27s \"fine\" $HOME `id`" in line
     line = line.replace(str(secret / "run" / "model"), str(folder))
     env = clean_environment(HF_HUB_OFFLINE="1", PYTHONPATH="")
-    ended = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    ended = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert re.search(r"'label': 'name \d'", ended.stdout), ended.stderr[-3000:]
     for path in (path for path in folder.rglob("*") if path.is_file()):
         assert b"secret_folder" not in path.read_bytes(), path

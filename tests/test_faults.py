@@ -133,7 +133,7 @@ def test_a_fault_inside_a_rank_is_diagnosed_on_every_node(request, tmp_path, pla
     with request.getfixturevalue(place).ranks(places, *arguments) as job:
         began, _, injected = job.until(r"rank 1 \(pid (\d+)\) injects \w+ at step (\d+)")
         fatal = job.until_diagnosis(case.kind, "error", ABORT_SECONDS, began)
-        codes = job.codes(30)
+        codes = job.codes()
         ended = time.monotonic()
         job.nothing_is_left()
         print(job.all_output())
@@ -176,7 +176,7 @@ def test_a_killed_rank_is_diagnosed_on_every_node(request, tmp_path, place, rank
         step, pid, began = job.last_step(), job.rank_pid(rank), time.monotonic()
         kill(pid)
         fatal = job.until_diagnosis("RANK_DIED", "error", REPORT_SECONDS)
-        codes = job.codes(30)
+        codes = job.codes()
         job.nothing_is_left()
         print(job.all_output())
         diagnosis = agree(job, "error", "RANK_DIED")
@@ -195,7 +195,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_such(one, tm
             if began[2][2]:
                 pytest.skip(f"memory cgroups cannot be used: {began[2][2]}")
             found = job.until_diagnosis("RANK_DIED", "error", REPORT_SECONDS)
-            assert job.codes(30) == [FAILED, -9]
+            assert job.codes() == [FAILED, -9]
             print(f"MEASURED memory: report {found.seconds - began[0]:.1f} s, end {time.monotonic() - began[0]:.1f} s")
             job.nothing_is_left()
             print(job.all_output())
@@ -240,8 +240,8 @@ def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_
         try:
             began, _, injected = job.until(r"rank 1 \(pid (\d+)\) injects")
             diagnosis = job.until_diagnosis("RANK_BLOCKED", "error", ABORT_SECONDS, began)
-            assert job.processes[0].wait(30) == FAILED
-            deadline = time.monotonic() + 30
+            assert job.processes[0].wait(120) == FAILED
+            deadline = time.monotonic() + 90
             while len(left := job.left()) > 1:  # the rank that is in state D
                 assert time.monotonic() < deadline, f"{left}\n{job.all_output()}"
                 time.sleep(0.05)
@@ -251,7 +251,7 @@ def test_a_rank_that_is_blocked_in_the_kernel_is_reported_and_nothing_waits_for_
             job.until(rf"error: RANK_BLOCKED: rank 1 \({diagnosis.host}, pid {injected[1]}\) cannot be killed", timeout=5)
         finally:
             disk.unfreeze()
-        assert job.processes[1].wait(30) != 0
+        assert job.processes[1].wait(120) != 0
         job.nothing_is_left()
         assert "Exception" not in job.text()
         assert newest_checkpoint_loads(tmp_path / "run") == 5
@@ -268,13 +268,13 @@ def test_a_disk_of_the_output_folder_that_hangs_is_reported(disk, beside_disk, t
             began = time.monotonic()
             first = job.until_diagnosis("DISK_HUNG|RANK_BLOCKED", "error|warning", ABORT_SECONDS, began)
             job.until_diagnosis("DISK_HUNG|RANK_BLOCKED", "error", ABORT_SECONDS, began)
-            assert job.processes[1].wait(30) == FAILED
+            assert job.processes[1].wait(120) == FAILED
             print(job.all_output())
             assert first.number("rank") == 0
             assert {d.number("rank") for d in job.diagnoses()} == {0}, "a rank that waits is reported"
         finally:
             disk.unfreeze()
-        assert job.codes(30)[0] not in (0, None)
+        assert job.codes()[0] not in (0, None)
         job.nothing_is_left()
         # The monitor has reported the disk without waiting for it, and writes when the disk answers again.
         assert {one.kind for one in read_incidents(disk.outside / "run")} >= {d.kind for d in job.diagnoses()}
@@ -419,13 +419,13 @@ def test_short_faults_are_survived_and_reported_afterwards(two, tmp_path, is_def
         assert job.last_step() - first <= 21
         assert "node1" in found.text
         shape_link(node, "")
-        assert job.codes(120) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
         job.nothing_is_left()
         print(job.all_output())
         assert [d for d in job.diagnoses() if d.level == "error"] == []
     undisturbed = tmp_path / "undisturbed"
     with two.ranks([0, 1], "--output_dir", undisturbed, *options, "--step_seconds", 0) as job:
-        assert job.codes(60) == [0, 0]
+        assert job.codes() == [0, 0]
         assert job.diagnoses() == []
     assert result(folder) == result(undisturbed)
 
@@ -436,7 +436,7 @@ def test_slow_data_loading_is_reported(request, tmp_path, place):
     places = [0, 0] if place == "one" else [0, 1]
     arguments = ["--fault", "slow_data", "--fault_seconds", 0.1, "--steps", 35, "--step_seconds", 0.05]
     with request.getfixturevalue(place).ranks(places, "--output_dir", tmp_path / "run", *arguments) as job:
-        assert job.codes(90) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
         print(job.all_output())
         found = [d for d in job.diagnoses() if d.level == "warning"]
         assert {d.kind for d in found} <= {"STRAGGLER", "DATA_SLOW"}
@@ -451,7 +451,7 @@ def test_a_removed_output_folder_is_reported(one, tmp_path):
         shutil.rmtree(folder)
         began = time.monotonic()
         found = job.until_diagnosis("OUTPUT_REMOVED", "warning|error", REPORT_SECONDS, began)
-        codes = job.codes(60)
+        codes = job.codes()
         job.nothing_is_left()
         print(job.all_output())
         assert str(folder) in found.text
@@ -469,7 +469,7 @@ def test_incidents_of_a_single_rank_are_stored_also_after_its_monitor_was_killed
             if "accel_ddp.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_text() and pid not in job.servers
         ]  # fmt: skip
         kill(monitor)
-        assert job.codes(60) == [FAILED]
+        assert job.codes() == [FAILED]
         print(job.all_output())
     found = read_incidents(folder)
     assert [(one.level, one.kind) for one in found] == [("warning", "MONITOR_LOST"), ("error", "RANK_FAILED")]
@@ -513,7 +513,7 @@ def test_faults_under_launchers_on_two_nodes(two, tmp_path, launcher, fault):
             kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         first = job.until_diagnosis(kind, "warning|error", REPORT_SECONDS, began)
         job.until_diagnosis(kind, "error", ABORT_SECONDS, began)
-        codes = job.codes(60)
+        codes = job.codes()
         ended = time.monotonic()
         job.nothing_is_left()
         print(job.all_output())
@@ -543,7 +543,7 @@ def test_a_stopped_rank_with_the_default_limits(two, tmp_path, launcher):
         late = job.until_diagnosis("RANK_STOPPED", "error", ABORT_SECONDS, began)
         assert early.seconds - began > 3
         assert late.seconds - began > 25
-        assert job.codes(30) == [1, 1]
+        assert job.codes() == [1, 1]
         job.nothing_is_left()
         print(job.all_output())
         print(f"MEASURED {launcher} default limits: report {early.seconds - began:.1f} s, abort {late.seconds - began:.1f} s")
@@ -572,7 +572,7 @@ def test_different_faults_use_one_restart_each_and_leave_the_result_unchanged(tw
         print(job.all_output())
     undisturbed = tmp_path / "undisturbed"
     with two.ranks([0, 1], "--output_dir", undisturbed, "--steps", 40, "--num_workers", 1, "--step_seconds", 0) as job:
-        assert job.codes(60) == [0, 0]
+        assert job.codes() == [0, 0]
     assert result(folder) == result(undisturbed)
 
 
@@ -600,7 +600,7 @@ def test_ranks_whose_variables_are_set_by_hand_find_their_nodes(two, tmp_path, p
     with two.ranks(places, "--global_batch_size", 6, "--steps", 100, "--output_dir", tmp_path / "run") as job:
         job.until_step(2)
         kill(job.rank_pid(dies))
-        assert None not in job.codes(60)
+        assert None not in job.codes()
         counts = f"{places.count(0)} on node0, {places.count(1)} on node1"
         assert f"6 items per step = 3 ranks ({counts}) x 2 per micro-batch" in job.text(0)
         assert "preflight: 2 nodes are alike and reach each other" in job.text(0)

@@ -33,7 +33,7 @@ def copy(machines: Machines, *, folder="~/my code", script="train.py", expected=
     machines.write(machines.laptop, f"{where}/cluster.yaml", yaml.safe_dump(keys))
     words = machines.laptop.command([sys.executable, "-c", COPY, script], folder=f"{machines.home}/{where}")
     environment = machines.laptop.environment(**(env or {}))
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == expected, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stdout + ended.stderr
@@ -247,9 +247,9 @@ def test_a_copy_of_much_data_is_announced_and_can_be_interrupted_without_a_proce
     machines.write(machines.laptop, "src/cluster.yaml", yaml.safe_dump(keys))
     words = machines.laptop.command([sys.executable, "-c", COPY, "train.py"], folder=f"{machines.home}/src")
     running = subprocess.Popen(words, env=machines.laptop.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    machines.until(lambda: any(one.startswith("rsync ") for one in machines.laptop.processes().values()), 30, "rsync")
+    machines.until(lambda: any(one.startswith("rsync ") for one in machines.laptop.processes().values()), 90, "rsync")
     running.send_signal(2)
-    out, errors = running.communicate(timeout=20)
+    out, errors = running.communicate(timeout=90)
     assert b"files with 600 MiB are copied to each node" in out, (out, errors)
     assert b"videos has " in out
     machines.nodes[1].node.firewall()

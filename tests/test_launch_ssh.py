@@ -51,7 +51,7 @@ def start(machines: Machines, *words: object, **env: str) -> Running:
     return machines.laptop.start_command(accel_ddp("launch", *words), **env)
 
 
-def launch(machines: Machines, *words: object, timeout: float = 180, **env: str) -> Ended:
+def launch(machines: Machines, *words: object, timeout: float = 300, **env: str) -> Ended:
     return start(machines, *words, **env).ended(timeout)
 
 
@@ -60,7 +60,7 @@ def in_terminal(machines: Machines, *words: object) -> pexpect.spawn:
     command = [str(word) for word in machines.laptop.command(accel_ddp("launch", *words))]
     env = machines.laptop.environment(TERM="xterm-256color", CI="")
     return pexpect.spawn(
-        command[0], command[1:], env=env, encoding="utf-8", timeout=120, dimensions=(40, 200), codec_errors="replace",
+        command[0], command[1:], env=env, encoding="utf-8", timeout=300, dimensions=(40, 200), codec_errors="replace",
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def received(text: str) -> list[dict]:
     return sorted(found, key=lambda one: int(one["world"][0]))
 
 
-def nothing_left(machines: Machines, seconds: float = 10) -> None:
+def nothing_left(machines: Machines, seconds: float = 30) -> None:
     left = machines.left(seconds)
     assert left == [], "these processes are left:\n" + "\n".join(left)
 
@@ -323,7 +323,7 @@ def states(machines: Machines, job: str) -> dict[str, Path]:
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_job_at_once_that_ignores_the_first(machines):
     terminal = in_terminal(machines, machines.describe(UNEQUAL), SCRIPT, "ignore")
-    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
     time.sleep(1)
     terminal.sendintr()
     time.sleep(3)
@@ -373,7 +373,7 @@ DEFAULT_WAYS = [kill_launcher]
 def test_a_job_ends_on_every_node_within_30_s_after_its_launcher_is_gone(machines, way):
     """The ranks ignore SIGINT and SIGTERM, and have started processes that have left their session."""
     terminal = in_terminal(machines, machines.describe(UNEQUAL), SCRIPT, "ignore")
-    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
     time.sleep(1)
     sleeping = [line for line in machines.processes() if line.endswith("sleep 600")]
     assert len(sleeping) == 3
@@ -400,7 +400,7 @@ def test_a_job_ends_on_every_node_within_30_s_after_its_launcher_is_gone(machine
 def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
     file = machines.describe(UNEQUAL)
     launch(machines, "--detach", "--name", "long", file, SCRIPT, "wait").well()
-    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
     assert not machines.laptop.processes()
 
     elsewhere = machines.nodes[2]
@@ -501,7 +501,7 @@ def test_the_ranks_save_if_the_link_to_the_laptop_is_cut(machines):
     running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
     running.until("step   3/400")
     machines.laptop.node.link(False)
-    machines.until(lambda: not ranks_of(machines), 30, "the end of the ranks")
+    machines.until(lambda: not ranks_of(machines), 90, "the end of the ranks")
     machines.laptop.node.link(True)
     assert running.ended(60).codes[0] != 0
     assert len(list((machines.nodes[0].work / "runs" / "trains").glob("step_*"))) == 1
@@ -514,7 +514,7 @@ def test_a_disk_that_fills_during_a_run_ends_neither_the_job_nor_its_guards(mach
     file = machines.describe(UNEQUAL, output="~/small")
     running = start(machines, file, SCRIPT, "wait")
     running.until("rank 2 prints an error")
-    machines.until(lambda: len(ranks_of(machines)) == 3, 60, "three ranks")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
     machines.nodes[1].fill_disk()
     time.sleep(3)
     assert len(ranks_of(machines)) == 3

@@ -213,7 +213,7 @@ def test_a_session_removes_what_a_killed_session_has_left(pair):
     running.processes[0].kill()
     running.ended()
     Nodes(1, pair.kind).close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while any(pids_in_network(identity) for identity in identities):
         assert time.monotonic() < deadline
     assert len(handles) == 3

@@ -26,7 +26,7 @@ def new_environment(folder: Path, *packages: object) -> Path:
     # Python does not read the .pth files in folders that a .pth file lists, so editable installs there have no effect.
     (site / "ours.pth").write_text("\n".join(ours) + "\n")
     install = [*PIP, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*install, *packages], check=True, timeout=60)
+    subprocess.run([*install, *packages], check=True, timeout=300)
     return folder / "bin"
 
 
@@ -34,10 +34,10 @@ def new_environment(folder: Path, *packages: object) -> Path:
 def wheel(tmp_path_factory) -> Path:
     """Return the wheel that a user gets. It is built from the source distribution, not from this clone."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True, timeout=300)
     (sdist,) = folder.glob("*.tar.gz")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder]
-    subprocess.run([*PIP, "wheel", *options, sdist], check=True, timeout=60)
+    subprocess.run([*PIP, "wheel", *options, sdist], check=True, timeout=300)
     (built,) = folder.glob("*.whl")
     return built
 

@@ -80,7 +80,7 @@ with without_tf32():
 assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 """
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9
-        ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120)
+        ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=300)
         assert ended.stdout == "computed\n", ended.stderr
 
 

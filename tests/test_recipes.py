@@ -234,7 +234,10 @@ def assert_tables_are_complete(case: Case, one: Path, two: Path, again: Path) ->
         assert right / counted == pytest.approx(evaluations(one)[-1]["accuracy"])
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"classify a number", "sft with adapters", "classify with adapters"}  # further cases of recipes that have another one
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])
 def test_a_recipe_keeps_the_promises(name, options, tmp_path):
     """Compare one rank with two ranks that are killed and resumed, and with one rank that resumes from step 2. Load the export."""
     case, given = CASES[name], options(name)

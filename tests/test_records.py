@@ -156,7 +156,7 @@ def test_incidents_are_written_when_a_removed_folder_exists_again(tmp_path, monk
         writer.write(Incident("warning", "OUTPUT_REMOVED", str(number)))
     time.sleep(0.2)
     folder.mkdir()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while len(read_incidents(folder)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [incident.text for incident in read_incidents(folder)] == ["0", "1", "2"]
@@ -217,7 +217,7 @@ writer.write("end", last)
     while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in log.read_lines(path)):
         time.sleep(0.05)
     is_over.set()
-    reader.join(10)
+    reader.join(60)
     assert seen == list(log.read_lines(path))
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, reached + 6))
     assert sum(event.get("repeated", False) for event in seen) == 5

@@ -57,7 +57,7 @@ class Job:
                 self.texts[node] += line
                 self.changed.notify_all()
 
-    def until(self, expected: str, node: int = 0, after: int = 0, timeout: float = 120) -> int:
+    def until(self, expected: str, node: int = 0, after: int = 0, timeout: float = 300) -> int:
         """Wait until the node prints `expected` at or after the position `after` of its output. Return the position behind it."""
         with self.changed:
             found = self.changed.wait_for(lambda: self.texts[node].find(expected, after) >= 0, timeout)
@@ -74,7 +74,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         self.launchers[node].wait()
 
-    def end(self, timeout: float = 120) -> list[int]:
+    def end(self, timeout: float = 300) -> list[int]:
         codes = [launcher.wait(timeout) for launcher in self.launchers]
         time.sleep(0.5)
         return codes
@@ -127,7 +127,7 @@ def inject(job: Job, fault: str) -> None:
 def check_faults(nodes, backend: str, folder: Path, uninterrupted: dict[str, bytes], faults: list[str]) -> Job:
     """Inject the faults one after another, each in the second step after the last restart. Check the result and the restarts."""
     nodes.require("links")
-    job = Job(nodes, backend, folder, "--step_seconds", 0.3, "--save_every", 2)
+    job = Job(nodes, backend, folder, "--step_seconds", 0.4, "--save_every", 2)
     job.until("step  2/12")
     wait_for(folder, 2)
     for number, fault in enumerate(faults, 1):
@@ -203,10 +203,14 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
         "--main_process_port",
         free_port(),
     ]
-    options = ["--step_seconds", 0.1, "--save_every", 2, "--report_to", "wandb"]
+    options = ["--step_seconds", 0.1, "--steps", 2000, "--save_every", 2, "--report_to", "wandb"]
     running = start_two_ranks([BIN / "accelerate-launch", *config], tmp_path, *options)
-    running.until("step  3/12")
+    running.until("step    3/2000")
     (folder,) = (tmp_path / "runs" / "trains").iterdir()
+    deadline = time.monotonic() + 180
+    while not list(folder.glob("wandb/offline-run-*")):  # wandb starts in a thread
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     wandb_id = (folder / "wandb_id.txt").read_text().strip()
     ranks = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     ranks[1].kill()
@@ -243,7 +247,8 @@ def test_mistakes_of_a_program_without_run_are_not_restarted(tmp_path):
     program.write_text("import argparse\nargparse.ArgumentParser().parse_args()\nimport accel_ddp\n")
     ended = start_two_ranks(torchrun(), tmp_path, "--lr", "x", program=(program,)).ended()
     assert ended.codes == [2], ended.text
-    assert ended.text.count("unrecognized arguments") == 2, "once for each rank"
+    assert 1 <= ended.text.count("unrecognized arguments") <= 2, "torchrun may terminate a rank before it has printed its message"
+    assert "restart 1 of" not in ended.text
 
 
 def test_a_user_error_is_not_restarted(tmp_path):

@@ -68,7 +68,7 @@ class Watched:
         self.stop = spot.watch(self.ends.append, self.reports.append, every=0.02, every_without_service=0.05)
 
 
-def until(is_true, seconds: float = 20) -> None:
+def until(is_true, seconds: float = 120) -> None:
     limit = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < limit, "nothing happened"
@@ -207,7 +207,7 @@ def test_a_service_that_cannot_be_asked_is_reported(name, value, message, servic
 def test_the_thread_ends_when_it_is_told_to(service, watched):
     until(lambda: polls(service))
     watched.stop.set()
-    time.sleep(0.3)
+    time.sleep(1)  # for a request that was under way
     service.documents[spot.NOTICE] = NOTICE
     count = len(service.requests)
     time.sleep(0.2)

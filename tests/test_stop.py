@@ -58,9 +58,9 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 def wait_for(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while step not in steps_saved(folder):
-        assert time.monotonic() < deadline, f"step {step} was not saved within 60 s"
+        assert time.monotonic() < deadline, f"step {step} was not saved within 180 s"
         time.sleep(0.01)
 
 
@@ -75,7 +75,7 @@ def uninterrupted(tmp_path_factory) -> dict[str, bytes]:
 
 def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = start_nodes("--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running = start_nodes("--output_dir", folder, "--step_seconds", 0.5, "--save_every", 100)
     running.until("step  3/12")
     running.processes[1].terminate()
     ended = running.ended()
@@ -93,7 +93,7 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
 
 def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = start_nodes("--output_dir", folder, "--step_seconds", 0.3)
+    running = start_nodes("--output_dir", folder, "--step_seconds", 0.5)
     at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
     wait_for(folder, 4)
@@ -113,7 +113,7 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
 
 def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
     """The other ranks do not wait for the timeout of their collective, which is 600 s."""
-    running = start_ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.2, "--global_batch_size", 6)
+    running = start_ranks(3, "--output_dir", tmp_path / "run", "--step_seconds", 0.5, "--global_batch_size", 6)
     running.until("step  2/12")
     running.processes[1].kill()
     ended = running.ended()
@@ -122,9 +122,12 @@ def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
     assert f"pid {running.processes[1].pid})" in ended.text
     assert "Traceback" not in ended.text
 
-    # A launcher immediately sends SIGTERM to the other ranks of the node.
+
+@pytest.mark.slow
+def test_a_killed_rank_of_a_launcher_is_named_once(tmp_path):
+    """The launcher immediately sends SIGTERM to the other ranks of the node."""
     command = [BIN / "torchrun", "--nproc_per_node", 3, "--master_port", free_port(), TRAINS, *OPTIONS, "--global_batch_size", 6]
-    running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.2]], [clean_environment()])
+    running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.5]], [clean_environment()])
     running.until("step  2/12")
     launched = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     next(process for process in launched if process.environ()["RANK"] == "1").kill()
@@ -138,7 +141,7 @@ def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
 def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
     """Rank 1 and all its data workers receive the signal, as from Slurm."""
     folder = tmp_path / "run"
-    running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.2, "--save_every", 100)
+    running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.5, "--save_every", 100)
     running.until("step  2/12")
     if how == "file":
         (folder / "STOP").touch()
@@ -245,7 +248,7 @@ def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     """torchrun starts each rank in a new session and forwards the signal."""
     folder = tmp_path / "run"
     command = [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port(), TRAINS, *OPTIONS, "--output_dir", folder,
-               "--step_seconds", 0.2, "--save_every", 100]  # fmt: skip
+               "--step_seconds", 0.5, "--save_every", 100]  # fmt: skip
     running = Running([command], [clean_environment(OMP_NUM_THREADS="1")])
     running.until("step  2/12")
     os.killpg(running.processes[0].pid, signal.SIGINT)

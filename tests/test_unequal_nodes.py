@@ -39,7 +39,7 @@ def test_two_ranks_on_a_node_and_one_on_another_give_the_result_of_one_rank(node
     folder = tmp_path / "run"
     arguments = [*OPTIONS, "--output_dir", folder, "--step_seconds", 0]
     with Jobs(nodes).launched("torchrun", 2, *arguments, ranks=[2, 1]) as job:
-        assert job.codes(120) == [0, 0], job.all_output()
+        assert job.codes() == [0, 0], job.all_output()
         assert "preflight: 2 nodes are alike and reach each other" in job.text(0)
         assert "6 items per step = 3 ranks (2 on node0, 1 on node1) x 2 per micro-batch x 1 micro-batch " in job.text(0)
     assert difference(folder / "step_00000012", one_rank) < 1e-12
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_located_and_restarted(nodes, tmp_path, one_rank, ranks
             rank: job.until(rf"rank {rank} is pid ")[1] for rank in range(sum(ranks))
         }  # c10d may number the nodes otherwise
         kill(job.rank_pid(dies))
-        assert job.codes(200) == [0] * len(ranks), job.all_output()
+        assert job.codes() == [0] * len(ranks), job.all_output()
         expected = f"RANK_DIED: rank {dies} (node{places[dies]}, pid "
         for number in range(len(ranks)):
             assert job.text(number).count(f"error: {expected}") == 1, job.all_output()

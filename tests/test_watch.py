@@ -282,15 +282,15 @@ def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
     assert found.normal is not None
     heartbeat.enter(page.EVALUATE)
     assert page.read(memory()).normal is None
-    time.sleep(0.02)
+    time.sleep(0.2)
     for _ in range(3):
         heartbeat.beat()
-    assert page.read(memory()).normal < 0.02, "the first durations are not usual ones"
-    time.sleep(0.02)
+    assert page.read(memory()).normal < 0.2, "the first durations are not usual ones"
+    time.sleep(0.2)
     heartbeat.beat()
     for step in range(4, 400):
         heartbeat.advance(step)
-    assert page.read(memory()).normal >= 0.02, "an evaluation keeps what it has learned until the next one"
+    assert page.read(memory()).normal >= 0.2, "an evaluation keeps what it has learned until the next one"
     assert not page.read(memory()).writing
     heartbeat.report_writer(True)
     assert page.read(memory()).writing > 0

@@ -5,15 +5,13 @@ import torch
 
 from tests.conftest import PROGRAMS, run_ranks
 
-RANK_COUNTS = [1, 2, 3, 4, 8]
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[int, dict]:
+@pytest.fixture(scope="module", params=[(1, 3, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["3 and 8", "2 and 4"])
+def results(request, tmp_path_factory) -> dict[int, dict]:
     """Return the results of tests/programs/core.py on 1 to 8 ranks. Each rank is a real process."""
     folder = tmp_path_factory.mktemp("results")
     loaded = {}
-    for ranks in RANK_COUNTS:
+    for ranks in request.param:
         out = folder / f"{ranks}.pt"
         run_ranks(ranks, PROGRAMS / "core.py", "--out", out, "--output_dir", folder / str(ranks)).well()
         loaded[ranks] = torch.load(out, weights_only=False)
@@ -30,7 +28,7 @@ def distance(a: dict, b: dict) -> float:
 def test_weights_do_not_depend_on_ranks_or_micro_batches(results, dtype, limit):
     """Compare 1 to 8 ranks, each with the largest micro-batch and with micro-batches of 2. Numbers of labelled tokens are uneven."""
     one = results[1][f"{dtype}/48"]
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         for micro in (48, 2):
             other = results[ranks][f"{dtype}/{micro}"]
             assert distance(one, other) < limit, (ranks, micro)
@@ -41,7 +39,7 @@ def test_weights_do_not_depend_on_ranks_or_micro_batches(results, dtype, limit):
 
 
 def test_weights_of_eight_ranks_and_of_one_agree_to_two_bits_of_float32(results):
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         assert distance(results[1]["float32, sgd"], results[ranks]["float32, sgd"]) <= 3e-8, ranks
     weights = results[1]["float32, sgd"]["weights"].values()
     assert 0.1 < max(weight.abs().max().item() for weight in weights) < 0.25
@@ -49,13 +47,13 @@ def test_weights_of_eight_ranks_and_of_one_agree_to_two_bits_of_float32(results)
 
 
 def test_clipping_and_sgd_do_not_depend_on_ranks(results):
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         assert distance(results[1]["sgd, clipped"], results[ranks]["sgd, clipped"]) < 1e-12
     assert min(results[1]["sgd, clipped"]["norms"]) > 0.01  # gradients were clipped
 
 
 def test_dropout_does_not_depend_on_ranks_when_micro_batches_are_the_same(results):
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         assert distance(results[1]["dropout"], results[ranks]["dropout"]) < 1e-12
     assert distance(results[1]["dropout"], results[1]["torch.float64/2"]) > 1e-4  # dropout was active
 
@@ -73,7 +71,7 @@ def test_a_resumed_run_ends_with_the_same_weights(results):
 
 def test_items_come_in_the_same_order_on_any_number_of_ranks_over_two_epochs(results):
     order = results[1]["order"]
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         assert torch.equal(results[ranks]["order"], order), ranks
         assert torch.equal(results[ranks]["order from 3"], order[3 * 48 :]), "starting at step 3 gives the same order"
     first, second = order[:101], order[101:202]
@@ -84,7 +82,7 @@ def test_items_come_in_the_same_order_on_any_number_of_ranks_over_two_epochs(res
 def test_augmentation_depends_only_on_the_position(results):
     noise = results[1]["noise/0"]
     assert len(noise.unique(dim=0)) == len(noise)
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         for workers in (0, 2):
             assert torch.equal(results[ranks][f"noise/{workers}"], noise), (ranks, workers)
 
@@ -92,7 +90,7 @@ def test_augmentation_depends_only_on_the_position(results):
 def test_metrics_equal_those_of_one_process(results):
     one = results[1]["metrics"]
     assert one["items"] == 101
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         other = results[ranks]["metrics"]
         assert other["labels"] == one["labels"], "each item is evaluated once, in the order of the data"
         assert (other["accuracy"], other["macro_f1"]) == (one["accuracy"], one["macro_f1"])
@@ -102,7 +100,7 @@ def test_metrics_equal_those_of_one_process(results):
 
 def test_ranks_use_the_metrics_of_the_main_rank_if_those_of_ranks_differ(results):
     """The metric falls on the main rank and rises on the others, so that without an agreement only one rank would stop."""
-    for ranks in RANK_COUNTS:
+    for ranks in results:
         assert len(results[ranks]["metrics of a rank"]) == ranks
         for stopped, refused in results[ranks]["metrics of a rank"]:
             assert stopped == (2, {"own": -2.0})

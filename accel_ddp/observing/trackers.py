@@ -19,6 +19,7 @@ from accel_ddp.observing.hook import Hook
 from accel_ddp.observing.tracker_kinds import Tracker, make_tracker
 from accel_ddp.observing.tracker_rows import Scale, best_of, row_of_restart, row_of_update
 from accel_ddp.observing.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
+from accel_ddp.ranks.forks import keep_forks_apart_from_starts
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.records.tables import Table
@@ -46,6 +47,7 @@ class Trackers(Hook):
         run_id = _wandb_id(cfg) if "wandb" in names else ""
         # wandb and others record the command line. All options are parsed by now.
         sys.argv[:] = redact_command(sys.argv)
+        keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
         self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
         self._put("import", Tracker.load.__name__)
         process.wait_for_imports = functools.partial(wait_for_imports, self.threads)
