@@ -152,6 +152,8 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)
     restarts.begin_attempt(cfg)
+    if process.sharding:
+        run_folder.require_shared(cfg, process.sharding.replicas)
 
 
 def _find_earlier_folder(given: str) -> str:

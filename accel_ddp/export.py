@@ -6,19 +6,22 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
+from accel_ddp.export_weights import find_names, write_weights
 from accel_ddp.model_card import card, public_name, public_options, without_paths
-from accel_ddp.ranks.agreement import together
+from accel_ddp.ranks.agreement import print_on_main, together
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.saving import format
+from accel_ddp.saving import format, resume
 from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.saving.pieces import Pieces
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.sources import builtin
 from accel_ddp.sources.adapters import adapter_config
 from accel_ddp.sources.hub import prepare_hub
@@ -67,20 +70,37 @@ def at_the_end(
 ) -> None:
     """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
-    `example` is Python code that uses the exported {folder}.
+    `example` is Python code that uses the exported {folder}. A sharded model is exported from its last checkpoint, so that no rank
+    gathers it.
     """
+    sharded = is_sharded(model)
+    if sharded and process.unsaved:
+        print_on_main("The model is not exported, because its last checkpoint could not be written.")
+        return
     with process.heartbeat.within(EXPORT), together("export the model"):
         if not accelerator.is_main_process:
             return
         folder = Path(cfg.output_dir) / FOLDER
         config = redact_values(as_plain_dict(cfg))
         facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
-        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, getattr(cfg, "merge_adapters", "auto"))
+        merge = getattr(cfg, "merge_adapters", "auto")
+        weights = _weights_of(_last_checkpoint(cfg)) if sharded else model
+        _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(describe(folder, files, example))
         if not getattr(cfg, "train_file", ""):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
+
+
+def _last_checkpoint(cfg: TrainConfig) -> Path:
+    """Return the checkpoint of the last step. A run that was resumed after its last step has none of its own."""
+    there = format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
+    if not there:
+        raise UserError(
+            f"--output_dir {cfg.output_dir} contains no checkpoint on {process.host}, so that no model can be exported."
+        )
+    return there[-1]
 
 
 def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
@@ -152,14 +172,14 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
     if not any((path / "files" / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise UserError(
             f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
-            f"{path / format.MODEL}. Load them with safetensors."
+            f"{path / (format.MODEL if (path / format.MODEL).is_file() else format.PIECES[format.MODEL])}. Load them with safetensors."
         )
     run = format.read_run(path)
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
     facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
-    _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
+    _write(folder, _weights_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, keeps_model=False)
     if push_to_hub:
         push(folder, push_to_hub)
     print(describe(folder, files))
@@ -185,9 +205,20 @@ def _chosen(place: Path) -> Path:
     raise UserError(f"{place}: contains no complete checkpoint.")
 
 
-def _model_of(path: Path) -> Any:
+class Stream(NamedTuple):
+    """Weights that are copied from a checkpoint, one tensor at a time."""
+
+    pieces: Pieces
+    names: dict[str, str]  # the name in the checkpoint of each tensor
+
+    def save_pretrained(self, folder: Path) -> None:
+        write_weights(folder, self.pieces, self.names)
+
+
+def _weights_of(path: Path) -> Any:
+    """Return the weights of a checkpoint, or the model with its adapters. `save_pretrained` of both writes them."""
+    import torch
     import transformers
-    from safetensors.torch import load_file
 
     from accel_ddp.tasks import vision  # registers its models with transformers
 
@@ -198,6 +229,8 @@ def _model_of(path: Path) -> Any:
     kind = getattr(transformers, name, None) or getattr(vision, name, None)
     if kind is None:
         raise UserError(f"{path}: the installed transformers has no {name}. Install the version that run.json names.")
+    pieces = Pieces(path, format.MODEL)
+    there = pieces.tensors
     if with_adapters:
         import peft
 
@@ -212,18 +245,25 @@ def _model_of(path: Path) -> Any:
         adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
         model = peft.get_peft_model(base, adapters)
     else:
+        if names := find_names(kind, config, there):
+            return Stream(pieces, names)
         model = kind(config)
-    weights, names = load_file(path / format.MODEL), to_save(model)
-    if names.keys() != weights.keys():
-        first = sorted(names.keys() ^ weights.keys())[:3]
+    weights = to_save(model)
+    if weights.keys() != there.keys():
+        first = sorted(weights.keys() ^ there.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
     if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
-    model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    with torch.no_grad():
+        for name, tensor in weights.items():  # one at a time, so that the model is not in memory twice
+            tensor.copy_(pieces.read(name))
     return model
 
 
-def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto") -> None:
+def _write(
+    folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto", keeps_model: bool = True
+) -> None:
+    """Write the folder. `model` is a model or a `Stream`. If it is not needed afterwards, adapters are merged without a copy."""
     base, original = _base_of(files), files
     is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
     merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
@@ -235,7 +275,7 @@ def _write(folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, A
             model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
             (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
             (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(without_paths(files[ADAPTER_CONFIG]))
-            model = copy.deepcopy(model).merge_and_unload()  # a copy, so that the trained model keeps its adapters
+            model = (copy.deepcopy(model) if keeps_model else model).merge_and_unload()
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
         # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
         model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))

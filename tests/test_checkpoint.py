@@ -65,7 +65,7 @@ def test_a_pickle_that_contains_code_is_refused_and_not_executed(damage):
 
 
 def test_a_newer_format_and_another_model_are_refused(damage):
-    assert "newer version of accel_ddp (format 2; this version reads 1)" in damage["newer"]["error"]
+    assert "newer version of accel_ddp (format 3; this version reads 2)" in damage["newer"]["error"]
     assert (
         "0.weight is ([5, 3], torch.float32) in the model and ([4, 3], torch.float32) in the checkpoint"
         in (damage["another model"]["error"])

@@ -4,6 +4,7 @@ Nothing else needs to be saved, because data order, learning rate and dropout ar
 """
 
 import contextlib
+import secrets
 import sys
 import time
 import uuid
@@ -17,13 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp.config import TrainConfig, as_plain_dict
-from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, print_on_main, together
+from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.saving import format, restarts, resume
+from accel_ddp.saving import format, parts, restarts, resume
 from accel_ddp.saving.format import MODEL, OPTIMIZER
-from accel_ddp.saving.tensors import capture, digest_of_frozen, versions
+from accel_ddp.saving.tensors import capture, digest_of_frozen, own_pieces, versions
+from accel_ddp.sharding.tensors import is_first_copy, is_sharded, local, region
 from accel_ddp.watch.page import SAVE
 
 Metrics = dict[str, float]
@@ -32,7 +34,7 @@ MAX_WAIT_OF_FAILED = 20  # seconds
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank has this object, but only the main rank writes.
+    """The checkpoints of a run. Every rank has this object. Only the main rank writes, or each rank its part of a sharded model.
 
     A save copies the state into host memory, which is all that training waits for. A thread writes it from there. The host
     memory is about as large as the state. It is reused by the next save, and pinned on a GPU.
@@ -73,38 +75,41 @@ class Checkpoints:
         self._pending: list[futures.Future] = []
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[tuple[int, Path]] = []
+        self.is_sharded = is_sharded(self.model)
+        self._writers = [(0, process.host)]  # rank and host of the ranks that write
+        self._attempts = parts.Attempt("", 0, [], "", 0)  # of a sharded model
+        self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
+        if self.is_sharded:
+            self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
+            stores = any(is_first_copy(p) for p in self.model.parameters())
+            facts = gather_everywhere((process.rank, process.host, stores))
+            self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
+            self._attempts = parts.Attempt(nonce, 0, self._writers, "", 0)
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
         process.complete_save()  # of an earlier run of this process, which has failed
         process.complete_save = self._complete_save
 
-    # ---- saving: on the main rank only and, except for `before_save`, without collectives
+    # ---- saving: on the ranks that write, and without collectives, except for `before_save` and `_is_due`
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
         with process.heartbeat.within(SAVE):
             self._save(step, is_last)
 
+    @torch.no_grad()
     def _save(self, step: int, is_last: bool) -> None:
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
-        if self.newest == step and not self.failed:
-            return
-        if not self.accelerator.is_main_process:
-            self.newest = step
-            return
-        # Only one save runs at a time, because all saves use the same host buffers. The other ranks wait in the next all-reduce,
-        # which has a timeout; after the last step they wait without one.
-        seconds = None if is_last else self.cfg.ddp_timeout_seconds / 2
-        if not self.wait(seconds):
-            text = (
-                f"The previous checkpoint is still being written on {process.host}, also after {seconds:.0f} more seconds. The "
-                f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
-            )
-            print(text, file=sys.stderr, flush=True)
-            record(text, "SAVE_SKIPPED", step=step)
+        if not self._is_due(step, is_last):
             return
         self.newest = step
         weights, optimizer, values = capture(self.model, self.optimizer)
-        copied = self._copy_to_host({MODEL: weights, OPTIMIZER: optimizer})
+        groups = {MODEL: weights, OPTIMIZER: optimizer}
+        if self.is_sharded:
+            groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
+            for group, tensors in groups.items():
+                known = self._offsets[group]
+                self._offsets[group] = {name: known.get(name) or region(tensor)[0] for name, tensor in tensors.items()}
+        copied = self._copy_to_host(groups)
         scaler = self.accelerator.scaler
         run = {
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
@@ -115,10 +120,43 @@ class Checkpoints:
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
+            **({"shards": len(self._writers)} if self.is_sharded else {}),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)
-        self._pending.append(self._writer.submit(self._write, *self._last))
+        self._submit()
+
+    def _is_due(self, step: int, is_last: bool) -> bool:
+        """Return whether this rank passes its state to the writer now. It is the same on all ranks of a sharded model, a collective.
+
+        Only one save runs at a time, because all saves use the same host buffers.
+        """
+        if self.newest == step and not (broadcast_object(self.failed) if self.is_sharded else self.failed):
+            return False
+        if not self.is_sharded and not process.is_main:
+            self.newest = step
+            return False
+        # The other ranks wait in the next all-reduce, which has a timeout; after the last step they wait without one.
+        seconds = None if is_last else self.cfg.ddp_timeout_seconds / 2
+        hosts = [] if self.wait(seconds) else [process.host]
+        if self.is_sharded:
+            hosts = list(dict.fromkeys(host for some in gather_everywhere(hosts) for host in some))
+        if hosts and process.is_main:
+            text = (
+                f"The previous checkpoint is still being written on {' and '.join(hosts)}, also after {seconds:.0f} more seconds. The "
+                f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
+            )
+            print(text, file=sys.stderr, flush=True)
+            record(text, "SAVE_SKIPPED", step=step)
+        return not hosts
+
+    def _submit(self) -> None:
+        path, run, *more = self._last
+        if self.is_sharded:
+            self._attempts = self._attempts._replace(number=self._attempts.number + 1, run=self.run_id, step=run["step"])
+            if process.rank not in [rank for rank, _ in self._writers]:
+                return
+        self._pending.append(self._writer.submit(self._write, path, run, *more, self._attempts))
 
     def _copy_to_host(self, groups: dict[str, dict[str, Tensor]]) -> Any:
         """Start the copies to host memory. Return an event that is set when they are done, or None on a CPU."""
@@ -126,6 +164,7 @@ class Checkpoints:
         for group, tensors in groups.items():
             host = {}
             for name, tensor in tensors.items():
+                tensor = local(tensor)
                 memory = self._host[group].get(name)
                 if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
                     memory = _host_memory(tensor, pinned=on_gpu and tensor.is_cuda)
@@ -138,16 +177,22 @@ class Checkpoints:
         copied.record()
         return copied
 
-    def _write(self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any) -> None:
-        """Write a checkpoint and remove old ones. Runs in the writer thread."""
+    def _write(
+        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: parts.Attempt
+    ) -> None:
+        """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
         process.heartbeat.report_writer(True)
         try:
             if copied is not None:
                 copied.synchronize()
-            format.write(path, tensors, run, self.files)
+            if self.is_sharded:
+                parts.write(path, tensors, self._offsets, run, self.files, attempt)
+            else:
+                format.write(path, tensors, run, self.files)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self.failed = f"the checkpoint of step {run['step']} could not be written on {process.host}: {error.strerror}{where}"
+            host = getattr(error, "host", process.host)
+            self.failed = f"the checkpoint of step {run['step']} could not be written on {host}: {error.strerror}{where}"
             there = ", ".join(p.name for p in format.list_checkpoints(self.folder)) or "none"
             text = f"{self.failed}. Training continues. Existing checkpoints: {there}."
             print(text, file=sys.stderr, flush=True)
@@ -155,6 +200,8 @@ class Checkpoints:
             return
         finally:
             process.heartbeat.report_writer(False)
+        if not process.is_main:
+            return
         self.failed = ""
         self._committed.append((run["step"], path))
         with contextlib.suppress(OSError):  # the next save tries again to remove them
@@ -231,8 +278,9 @@ class Checkpoints:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
         with process.heartbeat.within(SAVE):
             self.wait()
-            if self.failed:  # the state is still in host memory, and there may be free space by now
-                self._pending.append(self._writer.submit(self._write, *self._last))
+            failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.is_sharded else self.failed
+            if failed:  # the state is still in host memory, and there may be free space by now
+                self._submit()
                 self.wait()
         self._writer.shutdown()
         process.complete_save = lambda: None  # a reference to this object would keep the model and the optimizer in memory
@@ -282,7 +330,7 @@ class Checkpoints:
                 if format.step_of(later) > run["step"]:  # the newest checkpoint must be the one that the run continues from
                     resume.set_aside(later, self.folder, "later")
         print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
-        resume.report_differences(self.cfg, run)
+        resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)
         process.heartbeat.advance(run["step"])
         return run["step"]
 

@@ -1,7 +1,9 @@
 """A checkpoint on disk: a folder that is either complete or absent, with a manifest of hashes that proves it.
 
     step_00000012/  model.safetensors  optimizer.safetensors  run.json  files/...  manifest.json
+    step_00000012/  model/shard-...  optimizer/shard-...      run.json  files/...  manifest.json
 
+The second one is that of a sharded run, in which each rank writes its part (see `parts`). Its tensors are read by `pieces`.
 A checkpoint contains tensors and JSON only. Loading it cannot run code.
 """
 
@@ -11,6 +13,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +23,11 @@ from accel_ddp.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2  # the newest one that this version reads
+WHOLE, SHARDED = 1, 2
 MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"
+PIECES = {MODEL: "model", OPTIMIZER: "optimizer"}  # folders of a sharded checkpoint
+HASH_THREADS = 4
 
 
 class NewerFormat(UserError):
@@ -44,38 +51,67 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
     """Write the checkpoint `final` completely, or raise OSError and leave nothing of it."""
     from safetensors.torch import save_file
 
-    texts = {RUN: json.dumps({"format": FORMAT, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
-    size = sum(t.nbytes for group in tensors.values() for t in group.values()) + sum(map(len, texts.values()))
+    texts = _texts(WHOLE, run, files)
     partial = final.with_name(f".{final.name}.partial")
     try:
-        _remove(partial)
+        remove(partial)
         final.parent.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(final.parent).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {final.parent}")
+        check_space(
+            final.parent, sum(t.nbytes for group in tensors.values() for t in group.values()) + sum(map(len, texts.values()))
+        )
         (partial / "files").mkdir(parents=True)
         for name, group in tensors.items():
             try:
                 save_file(group, partial / name, metadata={"format": "pt"})
             except Exception as error:  # safetensors has its own error type for errors of the disk
                 raise OSError(errno.EIO, f"{name}: {error}") from error
-        for name, text in texts.items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_bytes(text)
+        _write_texts(partial, texts)
         for name in tensors:  # safetensors creates files that only their owner may read
             (partial / name).chmod((partial / RUN).stat().st_mode & 0o777)
         found = {str(p.relative_to(partial)): _digest(p) for p in sorted(partial.rglob("*")) if p.is_file()}
-        (partial / MANIFEST).write_text(_signed({"format": FORMAT, "files": found}))
-        for path in [*partial.rglob("*"), partial]:
-            _sync(path)
-        if final.exists():  # written before the run was resumed from an earlier step
-            set_aside(final, "replaced")
-        partial.rename(final)  # from here on the checkpoint exists
-        with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
-            _sync(final.parent)
+        _commit(partial, final, {"format": WHOLE, "files": found}, [*partial.rglob("*")])
     except OSError:
-        _remove(partial)
+        remove(partial)
         raise
+
+
+def complete(partial: Path, final: Path, run: dict[str, Any], files: dict[str, bytes], written: dict[str, Any]) -> None:
+    """Turn a folder to which all ranks have written their parts into the checkpoint `final`. `written` has sizes and hashes."""
+    texts = _texts(SHARDED, run, files)
+    _write_texts(partial, texts)
+    found = {**written, **{name: _digest(partial / name) for name in texts}}
+    folders = [partial / folder for folder in (*PIECES.values(), "files") if (partial / folder).is_dir()]
+    _commit(
+        partial, final, {"format": SHARDED, "files": dict(sorted(found.items()))}, [*(partial / name for name in texts), *folders]
+    )
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raise OSError if the disk has not enough space for `size` bytes."""
+    free, needed = shutil.disk_usage(folder).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {folder}")
+
+
+def _texts(version: int, run: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
+    return {RUN: json.dumps({"format": version, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
+
+
+def _write_texts(folder: Path, texts: dict[str, bytes]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text)
+
+
+def _commit(partial: Path, final: Path, manifest: dict[str, Any], unsynced: Iterable[Path]) -> None:
+    (partial / MANIFEST).write_text(_signed(manifest))
+    for path in [*unsynced, partial / MANIFEST, partial]:
+        sync(path)
+    if final.exists():  # written before the run was resumed from an earlier step
+        set_aside(final, "replaced")
+    partial.rename(final)  # from here on the checkpoint exists
+    with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
+        sync(final.parent)
 
 
 def _signed(value: dict[str, Any]) -> str:
@@ -91,7 +127,7 @@ def _digest(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Write a file's content or a folder's entries to the disk, so that a power cut does not undo a rename."""
     number = os.open(path, os.O_RDONLY)
     try:
@@ -103,7 +139,8 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a checkpoint or a partial one."""
     if path.name.startswith("step_"):  # hidden first, so that a kill meanwhile leaves no partial checkpoint
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -115,7 +152,7 @@ def sweep(output_dir: str | Path) -> None:
     """Remove partial files of a killed process. Only the holder of the folder's lock may call it."""
     names = ("config.json", "evaluations.json", "best.json", "classes.csv", ".accel_ddp")
     files = [f".{name}.tmp" for name in names]  # of `write_text`
-    for pattern in (".step_*.partial", ".step_*.removed", *files):
+    for pattern in (".step_*.partial*", ".step_*.removed", ".shared-*", *files):
         for path in Path(output_dir).glob(pattern):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -125,7 +162,7 @@ def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
     for old in list_checkpoints(output_dir)[:-keep_last]:
         if step_of(old) != best:
             with contextlib.suppress(OSError):
-                _remove(old)
+                remove(old)
 
 
 def set_aside(path: Path, why: str) -> Path:
@@ -141,7 +178,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically: readers see the old content or the new content, never a part of it."""
     new = path.with_name(f".{path.name}.tmp")
     new.write_text(text, encoding="utf-8")
-    _sync(new)
+    sync(new)
     new.rename(path)
 
 
@@ -176,8 +213,19 @@ def _manifest(path: Path) -> dict[str, Any] | None:
     return manifest if json.loads(_signed(rest))["sha256"] == manifest.get("sha256") else None
 
 
-def find_problem(path: Path) -> str:
-    """Return why the checkpoint cannot be used, or "". It reads and hashes every file: about a second per GB."""
+def identify(path: Path) -> tuple[Any, ...] | None:
+    """Return a value that is equal on all ranks that see the same checkpoint on a shared disk, also if others have a copy of it."""
+    with contextlib.suppress(OSError):
+        facts = (path / MANIFEST).stat()
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, (_manifest(path) or {}).get("sha256")
+    return None
+
+
+def find_problem(path: Path, part: int = 0, parts: int = 1) -> str:
+    """Return why the checkpoint cannot be used, or "". It reads and hashes every file: about a second per GB.
+
+    If several ranks verify the same checkpoint, each hashes the files of its `part`.
+    """
     if not path.is_dir():
         return "there is no such folder"
     manifest = _manifest(path)
@@ -194,25 +242,59 @@ def find_problem(path: Path) -> str:
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
             "Run: pip install -U accel_ddp"
         )
-    for name, expected in manifest["files"].items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    for name, expected in files.items():
         try:
-            size = (path / name).stat().st_size
-            if size != expected["size"]:
-                return f"{name} has {size:,} bytes instead of {expected['size']:,}"
-            if _digest(path / name) != expected:
-                return f"{name} is damaged: its sha256 differs from the manifest"
+            size = (path / name).stat().st_size if (path / name).is_file() else None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+        if size is None:
+            return f"{name} is missing"
+        if size != expected["size"]:
+            return f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
+    own = sorted(files, key=lambda name: -files[name]["size"])[part::parts]
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        for problem in threads.map(lambda name: _damage(path, name, files[name]), own):
+            if problem:
+                return problem
     from safetensors import SafetensorError, safe_open
 
-    for name in (MODEL, OPTIMIZER):  # its hash is right, but it may not have been written by accel_ddp
+    tensors = [name for name in files if name.endswith(".safetensors") and not name.startswith("files/")]
+    if manifest["format"] == WHOLE:
+        tensors = [MODEL, OPTIMIZER]
+    for name in tensors:  # its hash is right, but it may not have been written by accel_ddp
         try:
             with safe_open(path / name, framework="np"):
                 pass
         except (OSError, SafetensorError) as error:
             return f"{name} is not a safetensors file ({error})"
+        if other := _of_another_run(path, name):
+            return f"{name} does not belong here{other}"
     if not {"step", "run", "config", "versions", "values", "evaluations"} <= read_run(path).keys():
         return f"{RUN} was not written by accel_ddp"
+    return ""
+
+
+def _damage(path: Path, name: str, expected: dict[str, Any]) -> str:
+    try:
+        if _digest(path / name) != expected:
+            return f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _of_another_run(path: Path, name: str) -> str:
+    """Return where a part of a sharded checkpoint comes from, if it comes from another run or step, or else ""."""
+    from safetensors import SafetensorError, safe_open
+
+    if not name.startswith(tuple(f"{folder}/" for folder in PIECES.values())):
+        return ""
+    run = read_run(path)
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path / name, framework="np") as file:
+        facts = file.metadata() or {}
+        if run and facts.get("run", run["run"]) != run["run"]:
+            return f" (it is a part of another run, at its step {facts.get('step')})"
+        if run and facts.get("step", str(run["step"])) != str(run["step"]):
+            return f" (it is a part of the checkpoint of step {facts['step']})"
     return ""

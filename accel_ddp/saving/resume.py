@@ -3,28 +3,32 @@
 import contextlib
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from accel_ddp.config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import broadcast_object, gather_objects, together
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format, tensors
 from accel_ddp.saving.format import MODEL, OPTIMIZER
+from accel_ddp.saving.pieces import Pieces
+from accel_ddp.sharding.tensors import is_sharded, local, region
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
 log = logging.getLogger(__name__)
+
+BLOCK = 1 << 28  # bytes of a tensor that are sent at once to ranks that cannot read the checkpoint
 
 
 # ---- which folder and which checkpoints `--resume` means
@@ -86,9 +90,7 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
         raise UserError(f"--resume {cfg.resume}: no node has a checkpoint there.")
     damaged = []
     for _step, rank, path in found:
-        with together("verify the checkpoint"):
-            problem = format.find_problem(Path(path)) if rank == process.rank else ""
-        problem = broadcast_object(problem, rank)
+        problem = _verify(Path(path), rank)
         if not problem:
             for owner, other, why in damaged:
                 # It keeps its name if another node has a complete checkpoint at this path, or if the file could not be read.
@@ -104,6 +106,19 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
             "in another --output_dir."
         )
     return None
+
+
+def _verify(path: Path, source: int) -> str:
+    """Return why the checkpoint that rank `source` sees cannot be used, or "". This is a collective.
+
+    All ranks that see the same files share the work, because a rank hashes about 1 GB per second.
+    """
+    views = gather_everywhere(format.identify(path))
+    ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
+    with together("verify the checkpoint"):
+        is_needed = process.rank in ranks
+        problem = format.find_problem(path, ranks.index(process.rank), len(ranks)) if is_needed else ""
+    return next(filter(None, gather_everywhere(problem)), "")
 
 
 def _check_one_run(shares: list[tuple[str, list]], folder: Path) -> None:
@@ -202,19 +217,17 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 def load(
     accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer, path: Path, run: dict[str, Any], source: int
 ) -> None:
-    """Load the checkpoint `path` of rank `source` into model and optimizer on every rank. This is a collective.
+    """Load a checkpoint from rank `source` into the model and the optimizer. This is a collective.
 
-    One rank reads the files and broadcasts the state. The disks of nodes need not be shared, and no two ranks can continue
-    from different states.
+    A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
+    completely, rank `source` reads each tensor and sends it.
     """
-    reads = source == process.rank
     weights = tensors.to_save(model)
-    files = {name: safe_open(path / name, framework="pt") if reads else None for name in (MODEL, OPTIMIZER)}
-    there = {
-        file: {name: tensors.shape_and_dtype(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
-        for file, opened in files.items() if opened
-    }  # fmt: skip
-    there = broadcast_object(there, source)
+    reads_alone = is_sharded(model) and len({*gather_everywhere(format.identify(path))}) == 1
+    reads = reads_alone or source == process.rank
+    with together("read the checkpoint"):
+        files = {group: Pieces(path, group) for group in (MODEL, OPTIMIZER)} if reads else {}
+    there = broadcast_object({group: file.tensors for group, file in files.items()}, source)
     tensors.check_same_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
     if run.get("frozen", "") != tensors.digest_of_frozen(model):
         raise UserError(
@@ -222,38 +235,69 @@ def load(
             f"--model {run['config'].get('model')}."
         )
 
-    def receive(file: str, name: str) -> Tensor:
-        shape, dtype = there[file][name]
-        device = accelerator.device
-        tensor = files[file].get_tensor(name).to(device) if reads else torch.empty(shape, dtype=dtype, device=device)
-        if process.num_ranks > 1:
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source)  # as bytes, because gloo lacks some types
-        return tensor
+    def receive(group: str, name: str, offsets: list[int], lengths: list[int]) -> Tensor:
+        if reads_alone:
+            return files[group].read(name, offsets, lengths)
+        shape, dtype = there[group][name]
+        size = BLOCK if is_sharded(model) else math.inf
+        return _receive(files.get(group), name, shape, dtype, offsets, lengths, accelerator.device, source, size)
 
     with torch.no_grad():
         for name in sorted(weights):
-            weights[name].copy_(receive(MODEL, name))
+            local(weights[name]).copy_(receive(MODEL, name, *region(weights[name])))
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
     on_host = set(run["on_host"])
+    parameters = dict(model.named_parameters())
     for full in sorted(there[OPTIMIZER]):
         name, _, key = full.rpartition("/")
-        tensor = receive(OPTIMIZER, full)
-        state.setdefault(name, {})[key] = tensor.cpu() if full in on_host else tensor
+        shape = there[OPTIMIZER][full][0]
+        part = receive(OPTIMIZER, full, *tensors.region_of_state(shape, parameters.get(name)))
+        device = torch.device("cpu") if full in on_host else accelerator.device
+        state.setdefault(name, {})[key] = tensors.as_state(part.to(device), shape, parameters.get(name))
     tensors.restore(optimizer, model, state)
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
 
 
-def report_differences(cfg: TrainConfig, run: dict[str, Any]) -> None:
+def _receive(
+    file: Pieces | None, name: str, shape: list[int], dtype: torch.dtype, offsets: list[int], lengths: list[int],
+    device: torch.device, source: int, block_bytes: float,
+) -> Tensor:  # fmt: skip
+    """Return a region of a tensor that rank `source` reads and sends to all ranks. Only `source` has the file."""
+    rows = shape[0] if shape else 1
+    row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+    step = max(1, int(min(rows, block_bytes // row_bytes)))  # the same on every rank
+    result = None
+    for begin in range(0, max(1, rows), step):
+        size = [min(step, rows - begin), *shape[1:]] if shape else []
+        if file is None:
+            block = torch.empty(size, dtype=dtype, device=device)
+        else:
+            block = file.read(name, [begin, *[0] * (len(shape) - 1)] if shape else [], size).to(device)
+        if process.num_ranks > 1:
+            dist.broadcast(block.reshape(-1).view(torch.uint8), src=source)  # as bytes, because gloo lacks some types
+        if size == lengths == shape:
+            return block
+        result = torch.empty(lengths, dtype=dtype, device=device) if result is None else result
+        first, last = max(begin, offsets[0]), min(begin + size[0], offsets[0] + lengths[0])
+        if first < last:
+            result[first - offsets[0] : last - offsets[0]] = block[first - begin : last - begin]
+    return result
+
+
+def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -> None:
     """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
     if run["num_ranks"] != process.num_ranks:
         log.info(
             "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",
             run["num_ranks"], process.num_ranks,
         )  # fmt: skip
+    elif run.get("shards", 0) != shards:
+        kinds = [f"sharded over {number} ranks" if number else "whole on every rank" for number in (run.get("shards", 0), shards)]
+        log.info("the model was %s, now it is %s: weights agree up to rounding", *kinds)
     for name in ("micro_batch_size", "padding_free", "compile"):
         if run["config"].get(name, "off") != getattr(cfg, name):
             log.info("--%s has changed: results agree up to rounding, but dropout masks differ", name)

@@ -1,14 +1,17 @@
 """Claims the output folder of a run: one run per folder, and neither a run nor a file of the user is overwritten."""
 
+import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import IO
 
 from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, together
 from accel_ddp.ranks.process import process
 from accel_ddp.records.log import last_step_of
 from accel_ddp.records.redaction import redact_values
@@ -17,6 +20,7 @@ from accel_ddp.saving import format, resume
 log = logging.getLogger(__name__)
 
 MARKER = ".accel_ddp"  # a file in the folder of every run; config.json alone may belong to a model
+SECONDS_TO_APPEAR = 5  # of a new file on a network disk
 _WRITTEN_BY_RUNS = (
     "config.json", "log.jsonl", "incidents.jsonl", "evaluations.json", "best.json", "classes.csv", "tables", "model"
 )  # fmt: skip
@@ -45,6 +49,48 @@ def claim(cfg: TrainConfig) -> IO[str]:
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {process.host}: {error.strerror}.") from error
     return lock
+
+
+def require_shared(cfg: TrainConfig, replicas: int) -> None:
+    """Raise UserError on every rank if a rank that will write a part of a sharded checkpoint does not see the folder of the main rank.
+
+    Only the ranks of the first of `replicas` copies of the model write. This is a collective.
+    """
+    writers = range(process.num_ranks // replicas)
+    nonce = broadcast_object(secrets.token_hex(8))
+    folder = Path(cfg.output_dir)
+    marks = [folder / f".shared-{nonce}-{rank}" for rank in writers]
+    problem = ""
+    with together("write to the output folder"):
+        if process.is_main:
+            _touch(marks[0])
+    with together("find the output folder"):
+        if process.rank in writers and not process.is_main:
+            deadline = time.monotonic() + SECONDS_TO_APPEAR
+            while not marks[0].exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if not marks[0].exists():
+                problem = "does not see the folder of the main node"
+            else:
+                try:
+                    _touch(marks[process.rank])
+                except OSError as error:
+                    problem = f"cannot write to it ({error.strerror})"
+    facts = gather_everywhere((process.host, problem))
+    for mark in marks if process.is_main else [marks[process.rank]] if process.rank in writers else []:
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
+    problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
+    if problems:
+        raise UserError(
+            f"--output_dir {cfg.output_dir}: each rank writes its part of a sharded checkpoint, but {' and '.join(problems)}. "
+            "Use a folder that these nodes share. Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks "
+            f"of {facts[0][0]} write."
+        )
+
+
+def _touch(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 def _is_run(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Converts the state of a model and an optimizer to named tensors and back."""
 
 import hashlib
+import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -8,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.process import process
+from accel_ddp.sharding.tensors import is_first_copy, is_sharded, local, region, sharded_like
 
 
 def versions() -> dict[str, str]:
@@ -26,7 +31,7 @@ def versions() -> dict[str, str]:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return weights, the optimizer's tensors and its other values, by the names of parameters.
 
-    Names are stable, while the parameter groups of an optimizer may change.
+    Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks.
     """
     weights = to_save(model)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -35,6 +40,11 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
         name = names.get(id(parameter), f"#{i}")
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                    raise UserError(
+                        f"The optimizer {type(optimizer).__name__} stores a tensor of its own for the part of a parameter that a "
+                        f"rank holds ({key}). A checkpoint of a sharded run can store it only if it is a DTensor like the parameter."
+                    )
                 tensors[f"{name}/{key}"] = value
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values.setdefault(name, {})[key] = value
@@ -63,16 +73,36 @@ def to_save(model: nn.Module) -> dict[str, Tensor]:
 def digest_of_frozen(model: nn.Module) -> str:
     """Return a digest of the weights below adapters, which are not saved, or "" for a model without adapters.
 
-    It covers 64 values of each tensor and costs milliseconds. It distinguishes models, but does not detect a flipped bit.
+    It covers 64 values of each tensor and costs milliseconds. It distinguishes models, but does not detect a flipped bit. A sharded
+    model has the same digest as the whole model. For a sharded model this is a collective.
     """
     if not has_adapters(model):
         return ""
+    frozen = {
+        name: p.detach() for name, p in model.named_parameters()
+        if not p.requires_grad and "original_module" not in name  # the random weights of a new head, which are not used
+    }  # fmt: skip
+    sharded = is_sharded(model)
+    samples = {name: b"" if sharded and not is_first_copy(p) else _some_values(p) for name, p in frozen.items()}
+    shares = gather_everywhere(samples) if sharded else [samples]  # the parts of a tensor are in the order of ranks
     digest = hashlib.blake2b(digest_size=16)
-    for name, p in model.named_parameters():
-        if not p.requires_grad and "original_module" not in name:  # the random weights of a new head, which are not used
-            some = p.detach().reshape(-1)[:: max(1, p.numel() // 64)].cpu().contiguous()
-            digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + some.view(torch.uint8).numpy().tobytes())
+    for name, p in frozen.items():
+        digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + b"".join(share[name] for share in shares))
     return digest.hexdigest()
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    """Return every n-th value of a tensor, about 64 in all, of those that this rank holds."""
+    every = max(1, tensor.numel() // 64)
+    offsets, _ = region(tensor)
+    before = offsets[0] * math.prod(tensor.shape[1:]) if offsets else 0  # values in the rows above this part
+    return local(tensor).reshape(-1)[-before % every :: every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def own_pieces(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of which this rank stores its part. Each part is stored by one rank, and the main rank stores the rest."""
+    stored = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor)}
+    return {name: tensor for name, tensor in stored.items() if local(tensor).numel() or (not tensor.numel() and process.is_main)}
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -84,24 +114,24 @@ def unique(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     seen: set[Any] = set()
     once = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else name
+        own = local(tensor)
+        place: Any = name
+        if own.numel():
+            place = (own.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        elif tensor.numel():  # this rank has no row of it; the answer must be that of the other ranks
+            place = (own.untyped_storage()._cdata, tensor.shape)
         if place not in seen:
             seen.add(place)
             once[name] = tensor
     return once
 
 
-_KINDS = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-
-
-def shape_and_dtype(piece: Any) -> tuple[list[int], torch.dtype]:
-    """Return shape and dtype of a tensor in an open safetensors file without reading the tensor."""
-    return [*piece.get_shape()], _KINDS[piece.get_dtype()]
 
 
 def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
@@ -117,6 +147,20 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
         raise UserError(
             f"--resume: {path} belongs to another model: {'; '.join(lines[:3])}{more}. Use the --model and options of that run."
         )
+
+
+def region_of_state(shape: list[int], parameter: Tensor | None) -> tuple[list[int], list[int]]:
+    """Return the region that this rank holds of an optimizer's tensor of this shape, which belongs to a parameter."""
+    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
+        return region(parameter)
+    return [0] * len(shape), shape
+
+
+def as_state(part: Tensor, shape: list[int], parameter: Tensor | None) -> Tensor:
+    """Return an optimizer's tensor of this shape from the region that this rank holds."""
+    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
+        return sharded_like(part.to(local(parameter).device), parameter)
+    return part
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:

@@ -148,7 +148,7 @@ def main(cfg: Config) -> None:
 
     def set_newer_format(path):
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["format"] = 2
+        manifest["format"] = 3
         (path / "manifest.json").write_text(json.dumps(manifest))
         write_and_sign(path, "none", b"")
 

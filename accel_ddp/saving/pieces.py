@@ -1,0 +1,163 @@
+"""Files of tensors that are stored in pieces, one file for each rank, and a reader for both layouts of a checkpoint.
+
+The files are those of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the place
+of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its planner
+needs collectives, which must not run in the thread of a writer.
+"""
+
+import hashlib
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel_ddp.saving.format import PIECES
+from accel_ddp.saving.tensors import DTYPES
+
+INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
+BLOCK = 1 << 24  # bytes
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def file_name(rank: int) -> str:
+    """Return torch's name for the file with the pieces of a rank."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
+    """Return the metadata of a file of pieces. `offsets` are the places of the pieces in their tensors."""
+    info = {name: {OFFSETS: place} for name, place in offsets.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", INFO: json.dumps(info), **facts}
+
+
+def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write tensors in host memory to a safetensors file and the disk. Return the size of the file and its sha256.
+
+    A tensor may also be (shape, dtype, function that returns it), so that only one of them needs memory at a time.
+    """
+    facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
+    names = sorted(facts, key=lambda name: -facts[name][1].itemsize)  # large types first, so that all of them are aligned
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        shape, dtype, _ = facts[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for block in (struct.pack("<Q", len(text)), text):
+            digest.update(block)
+            _write_all(file, memoryview(block))
+        for name in names:
+            values = memoryview(facts[name][2]().contiguous().reshape(-1).view(torch.uint8).numpy())
+            for begin in range(0, len(values), BLOCK):  # of a block, the cache of the processor still has a part for the digest
+                _write_all(file, values[begin : begin + BLOCK])
+                digest.update(values[begin : begin + BLOCK])
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _write_all(file: Any, values: memoryview) -> None:
+    while len(values):
+        values = values[file.write(values) :]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file and the place where its tensors begin. Raise ValueError if it is none."""
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 2 <= length <= path.stat().st_size - 8:
+            raise ValueError("it has no header")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    return header, 8 + length
+
+
+class Piece(NamedTuple):
+    """A part of a tensor in a file."""
+
+    offsets: list[int]
+    shape: list[int]
+    path: Path
+    begin: int  # bytes
+
+
+class Pieces:
+    """Reads the tensors of one group of a checkpoint, from one file or from the pieces that ranks have written.
+
+    It reads only what is asked for, and maps no file into memory.
+    """
+
+    def __init__(self, checkpoint: Path, group: str):
+        """`group` is `format.MODEL` or `format.OPTIMIZER`."""
+        whole = checkpoint / group
+        self.paths = [whole] if whole.is_file() else sorted((checkpoint / PIECES[group]).glob("*.safetensors"))
+        self._pieces: dict[str, list[Piece]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for path in self.paths:
+            header, begin = read_header(path)
+            info = json.loads(header.pop("__metadata__", {}).get(INFO, "{}"))
+            for name, facts in header.items():
+                offsets = info.get(name, {}).get(OFFSETS, [0] * len(facts["shape"]))
+                self._pieces.setdefault(name, []).append(Piece(offsets, facts["shape"], path, begin + facts["data_offsets"][0]))
+                self._dtypes[name] = DTYPES[facts["dtype"]]
+
+    @property
+    def tensors(self) -> dict[str, tuple[list[int], torch.dtype]]:
+        """The shape and the dtype of each whole tensor."""
+        return {name: (self._shape(name), dtype) for name, dtype in self._dtypes.items()}
+
+    def _shape(self, name: str) -> list[int]:
+        ends = [[at + length for at, length in zip(piece.offsets, piece.shape)] for piece in self._pieces[name]]
+        return [max(sizes) for sizes in zip(*ends)]
+
+    def read(self, name: str, offsets: list[int] | None = None, lengths: list[int] | None = None) -> Tensor:
+        """Return a tensor in host memory, or the region of it that `offsets` and `lengths` describe."""
+        shape = self._shape(name)
+        offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
+        result = torch.empty(lengths, dtype=self._dtypes[name])
+        found = 0
+        for piece in self._pieces[name]:
+            begins = [max(a, b) for a, b in zip(offsets, piece.offsets)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, lengths, piece.offsets, piece.shape)]
+            sizes = [end - begin for begin, end in zip(begins, ends)]
+            if any(size <= 0 for size in sizes):
+                continue
+            found += math.prod(sizes)
+            if not shape:
+                _read_into(result, piece.path, piece.begin)
+                continue
+            row = math.prod(piece.shape[1:]) * result.element_size()
+            place = piece.begin + (begins[0] - piece.offsets[0]) * row
+            target = result[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets))]
+            if sizes[1:] == piece.shape[1:] and target.is_contiguous():
+                _read_into(target, piece.path, place)
+            else:  # a part of each row
+                rows = torch.empty([sizes[0], *piece.shape[1:]], dtype=result.dtype)
+                _read_into(rows, piece.path, place)
+                inside = [slice(b - p, e - p) for b, e, p in zip(begins[1:], ends[1:], piece.offsets[1:])]
+                target.copy_(rows[(slice(None), *inside)])
+        if found != result.numel():
+            raise OSError(f"{self.paths[0].parent}: {result.numel() - found:,} values of {name} are in no file")
+        return result
+
+
+def _read_into(tensor: Tensor, path: Path, begin: int) -> None:
+    values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while len(values):
+            count = file.readinto(values)
+            if not count:
+                raise OSError(f"{path} is too short")
+            values = values[count:]
