@@ -1,12 +1,16 @@
 """Each rank of a sharded run reads only its rows of a pretrained model, and all weights are those of a run without sharding."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.ranks.process import process
+from accel_ddp.sharding.apply import own_rows
 from tests.conftest import PROGRAMS, run_ranks
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -64,6 +68,12 @@ def make_models(folder: Path) -> None:
     base = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "bert-head")
     adapted = peft.get_peft_model(base, lora)
     adapted.save_pretrained(folder / "adapters")
+    adapted.peft_config["default"].init_lora_weights = "pissa"
+    adapted.save_pretrained(folder / "pissa")
+
+    shutil.copytree(folder / "llama", folder / "damaged")
+    file = max((folder / "damaged").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +83,39 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def result_of(text: str) -> dict:
-    return json.loads(next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
-
-
-def test_the_weights_of_sharded_ranks_are_those_of_one_rank_and_no_rank_holds_the_model(folder, cache):
+@pytest.fixture(scope="module")
+def results(folder, cache) -> list[dict]:
+    """Return what each of two sharded ranks printed."""
     ended = run_ranks(2, PROGRAMS / "sharded_loading.py", folder, timeout=120, **FSDP).well()
-    for text in ended.texts:
-        found = result_of(text)
-        assert found["differences"] == {}
-        # Half of the float32 weights, and the half of the files in bf16 that is mapped into memory. The whole takes 4 bytes more.
-        assert found["peak"] < 3.6 * BIG / 1e6, "MB"
+    lines = [next(line for line in text.splitlines() if line.startswith("RESULT ")) for text in ended.texts]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def test_the_weights_of_sharded_ranks_are_those_of_one_rank(results):
+    assert [result["differences"] for result in results] == [{}, {}]
+
+
+def test_no_sharded_rank_holds_the_whole_model(results):
+    # A whole model takes 4 bytes per parameter, and its files, which are mapped into memory, 2 more. Of a half, it is 3 bytes.
+    for result in results:
+        assert result["peak"] < 5 * BIG / 1e6, "MB"
+
+
+def test_all_ranks_refuse_a_model_that_one_of_them_cannot_read_or_that_cannot_be_sharded(results, folder):
+    for result in results:
+        damaged, pissa, quantized = result["errors"]
+        assert damaged.startswith(f"--model {folder}/damaged: the folder cannot be loaded: ")
+        assert "init_lora_weights: pissa" in pissa
+        assert quantized.startswith("--quantize 4bit: quantized weights cannot be sharded")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_rows_of_a_rank_are_those_that_torch_gives_it(ranks, monkeypatch):
+    monkeypatch.setattr(process, "num_ranks", 2 * ranks)
+    for length in (1, 2, 7, 8, 100):
+        chunks = torch.arange(length).chunk(ranks)
+        for rank in range(2 * ranks):
+            monkeypatch.setattr(process, "rank", rank)
+            begin, end = own_rows(length, ShardingPlan(replicas=2))
+            expected = chunks[rank % ranks].tolist() if rank % ranks < len(chunks) else []
+            assert [*range(begin, end)] == expected

@@ -40,7 +40,8 @@ class _Rows:
     def __getitem__(self, _: Any) -> Tensor:
         if self.begin == self.end:  # there are fewer rows than ranks
             return torch.empty(0, *_shape(self.tensor)[1:])
-        return self.tensor[self.begin : self.end]
+        rows: Tensor = self.tensor[self.begin : self.end]
+        return rows
 
 
 class RowLoader:
@@ -75,7 +76,7 @@ class RowLoader:
 
         read = PreTrainedModel._load_pretrained_model
 
-        def read_rows(model: Any, state_dict: Any, files: list[str] | None, load_config: Any, *more: Any) -> tuple[Any, Any]:
+        def read_rows(model: Any, state_dict: Any, files: list[str] | None, load_config: Any, *more: Any) -> Any:
             if files is None or load_config.hf_quantizer is not None:
                 return read(model, state_dict, files, load_config, *more)
             return self._read(read, model, files, load_config)
@@ -86,7 +87,7 @@ class RowLoader:
         finally:
             PreTrainedModel._load_pretrained_model = staticmethod(read)
 
-    def _read(self, read: Callable, model: Any, files: list[str], load_config: Any) -> tuple[Any, Any]:
+    def _read(self, read: Callable[..., Any], model: Any, files: list[str], load_config: Any) -> tuple[Any, Any]:
         """Load the files into the model, and put stand-ins into it. Return what the function of transformers returns."""
         with contextlib.ExitStack() as stack:
             tensors = _open(files, load_config, stack)
@@ -122,7 +123,7 @@ class RowLoader:
         if rows.untyped_storage().nbytes() != rows.nbytes:  # a view of a file, or of the whole tensor
             rows = rows.clone()
         stand_in = nn.Parameter(torch.zeros((), dtype=rows.dtype).expand(shape), loaded.requires_grad)
-        stand_in._is_hf_initialized = True  # transformers does not draw random values for it
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not draw random values for it
         self.rows[stand_in] = rows
         _put(model, name, stand_in)
 

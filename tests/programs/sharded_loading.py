@@ -13,6 +13,7 @@ import transformers
 
 from accel_ddp.accelerator import start
 from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.sharding.tensors import full, is_sharded, local
 from accel_ddp.sources import models
@@ -107,6 +108,22 @@ def growth(accelerator, plan) -> float:
     return memory("VmHWM") - before
 
 
+def refusals() -> list[str]:
+    """Return the messages for models that cannot be loaded, each after all ranks have agreed on it."""
+    messages = []
+    for kind, options in (
+        ("CausalLM", {"model": str(FOLDER / ("damaged" if process.rank else "llama"))}),
+        ("SequenceClassification", {"model": str(FOLDER / "pissa")}),
+        ("CausalLM", {"model": str(FOLDER / "llama"), "quantize": "4bit", "lora_r": 2}),
+    ):
+        try:
+            models.load(getattr(transformers, f"AutoModelFor{kind}"), RecipeConfig(**options))
+            messages.append("")
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
 if __name__ == "__main__":
     accelerator = start(RecipeConfig(output_dir=str(FOLDER / "run")))
     plan = process.sharding
@@ -114,7 +131,6 @@ if __name__ == "__main__":
     result = {first: differences(first, accelerator, plan)}  # this imports what the first model needs
     peak = growth(accelerator, plan)
     result |= {case: differences(case, accelerator, plan) for case in others}
-    print(
-        "RESULT " + json.dumps({"differences": {case: lines for case, lines in result.items() if lines}, "peak": peak}),
-        flush=True,
-    )
+    process.sharding = plan
+    differing = {case: lines for case, lines in result.items() if lines}
+    print("RESULT " + json.dumps({"differences": differing, "peak": peak, "errors": refusals()}), flush=True)
