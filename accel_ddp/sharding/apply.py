@@ -52,6 +52,14 @@ def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
+    """Return the first row that this rank holds of a parameter with `length` rows, and the row after its last one."""
+    ranks = process.num_ranks // plan.replicas
+    size = -(-length // ranks)
+    begin = min(length, process.rank % ranks * size)
+    return begin, min(length, begin + size)
+
+
 def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     """Return the modules that are gathered one at a time, in the order of the model. Raise UserError if there are none.
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding.apply import shard
 from accel_ddp.sources import model_kinds
-from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
+from accel_ddp.sources.adapters import Adapters, add_adapters, find_adapters, locate_base
 from accel_ddp.sources.messages import warn
 from accel_ddp.sources.pretrained import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
+from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
 from accel_ddp.training.optim import freeze
 from accel_ddp.training.wrapping import sharding_options
 
@@ -87,13 +88,18 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
     if cfg.quantize != "no":
+        if process.sharding:
+            raise UserError(
+                f"--quantize {cfg.quantize}: quantized weights cannot be sharded, but the accelerate config asks for FSDP. Leave "
+                "--quantize out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
+            )
         options |= _quantization_options(cfg)
     options["output_loading_info"] = True
     place = locate_base(cfg.model, adapters, cfg.cache_dir) if adapters else locate(name, cfg.cache_dir)
-    model, info = from_pretrained(auto_class, name, place, **options)
+    model, info, model_rows = _read_weights(auto_class, cfg, name, place, adapters, tokenizer, options)
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
-    model._adapters, model._source = adapters, name
+    model._adapters, model._source, model._rows = adapters, name, model_rows
     _check_positions(model, cfg)
     model_kinds.report_router_loss(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
@@ -107,6 +113,20 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         log.info(f"the tokenizer has {len(tokenizer):,} tokens, and the model has {rows:,} embeddings: new ones are added")
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def _read_weights(
+    auto_class: Any, cfg: RecipeConfig, name: str, place: str, adapters: Adapters | None, tokenizer: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any], dict[nn.Parameter, Tensor]]:
+    """Return the model, what transformers reports about loading, and the rows of this rank if the model will be sharded."""
+    if not process.sharding:
+        return *from_pretrained(auto_class, name, place, **options), {}
+    num_tokens = len(tokenizer) if tokenizer is not None else 0
+    loader = RowLoader(process.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
+    with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
+        model, info = loader.from_pretrained(auto_class, name, place, **options)
+        facts[f"The weights of --model {cfg.model}"] = loader.digest
+    return model, info, loader.rows
 
 
 def _check_positions(model: nn.Module, cfg: RecipeConfig) -> None:
@@ -137,8 +157,10 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
 def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_task: str = "") -> nn.Module:
     """Return the model with adapters, frozen parameters, gradient checkpointing and batch norm as the options define them.
 
-    Call it before the optimizer is built. `lora_task` is the PEFT task type; "" for a model that supports no adapters.
+    The model is sharded if the accelerate config asks for that. Call it before the optimizer is built. `lora_task` is the PEFT task
+    type; "" for a model that supports no adapters.
     """
+    rows = model.__dict__.pop("_rows", {})
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it. Leave it out.")
@@ -154,5 +176,5 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
         # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
     if process.sharding:
-        shard(model, process.sharding, *sharding_options(accelerator, cfg))
+        shard_loaded(model, rows, process.sharding, *sharding_options(accelerator, cfg))
     return model
