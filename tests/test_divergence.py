@@ -102,7 +102,7 @@ def test_a_skipped_backward_pass_is_reported_before_the_weights_differ(tmp_path,
 
 def test_a_message_names_the_ranks_that_differ_from_the_majority():
     places = [f"node{rank // 2}, pid {rank}" for rank in range(6)]
-    name = lambda *checksums: divergence._name_ranks(places, [[number] for number in checksums], range(len(checksums)))
+    name = lambda *checksums: divergence._name_ranks(places[: len(checksums)], [[n] for n in checksums], range(len(checksums)))
     one = "rank 2 (node1, pid 2) differ from those of the other 4 ranks"
     assert name(1, 1, 5, 1, 1) == one
     assert name(1, 1, 5, 1, 6) == one.replace(" differ", " and rank 4 (node2, pid 4) differ").replace("4 ranks", "3 ranks")

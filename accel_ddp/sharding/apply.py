@@ -46,7 +46,9 @@ def shard(
     # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         one._is_fsdp_managed_module = True
-    if narrow and hasattr(model, "generate"):  # it calls encoders and models below adapters outside of the forward pass of the root
+    if narrow and hasattr(
+        model, "generate"
+    ):  # it calls encoders and models below adapters outside of the forward pass of the root
         model.generate = torch.autocast(device.type, narrow)(model.generate)
 
 

@@ -43,7 +43,9 @@ class ParameterCheck:
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # DDP does not keep these equal
-        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored}
+        self._trained = {
+            name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
+        }
         self._copies = find_copies(process.num_ranks, process.sharding.replicas if is_sharded(module) else process.num_ranks)
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
@@ -106,9 +108,9 @@ class ParameterCheck:
         others = f" and {len(names) - 1} more of {len(self._trained)} differ" if names[1:] else " differs"
         text = (
             f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums, bad)}. {before} "
-            f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one "
-            "rank, an update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are "
-            "not affected: each has passed this check before it was written. To continue from the newest one, type the same command "
+            f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: "
+            "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
+            "weights on some ranks only, defective memory. Checkpoints are not affected: each has passed this check before it was written. To continue from the newest one, type the same command "
             f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
             "different processors or GPUs, which may round differently, use --check_every 0."
         )
