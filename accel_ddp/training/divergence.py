@@ -110,7 +110,8 @@ class ParameterCheck:
             f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums, bad)}. {before} "
             f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: "
             "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
-            "weights on some ranks only, defective memory. Checkpoints are not affected: each has passed this check before it was written. To continue from the newest one, type the same command "
+            "weights on some ranks only, defective memory. Checkpoints are not affected: "
+            "each has passed this check before it was written. To continue from the newest one, type the same command "
             f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
             "different processors or GPUs, which may round differently, use --check_every 0."
         )
