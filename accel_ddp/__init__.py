@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from accel_ddp.training import late_reader, losses, nonfinite, optim, padding, stream
     from accel_ddp.training.divergence import ParameterCheck
-    from accel_ddp.training.evaluation import EvalBatches, evaluate
+    from accel_ddp.training.evaluation import EvalBatches, compute_on_main, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
     from accel_ddp.training.whole_batch import WholeBatch
@@ -66,6 +66,7 @@ _HOME = {
     "chat": "tasks.",
     "contrastive": "tasks.",
     "data": "sources.",
+    "compute_on_main": "training.evaluation",
     "evaluate": "training.evaluation",
     "examples": "tasks.",
     "export": ".",
@@ -116,6 +117,7 @@ __all__ = [
     "attach",
     "builtin",
     "chat",
+    "compute_on_main",
     "contrastive",
     "data",
     "evaluate",

@@ -30,6 +30,7 @@ from accel_ddp.saving import restarts
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
+from accel_ddp.sharding.apply import reshard
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training import compilation
 from accel_ddp.training.breakdown import Breakdown, describe
@@ -280,6 +281,7 @@ class _Run:
         try:
             with process.heartbeat.within(METRICS):
                 metrics = self.evaluate_model(self.model)
+                reshard(self.model)  # an `evaluate` function of a user may have left weights gathered
         except EvaluationStopped:
             self.is_stopping = True
             signals.mark_agreed()

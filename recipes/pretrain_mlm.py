@@ -69,7 +69,13 @@ class Task:
         return len(batch["masked_positions"])
 
     def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        self.guesses = accel_ddp.compute_on_main(self.accelerator, model, self.guess)
+        return metrics
+
+    def guess(self, model):
+        """Return some guesses of masked words."""
+        return accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
 
     def measure(self, model, batch):
         """Return one row of sums per block. `evaluate` puts the rows of all ranks in order."""
@@ -91,8 +97,8 @@ class Task:
         return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.rows, self.eval_masked, self.processor)
 
     def report(self):
-        """Return some guesses of masked words."""
-        return accel_ddp.masking.format_guesses(self.model, self.processor, self.eval_blocks)
+        """Return the guesses of masked words at the last evaluation."""
+        return self.guesses
 
     @property
     def example(self):

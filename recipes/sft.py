@@ -69,7 +69,7 @@ class Task:
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
-        self.answers: list[list[str]] = []  # to the samples, before training and at each evaluation
+        self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -79,8 +79,13 @@ class Task:
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
 
     def evaluate(self, model):
-        self.module = self.accelerator.unwrap_model(model)
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        self.answers.append(accel_ddp.compute_on_main(self.accelerator, model, self.answer))
+        return metrics
+
+    def answer(self, model):
+        """Return the answers to the samples."""
+        return accel_ddp.chat.generate(model, self.processor, [sample.ids for sample in self.samples], self.cfg.max_new_tokens)
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
@@ -90,8 +95,6 @@ class Task:
 
     def summarize(self, rows):
         """Return the mean over the tokens of all items, not over rows or batches. This runs on the main rank."""
-        prompts = [sample.ids for sample in self.samples]
-        self.answers.append(accel_ddp.chat.generate(self.module, self.processor, prompts, self.cfg.max_new_tokens))
         loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 

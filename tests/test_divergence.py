@@ -102,11 +102,15 @@ def test_a_skipped_backward_pass_is_reported_before_the_weights_differ(tmp_path,
 
 def test_a_message_names_the_ranks_that_differ_from_the_majority():
     places = [f"node{rank // 2}, pid {rank}" for rank in range(6)]
-    name = lambda *checksums: divergence._name_ranks(places[: len(checksums)], [[number] for number in checksums])
+    name = lambda *checksums: divergence._name_ranks(places[: len(checksums)], [[n] for n in checksums], range(len(checksums)))
     one = "rank 2 (node1, pid 2) differ from those of the other 4 ranks"
     assert name(1, 1, 5, 1, 1) == one
     assert name(1, 1, 5, 1, 6) == one.replace(" differ", " and rank 4 (node2, pid 4) differ").replace("4 ranks", "3 ranks")
     assert name(1, 2) == "rank 0 (node0, pid 0) and rank 1 (node0, pid 1) differ from each other"
     assert name(1, 1, 2, 2).endswith("rank 2 (node1, pid 2) and rank 3 (node1, pid 3) differ from each other")
-    many = divergence._name_ranks([f"node{rank}" for rank in range(40)], [[max(0, rank - 29)] for rank in range(40)])
+    # Ranks 0, 2 and 4 hold the same part of a sharded model, and 1, 3 and 5 the other one.
+    assert divergence.find_copies(6, 3) == [range(0, 6, 2), range(1, 6, 2)]
+    sharded = divergence._name_ranks(places, [[number] for number in (1, 7, 1, 7, 1, 8)], range(1, 6, 2))
+    assert sharded == "rank 5 (node2, pid 5) differ from those of the other 2 ranks with the same part of the weights"
+    many = divergence._name_ranks([f"node{rank}" for rank in range(40)], [[max(0, rank - 29)] for rank in range(40)], range(40))
     assert many.endswith("rank 37 (node37) and 2 more ranks differ from those of the other 30 ranks")

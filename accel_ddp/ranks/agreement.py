@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from accel_ddp.errors import UserError
@@ -79,6 +80,15 @@ def gather_objects(value: Any) -> list[Any] | None:
 def gather_everywhere(value: Any) -> list[Any]:
     """Return the values of all ranks in the order of ranks, on every rank."""
     return broadcast_object(gather_objects(value))
+
+
+def is_any(flag: bool) -> bool:
+    """Return whether the flag is set on any rank. It takes less than a millisecond if all ranks are here, and has no timeout."""
+    if process.num_ranks == 1:
+        return flag
+    number = torch.tensor(int(flag))
+    dist.all_reduce(number, group=process.slow_group)
+    return bool(number)
 
 
 def _new_wait() -> str:

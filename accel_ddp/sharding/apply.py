@@ -8,6 +8,7 @@ gathered from the beginning of the forward pass to the end of the backward pass,
 of the output head after the forward pass.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,14 @@ def shard(
             layer, mesh=mesh, reshard_after_forward=plan.reshard_after_forward, mp_policy=policy(narrow), offload_policy=offload
         )
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
-    model._is_fsdp_managed_module = True  # `generate` of transformers then does the same number of forward passes on all ranks
+    model._gathered_dtype = narrow
+    # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
+    for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        one._is_fsdp_managed_module = True
+    if narrow and hasattr(
+        model, "generate"
+    ):  # it calls encoders and models below adapters outside of the forward pass of the root
+        model.generate = torch.autocast(device.type, narrow)(model.generate)
 
 
 def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
@@ -120,6 +128,30 @@ def reshard(model: nn.Module) -> None:
     """Free the weights that a forward pass without a backward pass has left gathered. It needs no communication."""
     for part in sharded_parts(model):
         part.reshard()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Keep everything except the layers gathered inside of the block, and free it at the end. Other models stay as they are.
+
+    Every rank must call it. The parts of a model can then be called without the model itself, as `generate` of transformers calls an
+    encoder. Parameters can be read again after the block.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model._get_fsdp_state()._lazy_init()  # otherwise the first layer that is called would become the root
+    model.unshard()
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
+def autocast(model: nn.Module, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which a sharded model can be computed before Accelerate has added autocast to its forward pass."""
+    dtype = getattr(model, "_gathered_dtype", None)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether the parameters of a model are spread over ranks."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["d
 
 @torch.no_grad()
 def generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
-    """Return a greedy continuation of each prompt, given as tokens. It uses no collectives, so that one rank can call it alone."""
+    """Return a greedy continuation of each prompt, given as tokens. It uses no collectives unless the model is sharded."""
     was_training = model.training
     model.eval()
     answers = []

@@ -3,6 +3,9 @@
 DDP gives every rank the same gradients, so that all ranks do the same updates and their parameters stay equal bit by bit. A rank
 with another learning rate, a skipped step or defective memory breaks this without an error, and every later step is then wrong.
 Buffers are not compared, because the running statistics of batch norm may differ between ranks.
+
+A rank of a sharded model has a part of each parameter. It is compared with the same part in the other copies of the model. If there is
+one copy only, there is nothing to compare.
 """
 
 import os
@@ -19,6 +22,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.failures import Diverged, Failure
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.tensors import is_sharded, local
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -39,17 +43,20 @@ class ParameterCheck:
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # DDP does not keep these equal
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored}
-        self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and p.numel() <= LONGEST_VECTOR}
+        self._trained = {
+            name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
+        }
+        self._copies = find_copies(process.num_ranks, process.sharding.replicas if is_sharded(module) else process.num_ranks)
+        named = {name: p for name, p in self._trained.items() if local(p).numel()}
+        self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
-        self._names = list(named)  # in the order of the model
-        self.is_on = cfg.check_every > 0 and process.num_ranks > 1 and bool(named)
+        self.is_on = cfg.check_every > 0 and len(self._copies[0]) > 1 and bool(self._trained)
         if self.is_on:
             bits = [_bits(p) for p in (*self._vectors.values(), *self._matrices.values())]
             self._sizes = [one.numel() if number < len(self._vectors) else len(one) for number, one in enumerate(bits)]
             random = torch.Generator().manual_seed(0)  # equal on every rank, and not the generator of dropout
             factors = torch.randint(-(2**63), 2**63 - 1, (sum(self._sizes),), generator=random, dtype=torch.int64) | 1
-            self._factors = factors.to(self.device)
+            self._factors = factors.to(bits[0].device if bits else self.device)  # shards may be offloaded to host memory
 
     def begin(self, step: int, is_needed: bool = False) -> None:
         """Start the check of `step` if it is due or needed. The host does not wait for a GPU. Every rank must call it."""
@@ -57,7 +64,7 @@ class ParameterCheck:
             return
         self._last = step
         products = self._row_sums() * self._factors
-        digests, copied = products.new_zeros(process.num_ranks), None
+        digests, copied = torch.zeros(process.num_ranks, dtype=torch.int64, device=self.device), None
         digests[process.rank] = products.sum()
         dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
         if self.device.type == "cuda":
@@ -72,7 +79,8 @@ class ParameterCheck:
             checked, products, digests, copied = self._waiting.popleft()
             if copied:
                 copied.synchronize()
-            if len(set(digests.tolist())) > 1:  # every rank has the same digests, so that every rank gets here
+            found = digests.tolist()
+            if any(len({found[rank] for rank in ranks}) > 1 for ranks in self._copies):  # every rank has the same digests
                 raise Diverged(self._failure(checked, products))
             self.passed = checked
 
@@ -86,43 +94,56 @@ class ParameterCheck:
         parts = [torch.cat([_bits(p) for p in self._vectors.values()])] if self._vectors else []
         if self._matrices:
             parts.append(torch.cat([_bits(p).sum(-1) for p in self._matrices.values()]))
-        return torch.cat([part.to(torch.int64) for part in parts])
+        return torch.cat([part.to(torch.int64) for part in parts]) if parts else self._factors
 
     def _failure(self, step: int, products: Tensor) -> Failure:
         """Return the failure, which is the same on every rank. This is a collective."""
         sums = dict(zip((*self._vectors, *self._matrices), (part.sum().item() for part in products.cpu().split(self._sizes))))
-        own = [sums[name] for name in self._names]
+        own = [sums.get(name, 0) for name in self._trained]
         places, checksums = zip(*gather_everywhere((f"{process.host}, pid {os.getpid()}", own)))
-        names = [name for name, values in zip(self._names, zip(*checksums)) if len(set(values)) > 1]
-        largest = self._largest_difference({**self._vectors, **self._matrices}[names[0]])
+        bad = next(ranks for ranks in self._copies if len({tuple(checksums[rank]) for rank in ranks}) > 1)
+        names = [name for i, name in enumerate(self._trained) if len({checksums[rank][i] for rank in bad}) > 1]
+        largest = self._largest_difference({**self._vectors, **self._matrices}.get(names[0]), bad)
         before = "It is the first check of this process." if self.passed is None else f"The check at step {self.passed} passed."
-        others = f" and {len(names) - 1} more of {len(self._names)} differ" if names[1:] else " differs"
+        others = f" and {len(names) - 1} more of {len(self._trained)} differ" if names[1:] else " differs"
         text = (
-            f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums)}. {before} The parameter {names[0]}{others}; the "
-            f"largest difference in {names[0]} is {largest:.3g}. Possible causes: another learning rate or optimizer state on one "
-            "rank, an update that one rank skipped, code that changes weights on some ranks only, defective memory. Checkpoints are "
-            "not affected: each has passed this check before it was written. To continue from the newest one, type the same command "
+            f"DIVERGED: at step {step} the weights of {_name_ranks(places, checksums, bad)}. {before} "
+            f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: "
+            "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
+            "weights on some ranks only, defective memory. Checkpoints are not affected: "
+            "each has passed this check before it was written. To continue from the newest one, type the same command "
             f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
             "different processors or GPUs, which may round differently, use --check_every 0."
         )
         return Failure("failed", text, step)
 
-    def _largest_difference(self, parameter: nn.Parameter) -> float:
-        """Return the largest difference between two ranks in one element. This is a collective."""
-        largest = parameter.detach().to(torch.float64, copy=True)
-        smallest = largest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        return (largest - smallest).max().item()
+    def _largest_difference(self, values: Tensor | None, ranks: Sequence[int]) -> float:
+        """Return the largest difference between two of these ranks in one element. This is a collective of all ranks."""
+        largest = 0.0
+        group = dist.new_group([*ranks]) if len(ranks) < process.num_ranks else None
+        if process.rank in ranks:
+            high = local(values.detach()).to(self.device, torch.float64, copy=True)
+            low = high.clone()
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+            largest = (high - low).max().item()
+        return max(gather_everywhere(largest))
 
 
-def _name_ranks(places: Sequence[str], checksums: Sequence[Sequence[int]]) -> str:
-    """Return which ranks differ from the majority, or from each other if there is none."""
-    named = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
-    most, count = Counter(map(tuple, checksums)).most_common(1)[0]
+def find_copies(num_ranks: int, copies: int) -> list[range]:
+    """Return which ranks hold the same, if there are so many copies of a model and each is spread over consecutive ranks."""
+    shards = num_ranks // copies
+    return [range(first, num_ranks, shards) for first in range(shards)]
+
+
+def _name_ranks(places: Sequence[str], checksums: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+    """Return which of these ranks differ from the majority, or from each other if there is none."""
+    named = {rank: f"rank {rank} ({places[rank]})" for rank in ranks}
+    most, count = Counter(tuple(checksums[rank]) for rank in ranks).most_common(1)[0]
     if 2 * count <= len(named):
-        return f"{_join(named)} differ from each other"
-    return f"{_join([name for name, own in zip(named, checksums) if tuple(own) != most])} differ from those of the other {count} ranks"
+        return f"{_join([*named.values()])} differ from each other"
+    others = f"of the other {count} ranks" + (" with the same part of the weights" if len(ranks) < len(places) else "")
+    return f"{_join([name for rank, name in named.items() if tuple(checksums[rank]) != most])} differ from those {others}"
 
 
 def _join(names: list[str]) -> str:
@@ -131,12 +152,12 @@ def _join(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _bits(parameter: nn.Parameter) -> Tensor:
+def _bits(parameter: Tensor) -> Tensor:
     """Return the bits of a parameter as integers of at most 4 bytes: a vector, or a matrix with the same number of rows.
 
     Sums of 8-byte integers would overflow, and two changed signs in one row would then cancel each other.
     """
-    values = parameter.detach().contiguous()
+    values = local(parameter.detach()).contiguous()
     if values.dim() > 1 or values.numel() > LONGEST_VECTOR:
         values = values.reshape(len(values) if values.dim() > 1 else 1, -1)
     else:

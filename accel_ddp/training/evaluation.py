@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, Subset
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import broadcast_object, gather_objects
+from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.signals import is_stop_requested
+from accel_ddp.sharding.apply import gathered
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import CountingCollate, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
@@ -33,12 +35,16 @@ RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "go
 class EvalBatches:
     """This rank's share of an evaluation set: rank r of W has items r, r + W, ... Every item is evaluated exactly once.
 
-    Accelerate's loaders fill the last batch with repeated items. Here a rank may have one item less.
+    Accelerate's loaders fill the last batch with repeated items. Here a rank may have one item less. If the model is sharded, all ranks
+    must compute the same number of batches, so that such a rank repeats an item. `evaluate` drops its row.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):
         self.num_items, self.device = len(dataset), accelerator.device
-        share = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+        share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+        self.num_own = len(share)  # rows of this rank that count
+        if process.sharding and self.num_own * accelerator.num_processes < len(dataset):
+            share = [*share, 0]
         self.loader = DataLoader(
             Subset(dataset, share), batch_size=batch_size, collate_fn=CountingCollate(collate), **loader_options(cfg, accelerator)
         )
@@ -73,25 +79,46 @@ def evaluate(
     module.eval()
     parts: dict[str, list[Tensor]] = {}
     is_interrupted = False
-    for number, batch in enumerate(batches):
-        if is_interrupted := is_stop_requested():
-            break
-        process.heartbeat.enter(EVALUATE)
-        process.heartbeat.beat()
-        process.heartbeat.progress = number, len(batches.loader)
-        with CurrentBatch(batch):
-            measured = measure(module, batch)
-        for name, value in measured.items():
-            parts.setdefault(name, []).append(value)
+    # The ranks of a sharded model compute each batch together. One that stopped alone would leave the others waiting.
+    stops = (lambda: is_any(is_stop_requested())) if is_sharded(module) else is_stop_requested
+    with gathered(module):
+        for number, batch in enumerate(batches):
+            if is_interrupted := stops():
+                break
+            process.heartbeat.enter(EVALUATE)
+            process.heartbeat.beat()
+            process.heartbeat.progress = number, len(batches.loader)
+            with CurrentBatch(batch):
+                measured = measure(module, batch)
+            for name, value in measured.items():
+                parts.setdefault(name, []).append(value)
     process.heartbeat.progress = 0, 0
     process.heartbeat.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
-    mine = {name: _join([_as_array(value) for value in values]) for name, values in parts.items()}
+    mine = {name: _join([_as_array(value) for value in values])[: batches.num_own] for name, values in parts.items()}
     shares = gather_objects(None if is_interrupted else mine)
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
     return broadcast_metrics(summarize(_in_order(shares, batches.num_items)) if shares else None)
+
+
+@torch.no_grad()
+@process.heartbeat.within(METRICS)
+def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callable[[nn.Module], Any]) -> Any:
+    """Return `compute(model)` on the main rank, and None on the others. Call it on every rank, without using its result elsewhere.
+
+    All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only the main rank does.
+    """
+    module = accelerator.unwrap_model(model)
+    if not (process.is_main or is_sharded(module)):
+        return None
+    was_training = module.training
+    module.eval()
+    with gathered(module):
+        result = compute(module)
+    module.train(was_training)
+    return result if process.is_main else None
 
 
 def broadcast_metrics(metrics: Any) -> dict[str, float]:
