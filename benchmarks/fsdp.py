@@ -304,7 +304,8 @@ class Bench:
                     print(ended.stdout[-500:], ended.stderr[-2000:])
                 print(f"{name}: exported; host memory {before}, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss} kB")
                 lines.append(
-                    f"| {name} | {result['tokens']:,.0f} | {result['step'] * 1e3:.0f} | {result['gpu']:.1f} GiB | {result['host']:.1f} GiB "
+                    f"| {name} | {result['tokens']:,.0f} | {result['step'] * 1e3:.0f} | {result['gpu']:.1f} GiB "
+                    f"| {result['host']:.1f} GiB "
                     f"| {result['load_seconds']:.1f} | {result['save_seconds']:.1f} ({size:.1f} GB) | {export} |"
                 )
                 print(f"{lines[-1]} ({self.elapsed()})", flush=True)
