@@ -317,7 +317,7 @@ class Bench:
                 if not self.options.keep:
                     shutil.rmtree(model)
         print(
-            "\n| model | tokens/s | ms per step | peak GPU memory per rank | peak host memory per rank | load, s | save, s | export, s |"
+            "\n| model | tokens/s | ms per step | peak GPU memory per rank | peak host memory | load, s | save, s | export, s |"
         )
         print("|---" * 8 + "|")
         print("\n".join(lines))
