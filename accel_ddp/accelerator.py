@@ -41,6 +41,8 @@ def start(cfg: TrainConfig) -> Accelerator:
     supervise_program(cfg)
     _check_accelerate_config()
     process.sharding = process.sharding or take_plan(process.num_ranks)
+    if process.sharding and process.sharding.activation_checkpointing:
+        cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.

@@ -9,6 +9,9 @@ of the output head after the forward pass.
 """
 
 import contextlib
+import functools
+import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils.checkpoint import checkpoint
 
 from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.errors import UserError
@@ -50,6 +55,23 @@ def shard(
         model, "generate"
     ):  # it calls encoders and models below adapters outside of the forward pass of the root
         model.generate = torch.autocast(device.type, narrow)(model.generate)
+    _prefetch(model, layers)
+    # Our last layer and many models return views. torch warns of in-place operations on them, which neither of us does.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Gather each layer of a list while the layer before it is computed, also if the host is slower than the GPU.
+
+    Backward passes need nothing, because FSDP gathers in the reverse order of the forward pass. An unused gather is dropped.
+    """
+    known = set(layers)
+    lists = [[one for one in module if one in known] for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for row in lists:
+        for layer, following in itertools.pairwise(row):
+            layer.set_modules_to_forward_prefetch([following])
+    if len([row for row in lists if row]) == 1 and len(layers) == max(map(len, lists)):
+        model.set_modules_to_forward_prefetch([layers[0]])
 
 
 def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
@@ -154,10 +176,35 @@ def autocast(model: nn.Module, device: torch.device) -> contextlib.AbstractConte
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
+def recover(model: nn.Module) -> None:
+    """Make a model usable again after an error in a forward or backward pass, which all ranks have caught at the same place."""
+    root = next(sharded_parts(model))
+    if hasattr(root, "reset_iter_state"):  # since torch 2.12
+        root.reset_iter_state()
+        return
+    states = [part._get_fsdp_state() for part in sharded_parts(model)]
+    for state in states:
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+        state._comm_ctx.post_forward_order.clear()
+        group = state._fsdp_param_group
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # of a prefetched layer
+            group._post_forward_indices.clear()
+            group.reshard()
+
+
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
     """Shard a model whose optimizer exists already, and let the optimizer step the shards. `more` are arguments of `shard`."""
     names = {id(p): name for name, p in model.named_parameters()}
     positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif plan.activation_checkpointing:
+        for layer in find_layers(model, plan):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     shard(model, plan, *more)
     now = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, positions):

@@ -163,7 +163,9 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     rows = model.__dict__.pop("_rows", {})
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
-            raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it. Leave it out.")
+            in_config = process.sharding and process.sharding.activation_checkpointing
+            name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
+            raise UserError(f"{name}: {type(model).__name__} does not support it. Leave it out.")
         # Reentrant checkpointing fails with find_unused_parameters of DDP, and if the first layers are frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.lora_r or getattr(model, "_adapters", None):

@@ -21,6 +21,8 @@ from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import mixed, seed_torch
+from accel_ddp.sharding import apply as sharding
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.speed import autobatch, flops, linear_cross_entropy
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.padding_free import NeedsPadding
@@ -98,14 +100,20 @@ class Speed:
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         print_on_main(f"warm-up: compiling the layers (cached in {folder}; --compile off skips this)")
         micro = self.cfg.split(process.num_ranks)[0]
-        with (
-            together("compile the layers"),
-            _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2),
-            warnings.catch_warnings(),
-        ):
+        sharded = is_sharded(self.model)
+        with together("compile the layers"):
+            batch = self.train.sample(micro, self.accelerator, self.cfg)
+            if not sharded:
+                with _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
+                    self._compile(batch)
+        if sharded:  # outside of the block and all ranks at once, because each pass gathers weights
+            self._compile(batch)
+        return time.monotonic() - began
+
+    def _compile(self, batch: Any) -> None:
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
             try:
-                batch = self.train.sample(micro, self.accelerator, self.cfg)
                 seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
                 rehearse(self.model, batch, self.loss_sum)
                 rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
@@ -118,7 +126,8 @@ class Speed:
                 calls, self.plain_calls = self.plain_calls, []
                 self._set_softmax(linear_cross_entropy.plain_softmax)
                 self._capture(calls)
-        return time.monotonic() - began
+                if is_sharded(self.model):
+                    sharding.recover(self.model)
 
     def describe(self) -> dict[str, bool]:
         """Return what was done to the layers."""
@@ -149,11 +158,12 @@ class Speed:
     def _try_without_padding(self) -> str:
         """Install padding-free layers and compare them with padding on a few items. Return why they cannot be used, or ""."""
         accelerator, model = self.accelerator, self.model
+        sharded = is_sharded(model)
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             if getattr(batch, "sizes", None) is None:
                 return NO_TEXTS
-            if not getattr(model, "is_quantized", False):
+            if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
             try:
                 padding_free = PaddingFree(model)
@@ -163,15 +173,32 @@ class Speed:
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: per_batch(model, batch).double().sum()
             is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
-            reason = padding_free.check(loss, batch, allowed=1e-4 if is_wide else 3e-2)
-            if not reason and accelerator.mixed_precision != "no":  # half precision uses another attention
-                with accelerator.autocast():
-                    reason = padding_free.check(loss, batch, allowed=5e-2)
-            if reason:
-                padding_free.remove()
-                return reason
+            reason = "" if sharded else self._compare(padding_free, loss, batch, 1e-4 if is_wide else 3e-2)
+        if sharded:  # a collective, and so outside of the block
+            reason = self._compare_together(padding_free, loss, batch, 1e-4 if is_wide else 3e-2)
+        if reason:
+            padding_free.remove()
+            return reason
         self.padding_free = padding_free
         return ""
+
+    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
+        reason = layers.check(loss, batch, allowed)
+        if not reason and self.accelerator.mixed_precision != "no":  # half precision uses another attention
+            with self.accelerator.autocast():
+                reason = layers.check(loss, batch, allowed=5e-2)
+        return reason
+
+    def _compare_together(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
+        """Do the same for a sharded model. All ranks compute the same batch, because each forward pass gathers weights.
+
+        With mixed precision the layers are gathered in half precision, and so they compute under autocast only.
+        """
+        half = self.accelerator.mixed_precision != "no"
+        with self.accelerator.autocast():
+            reason = layers.check(loss, batch, 5e-2 if half else allowed)
+        sharding.recover(self.model)  # the forward pass may have raised an error
+        return reason
 
     def capture_layers(self, total_steps: int) -> None:
         """Capture the layers as CUDA graphs if there is a GPU, and compile them if that saves time."""
@@ -207,7 +234,11 @@ class Speed:
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free
         layers.calls, layers.run, self.graphs = calls, None, None
-        if not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
+        if is_sharded(self.model):
+            print_on_main(
+                "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
+            )
+        elif not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
             group_bytes = math.inf if process.num_ranks == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device

@@ -1,5 +1,7 @@
 """Chooses `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.tensors import is_sharded, local
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
@@ -40,8 +43,13 @@ def choose(
     how = f" (at most {LARGEST_ON_CPU} on CPUs; it must divide the {per_rank} items of a rank)"
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
-        with together("find the largest micro-batch that fits"):
-            largest = _largest(sizes, _Trial(accelerator, cfg, module, optimizer, train, loss_sum, room))
+        trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, room)
+        if is_sharded(module):
+            with trial.training():
+                largest = largest_together(sizes, lambda size: max(gather_everywhere(trial.load(size))))
+        else:
+            with together("find the largest micro-batch that fits"), trial.training():
+                largest = _largest(sizes, trial)
         how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:
@@ -69,30 +77,45 @@ class _Trial(NamedTuple):
     room: float  # memory for CUDA graphs is included, because they save more time than a larger micro-batch
 
     def fits(self, size: int) -> bool:
+        try:
+            return self.load(size) <= 1
+        except torch.OutOfMemoryError:
+            return False
+
+    def load(self, size: int) -> float:
+        """Return the memory that a micro-batch of this size needs, as a fraction of what may be used. It may raise OutOfMemoryError."""
         device = self.accelerator.device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
         # AdamW allocates two moments in its first step.
-        trained = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        own = [local(p) for p in self.module.parameters() if p.requires_grad and p.is_cuda]
+        trained = sum(p.numel() * p.element_size() for p in own)
         later = 0 if self.optimizer.state else 2 * trained
         try:
             rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
-        except torch.OutOfMemoryError:
-            return False
         finally:
             torch.cuda.empty_cache()
         taken = torch.cuda.max_memory_allocated(device) - held
-        return held + later + self.room * taken <= USABLE * torch.cuda.get_device_properties(device).total_memory
+        return (held + later + self.room * taken) / (USABLE * torch.cuda.get_device_properties(device).total_memory)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Put the module into the mode of a training step inside of the block."""
+        was_training = self.module.training
+        self.module.train(self.cfg.dropout)
+        yield
+        self.module.train(was_training)
+
+
+def _doubling(sizes: list[int]) -> list[int]:
+    return [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
 
 
 def _largest(sizes: list[int], trial: _Trial) -> int:
     """Return the largest size that fits, or 0. Sizes are doubled, so that a size that is too large is rarely far too large."""
-    doubling = [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
-    best, module = 0, trial.module
-    was_training = module.training
-    module.train(trial.cfg.dropout)
-    for size in doubling:
+    best = 0
+    for size in _doubling(sizes):
         if trial.fits(size):
             best = size
             continue
@@ -103,5 +126,32 @@ def _largest(sizes: list[int], trial: _Trial) -> int:
             best = middle if is_small else best
             between = [other for other in between if (other > middle) == is_small and other != middle]
         break
-    module.train(was_training)
+    return best
+
+
+def largest_together(sizes: list[int], load: Callable[[int], float]) -> int:
+    """Return the largest size that fits on every rank of a sharded model, or 0. `load` is the same on all ranks.
+
+    A rank that runs out of memory leaves the others waiting in a gather. A size is therefore tried only if the sizes before it
+    predict that it fits: memory grows linearly with the size.
+    """
+    known: dict[int, float] = {}
+
+    def predict(size: int) -> float:
+        (first, low), (last, high) = [(0, 0.0), (0, 0.0), *known.items()][-2:]
+        return high + (high - low) * (size - last) / (last - first) if last else 0.0
+
+    best = 0
+    for size in _doubling(sizes):
+        if predict(size) > 1:
+            size = max((other for other in sizes if best < other < size and predict(other) <= 1), default=0)
+        if not size:
+            break
+        is_last = size not in _doubling(sizes)
+        known[size] = load(size)
+        if known[size] > 1:
+            break
+        best = size
+        if is_last:
+            break
     return best

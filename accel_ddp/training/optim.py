@@ -7,6 +7,7 @@ from torch import nn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
 
 
 def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -22,7 +23,8 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if cfg.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=_can_be_fused(trainable))
+        fused = _can_be_fused(trainable) and not process.sharding  # torch has no fused SGD for sharded parameters
+        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=cfg.lr, fused=_can_be_fused(trainable))
 
 

@@ -126,7 +126,7 @@ def update(
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = tensors.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf")))
+    grad_norm = tensors.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))).to(device)
     loss_of_all = total
     if num_ranks > 1:
         loss_of_all = total.clone()
@@ -172,13 +172,23 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
     For other optimizers the host reads the number. On a GPU it then waits in every step until the backward pass is done, and the
     GPU waits until the host has launched the next kernels. On a CPU reading a number costs nothing.
     """
-    if device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_scaler(type(optimizer)):
+    if (
+        device.type == "cpu"
+        or _is_offloaded(optimizer)
+        or not getattr(optimizer, "_step_supports_amp_scaling", False)
+        or _takes_scaler(type(optimizer))
+    ):
         return False
     if not all(group.get("fused", True) for group in optimizer.param_groups):
         return False
     # In its first step, fused SGD allocates momentum without initial values. A kernel that skips would leave them undefined.
     with_momentum = [p for group in optimizer.param_groups if group.get("momentum") for p in group["params"]]
     return all(p in optimizer.state for p in with_momentum if p.grad is not None)
+
+
+def _is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer steps in host memory."""
+    return optimizer.param_groups[0]["params"][0].device.type == "cpu"
 
 
 @functools.cache
@@ -217,9 +227,15 @@ def _synchronising(accelerator: Accelerator, model: nn.Module, is_last: bool) ->
 def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
-    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more.
+    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more. For a
+    sharded model this is a collective, which sums the gradients as a step does, because they fit into memory only in parts.
     """
     with _buffers_restored(module):
+        if isinstance(module, FSDPModule):
+            _loss(module, batch, loss_sum).backward()
+            for parameter in module.parameters():
+                parameter.grad = None
+            return
         trained = [p for p in module.parameters() if p.requires_grad]
         torch.autograd.grad(_loss(module, batch, loss_sum), trained, allow_unused=True)
 

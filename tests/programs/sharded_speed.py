@@ -1,0 +1,215 @@
+"""Train small Llamas sharded, with DDP and in a plain loop of one rank. Rank 0 writes the differences as JSON to OUT."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accel_ddp
+from accel_ddp.config import TrainConfig
+from accel_ddp.entry import run
+from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.ranks.process import process
+from accel_ddp.sharding import apply
+from accel_ddp.sharding.tensors import full
+from accel_ddp.speed import linear_cross_entropy
+from accel_ddp.training import losses, optim
+from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.update import rehearse, update
+from accel_ddp.training.wrapping import prepare, sharding_options
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+STEPS, MICRO_BATCHES = 3, 2
+
+
+@dataclass(kw_only=True)
+class Config(TrainConfig):
+    out: str = ""
+    compiled: bool = False  # also with compiled layers
+    optimizer: str = "sgd"  # AdamW enlarges rounding errors where a gradient consists of them
+    lr: float = 0.3
+    momentum: float = 0.9
+    max_grad_norm: float = 1.0
+
+
+PLAIN = ShardingPlan()
+
+
+@dataclass
+class Case:
+    tied: bool = False
+    lora: tuple[str, ...] = ()  # names of the layers that get adapters
+    in_fit: bool = False  # sharded when its optimizer exists already, as a model that is not of transformers
+    checkpointing: bool = False
+    compiled: bool = False
+    plan: ShardingPlan | None = PLAIN  # None: DDP
+    precision: str = "no"
+
+
+CASES = {
+    "sharded": Case(),
+    "ddp": Case(plan=None),
+    "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False)),
+    "checkpointed": Case(tied=True, checkpointing=True),
+    "lora": Case(lora=("q_proj", "down_proj")),
+    "lora on the head": Case(lora=("v_proj", "lm_head")),
+    "in fit": Case(in_fit=True, plan=ShardingPlan(activation_checkpointing=True)),
+    "offloaded": Case(plan=ShardingPlan(cpu_offload=True)),
+    "bf16": Case(precision="bf16"),
+    "bf16 ddp": Case(plan=None, precision="bf16"),
+    "compiled": Case(compiled=True),
+}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Texts of very different lengths, of which a part is learned. The ranks have different numbers of learned tokens."""
+
+    def __init__(self):
+        drawn = torch.Generator().manual_seed(1)
+        lengths = [3, 17, 30, 5, 9, 2, 26, 11, 4, 21, 8, 13]
+        self.rows = [torch.randint(0, 90, (length,), generator=drawn) for length in lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+def collate(rows):
+    pad = lambda tensors, value=0: nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+    labels = [torch.where(torch.arange(len(ids)) < len(ids) // 3, -100, ids) for ids in rows]
+    return {"input_ids": pad(rows), "attention_mask": pad(list(map(torch.ones_like, rows))), "labels": pad(labels, -100)}
+
+
+def inputs_of(batch):
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+
+
+def indices(step: int, rank: int, number: int) -> list[int]:
+    first = ((step * 2 + rank) * MICRO_BATCHES + number) * 3
+    return [i % 12 for i in range(first, first + 2 + rank)]  # rank 1 has more texts
+
+
+def count(batch) -> int:
+    return int((losses.next_tokens(batch["labels"]) != -100).sum())
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, vocab_size=90, tie_word_embeddings=case.tied, initializer_range=0.2, attn_implementation="sdpa")
+    model = LlamaForCausalLM(config)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(case.lora)))
+    return model
+
+
+def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.Tensor]:
+    """Train in float32 on all micro-batches of all ranks, with padding, and with all logits."""
+    model = build(dataclasses.replace(case, checkpointing=False))
+    optimizer = optim.build(model, cfg)
+    for step in range(STEPS):
+        places = [indices(step, rank, number) for rank in range(process.num_ranks) for number in range(MICRO_BATCHES)]
+        batches = [train.batch_of(some, accelerator, cfg) for some in places]
+        sums = [losses.of_tokens(model(**inputs_of(b)).logits, losses.next_tokens(b["labels"])) for b in batches]
+        (sum(sums) / sum(map(count, batches))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
+    """Train as `fit` does. Return the trained weights, and what was found on the way."""
+    process.sharding, facts = case.plan, {}
+    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing)
+    model = build(case)
+    if case.plan and not case.in_fit:
+        apply.shard(model, case.plan, *sharding_options(accelerator, cfg))
+    head = linear_cross_entropy.OutputHead(model)
+
+    def loss_sum(model, batch):
+        return head.loss_sum(model, inputs_of(batch), losses.next_tokens(batch["labels"]), batch)
+
+    optimizer = optim.build(model, cfg)
+    speed = accel_ddp.attach(accelerator, cfg, model, train, loss_sum, STEPS)
+    facts["padding-free"] = speed.padding_free is not None
+    facts["flops"] = speed._flops.count(100, 1000, 50, 4)
+    if case.compiled:
+        # Inductor needs a compiler, and minutes. The graph breaks and the guards are those of the other backend too.
+        layers = speed.padding_free
+        layers.calls = [torch.compile(call, dynamic=True, backend="aot_eager", fullgraph=True) for call in layers.calls]
+    model, optimizer = prepare(accelerator, cfg, model, optimizer)
+    model.train()
+    sample = train.batch_of(indices(0, process.rank, 0), accelerator, cfg)
+    if case.plan:
+        rehearse(model, sample, loss_sum)
+        with torch.no_grad(), CurrentBatch(sample):  # an evaluation
+            facts["loss"] = float(loss_sum(model, sample))
+        facts["failed"] = fails(model, sample, loss_sum)
+        apply.reshard(model)
+        facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+    for step in range(STEPS):
+        own = [train.batch_of(indices(step, process.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
+        stats = update(accelerator, model, optimizer, own, loss_sum, count, cfg.max_grad_norm, seed=step)
+    facts["grad norm"] = float(stats.grad_norm)
+    apply.reshard(model)
+    module = accelerator.unwrap_model(model)
+    return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
+
+
+def fails(model, batch, loss_sum) -> bool:
+    """Let a forward pass raise an error in its second layer, and make the model usable again. Return whether it did."""
+    layer = next(module for module in model.modules() if isinstance(module, nn.ModuleList))[1]
+    hook = layer.mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        with CurrentBatch(batch):
+            loss_sum(model, batch)
+    except ZeroDivisionError:
+        apply.recover(model)
+        return True
+    finally:
+        hook.remove()
+    return False
+
+
+def difference(some: dict, others: dict) -> float:
+    assert some.keys() == others.keys()
+    return max(float((value - others[name]).abs().max()) for name, value in some.items())
+
+
+def main(cfg: Config) -> None:
+    accelerator = accel_ddp.start(cfg)
+    train = accel_ddp.TrainBatches(Rows(), collate)
+    found, weights = {}, {}
+    for name, case in CASES.items():
+        if case.compiled and not cfg.compiled:
+            continue
+        if case.precision != accelerator.mixed_precision:
+            AcceleratorState._reset_state()
+            accelerator = Accelerator(mixed_precision=case.precision, cpu=True)
+        weights[name], found[name] = train_together(case, cfg, train, accelerator)
+        if name == "bf16 ddp":
+            found["bf16"]["to ddp"] = difference(weights["bf16"], weights[name])
+        else:
+            found[name]["to one rank"] = difference(weights[name], train_alone(case, cfg, train, accelerator))
+    start = {name: p.detach() for name, p in build(Case()).named_parameters()}
+    found["learned"] = difference(start, weights["sharded"])
+    found["to ddp"] = difference(weights["sharded"], weights["ddp"])
+    if process.is_main:
+        Path(cfg.out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run(Config, main)
