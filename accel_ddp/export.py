@@ -18,7 +18,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format
 from accel_ddp.saving.checkpoints import Metrics
-from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
+from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, read_averages, to_save, versions
 from accel_ddp.sources import builtin
 from accel_ddp.sources.adapters import adapter_config
 from accel_ddp.sources.hub import prepare_hub
@@ -45,7 +45,7 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     processor.
     """
     base = model.get_base_model() if has_adapters(model) else model
-    config = copy.deepcopy(base.config)
+    config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [type(base).__name__]
     with tempfile.TemporaryDirectory() as folder:
         # Next to adapters, transformers would take the config of the whole model for the model itself.
@@ -138,10 +138,11 @@ def _is_on_hub(base: str) -> bool:
     return not base.startswith(builtin.PREFIX) and not Path(base).is_absolute()
 
 
-def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto") -> Path:
+def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto", weights: str = "auto") -> Path:
     """Export a checkpoint, print how to load the result, and return its folder.
 
-    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one.
+    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
+    averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
     """
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -154,12 +155,17 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
             f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
             f"{path / format.MODEL}. Load them with safetensors."
         )
+    averages = {} if weights == "raw" else read_averages(path)
+    if weights == "ema" and not averages:
+        raise UserError(
+            f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. Leave --weights out."
+        )
     run = format.read_run(path)
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
     facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
-    _write(folder, _model_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
+    _write(folder, _model_of(path, averages), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge)
     if push_to_hub:
         push(folder, push_to_hub)
     print(describe(folder, files))
@@ -185,7 +191,7 @@ def _chosen(place: Path) -> Path:
     raise UserError(f"{place}: contains no complete checkpoint.")
 
 
-def _model_of(path: Path) -> Any:
+def _model_of(path: Path, averages: dict[str, Any]) -> Any:
     import transformers
     from safetensors.torch import load_file
 
@@ -217,9 +223,11 @@ def _model_of(path: Path) -> Any:
     if names.keys() != weights.keys():
         first = sorted(names.keys() ^ weights.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
-    if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
+    run = format.read_run(path)
+    # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
+    if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
-    model.load_state_dict(weights, strict=False)  # tied weights are stored once
+    model.load_state_dict({**weights, **averages}, strict=False)  # tied weights are stored once
     return model
 
 

@@ -200,9 +200,15 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 
 def load(
-    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer, path: Path, run: dict[str, Any], source: int
+    accelerator: "Accelerator",
+    model: "nn.Module",
+    optimizer: torch.optim.Optimizer,
+    averages: dict[str, Tensor],
+    path: Path,
+    run: dict[str, Any],
+    source: int,
 ) -> None:
-    """Load the checkpoint `path` of rank `source` into model and optimizer on every rank. This is a collective.
+    """Load the checkpoint `path` of rank `source` into model, optimizer and averages on every rank. This is a collective.
 
     One rank reads the files and broadcasts the state. The disks of nodes need not be shared, and no two ranks can continue
     from different states.
@@ -233,6 +239,9 @@ def load(
     with torch.no_grad():
         for name in sorted(weights):
             weights[name].copy_(receive(MODEL, name))
+        for name, average in sorted(averages.items()):  # a run that had no averages begins them with its weights
+            full = f"{name}/{tensors.EMA}"
+            average.copy_(receive(OPTIMIZER, full) if full in there[OPTIMIZER] else weights[name])
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
@@ -240,6 +249,8 @@ def load(
     on_host = set(run["on_host"])
     for full in sorted(there[OPTIMIZER]):
         name, _, key = full.rpartition("/")
+        if key == tensors.EMA:
+            continue
         tensor = receive(OPTIMIZER, full)
         state.setdefault(name, {})[key] = tensor.cpu() if full in on_host else tensor
     tensors.restore(optimizer, model, state)

@@ -10,6 +10,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import process
+from accel_ddp.training.optim import state_bytes
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
@@ -73,9 +74,8 @@ class _Trial(NamedTuple):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        # AdamW allocates two moments in its first step.
-        trained = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
-        later = 0 if self.optimizer.state else 2 * trained
+        # The optimizer allocates its state in its first step.
+        later = 0 if self.optimizer.state else state_bytes(self.module, self.cfg)
         try:
             rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
         except torch.OutOfMemoryError:
