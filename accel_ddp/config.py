@@ -602,8 +602,8 @@ class RecipeConfig(TrainConfig):
             raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             raise UserError(
-                f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave --merge_adapters out. After "
-                "the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the weights as they were before."
+                f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
+                "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the weights as they were before."
             )
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")

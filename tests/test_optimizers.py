@@ -10,8 +10,11 @@ from torch import nn
 
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.export import files_of, from_checkpoint
 from accel_ddp.optimizer_options import ema_bytes
 from accel_ddp.parsing import parse_config
+from accel_ddp.saving import format
+from accel_ddp.saving.tensors import to_save
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
 from accel_ddp.training.ema import Ema
@@ -43,8 +46,8 @@ def distance(one: dict, other: dict) -> float:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_learn_what_one_learns_with_every_optimizer(results, name):
     one, two = results[1][name], results[2][name]
-    # A value that is rounded to another one of 256 changes a weight by up to a hundredth of a step.
-    limit = 1e-4 if name == "adamw8bit" else 1e-10
+    # A moment that is rounded to another one of 256 values changes a weight by some hundredths of a step, which is 0.01 here.
+    limit = 1e-3 if name == "adamw8bit" else 1e-10
     assert distance(one["weights"], two["weights"]) < limit
     assert distance(one["averages"], two["averages"]) < limit
     assert one["skipped"] == two["skipped"]
@@ -186,7 +189,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_with_fsdp(monkeypatch):
     for name in ("adamw", "sgd", "muon"):
         TrainConfig(optimizer=name).check_installed(is_sharded=True)
     monkeypatch.setattr("accel_ddp.optimizer_options.find_spec", lambda _: None)
-    with pytest.raises(UserError, match="--optimizer adamw8bit: needs torchao. Install it: pip install torchao"):
+    with pytest.raises(UserError, match=r"--optimizer adamw8bit: needs torchao. Install it: pip install torchao"):
         TrainConfig(optimizer="adamw8bit").check_installed(is_sharded=False)
 
 
@@ -230,8 +233,29 @@ def test_muon_leaves_embeddings_and_heads_to_adamw():
         names = [name for name, p in model.named_parameters() if p in hidden]
         assert len(names) == 7, names  # of the layer; the layer of BERT has 6 matrices, and its pooler has one
         assert not [name for name in names if "embed" in name or "classifier" in name or "lm_head" in name]
-    with pytest.raises(UserError, match="--optimizer muon: no matrix of a hidden layer is trained. Use --optimizer adamw"):
+    with pytest.raises(UserError, match=r"--optimizer muon: no matrix of a hidden layer is trained. Use --optimizer adamw"):
         optim.build(nn.Embedding(3, 3), TrainConfig(optimizer="muon"))
+
+
+def test_the_averages_and_the_weights_of_a_checkpoint_can_be_exported(tmp_path, tiny_model):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    weights = to_save(model)
+    averages = {f"{name}/ema": weight + 1 for name, weight in weights.items()}
+    facts = {"recipe": "classify.py", "config": {}, "versions": {}, "num_ranks": 1, "run": "1", "values": {}, "evaluations": {}}
+    for number, tensors in enumerate((averages, {})):
+        path = tmp_path / f"step_0000000{number}"
+        format.write(
+            path, {format.MODEL: weights, format.OPTIMIZER: tensors}, {**facts, "step": number}, files_of(model, tokenizer)
+        )
+    first, name = tmp_path / "step_00000000", "classifier.weight"
+    for choice, expected in (("auto", 1), ("ema", 1), ("raw", 0)):
+        folder = from_checkpoint(str(first), str(tmp_path / choice), weights=choice)
+        exported = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
+        assert torch.equal(exported[name], weights[name] + expected)
+    with pytest.raises(UserError, match=r"--weights ema: .*step_00000001 has no average of weights"):
+        from_checkpoint(str(tmp_path / "step_00000001"), str(tmp_path / "none"), weights="ema")
 
 
 def test_every_optimizer_has_a_row_in_the_docs():
