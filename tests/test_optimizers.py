@@ -8,13 +8,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.export import files_of, from_checkpoint
 from accel_ddp.optimizer_options import ema_bytes
 from accel_ddp.parsing import parse_config
 from accel_ddp.saving import format
-from accel_ddp.saving.tensors import to_save
+from accel_ddp.saving.tensors import to_save, versions
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
 from accel_ddp.training.ema import Ema
@@ -243,7 +243,13 @@ def test_the_averages_and_the_weights_of_a_checkpoint_can_be_exported(tmp_path, 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     weights = to_save(model)
     averages = {f"{name}/ema": weight + 1 for name, weight in weights.items()}
-    facts = {"recipe": "classify.py", "config": {}, "versions": {}, "num_ranks": 1, "run": "1", "values": {}, "evaluations": {}}
+    facts = {
+        "recipe": "classify.py",
+        "config": as_plain_dict(RecipeConfig(model=tiny_model)),
+        "versions": versions(),
+        "num_ranks": 1,
+    }
+    facts |= {"run": "1", "values": {}, "evaluations": {}}
     for number, tensors in enumerate((averages, {})):
         path = tmp_path / f"step_0000000{number}"
         format.write(
