@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from accel_ddp.training import late_reader, losses, nonfinite, optim, padding, stream
     from accel_ddp.training.divergence import ParameterCheck
+    from accel_ddp.training.ema import Ema
     from accel_ddp.training.evaluation import EvalBatches, compute_on_main, evaluate
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 # The module that defines each public name. After a dot the name itself is a module.
 _HOME = {
     "Checkpoints": "saving.checkpoints",
+    "Ema": "training.ema",
     "EvalBatches": "training.evaluation",
     "Outcome": "loop",
     "ParameterCheck": "training.divergence",
@@ -105,6 +107,7 @@ _HOME = {
 # Written out, because type checkers do not evaluate expressions here.
 __all__ = [
     "Checkpoints",
+    "Ema",
     "EvalBatches",
     "Outcome",
     "ParameterCheck",

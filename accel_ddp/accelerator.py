@@ -144,6 +144,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     cfg.output_dir = broadcast_object(before or given or default)
     report_output_dir(cfg.output_dir)
     with together("open the output folder"):
+        cfg.check_installed(is_sharded=process.sharding is not None)
         if cfg.resume and not (given or before):
             raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
         if process.is_main:  # only the main rank writes there; on other nodes the folder need not exist

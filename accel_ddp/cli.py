@@ -284,10 +284,12 @@ def _export(words: list[str]) -> int:
     help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the model below them is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
+    help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
+    parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
     given = parser.parse_args(words)
     from accel_ddp.export import from_checkpoint
 
-    from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge)
+    from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge, given.weights)
     return 0
 
 

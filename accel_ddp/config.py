@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from accel_ddp.best_metric import BestMetric, Direction, choose
 from accel_ddp.errors import UserError
+from accel_ddp.optimizer_options import OptimizerConfig
 from accel_ddp.options import option, properties_of
 from accel_ddp.profile_window import check_end, parse_ranks, parse_steps
 
@@ -19,7 +20,7 @@ _DDP_TIMEOUT = int(_TIMEOUT_VARIABLE) if _TIMEOUT_VARIABLE.isdigit() else 0  # `
 
 
 @dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(OptimizerConfig):
     """The options that every recipe has."""
 
     seed: int = option(0, "seed of new weights, of the data order and of dropout", group="training")
@@ -57,18 +58,6 @@ class TrainConfig:
             "gradient_accumulation_steps",
         ),
     )
-    optimizer: Literal["adamw", "sgd"] = option("adamw", "optimizer; sgd uses --momentum", group="training", also=("optim",))
-    lr: float = option(2e-5, "highest learning rate of the run", group="training", at_least=0, also=("learning_rate",))
-    lr_schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear",
-        "learning rate after the warm-up: linear and cosine fall to 0",
-        group="training",
-        also=("lr_scheduler_type", "lr_scheduler", "scheduler"),
-    )
-    warmup_steps: int = option(0, "updates until --lr is reached", group="training", at_least=0, also=("num_warmup_steps",))
-    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0", group="training")
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", group="training", at_least=0)
-    momentum: float = option(0.9, "momentum of --optimizer sgd", group="training", at_least=0)
     max_grad_norm: float = option(
         1.0,
         "clip gradients to this global norm; 0: do not clip",
@@ -439,8 +428,7 @@ class TrainConfig:
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
+        self.check_optimizer()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             raise UserError(
                 "--on_nonfinite skip --comm_hook powersgd: powersgd adds what it has left out of a gradient to later gradients, so "
@@ -612,6 +600,11 @@ class RecipeConfig(TrainConfig):
         super().validate()
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
+        if self.quantize != "no" and self.merge_adapters == "on":
+            raise UserError(
+                f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
+                "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the weights as they were before."
+            )
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.log_predictions > MOST_PREDICTIONS:

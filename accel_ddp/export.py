@@ -19,7 +19,7 @@ from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import format, resume
 from accel_ddp.saving.checkpoints import Metrics
-from accel_ddp.saving.pieces import Pieces
+from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
 from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.sources import builtin
@@ -48,7 +48,7 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     processor.
     """
     base = model.get_base_model() if has_adapters(model) else model
-    config = copy.deepcopy(base.config)
+    config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [type(base).__name__]
     with tempfile.TemporaryDirectory() as folder:
         # Next to adapters, transformers would take the config of the whole model for the model itself.
@@ -84,7 +84,7 @@ def at_the_end(
         config = redact_values(as_plain_dict(cfg))
         facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
         merge = getattr(cfg, "merge_adapters", "auto")
-        weights = _weights_of(_last_checkpoint(cfg)) if sharded else model
+        weights = _weights_of(_last_checkpoint(cfg), cfg.ema_decay > 0) if sharded else model
         _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
@@ -158,10 +158,11 @@ def _is_on_hub(base: str) -> bool:
     return not base.startswith(builtin.PREFIX) and not Path(base).is_absolute()
 
 
-def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto") -> Path:
+def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto", weights: str = "auto") -> Path:
     """Export a checkpoint, print how to load the result, and return its folder.
 
-    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one.
+    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
+    averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
     """
     path, folder = _chosen(Path(place)), Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -174,12 +175,18 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
             f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
             f"{path / (format.MODEL if (path / format.MODEL).is_file() else format.PIECES[format.MODEL])}. Load them with safetensors."
         )
+    averages = weights != "raw" and has_averages(path)
+    if weights == "ema" and not averages:
+        raise UserError(
+            f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. Leave --weights out."
+        )
     run = format.read_run(path)
     known = {**(format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
     facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
-    _write(folder, _weights_of(path), files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, keeps_model=False)
+    weights_there = _weights_of(path, averages)
+    _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, keeps_model=False)
     if push_to_hub:
         push(folder, push_to_hub)
     print(describe(folder, files))
@@ -215,8 +222,8 @@ class Stream(NamedTuple):
         write_weights(folder, self.pieces, self.names)
 
 
-def _weights_of(path: Path) -> Any:
-    """Return the weights of a checkpoint, or the model with its adapters. `save_pretrained` of both writes them."""
+def _weights_of(path: Path, averaged: bool) -> Any:
+    """Return the weights of a checkpoint, or their averages, or the model with its adapters. `save_pretrained` of both writes them."""
     import torch
     import transformers
 
@@ -229,7 +236,7 @@ def _weights_of(path: Path) -> Any:
     kind = getattr(transformers, name, None) or getattr(vision, name, None)
     if kind is None:
         raise UserError(f"{path}: the installed transformers has no {name}. Install the version that run.json names.")
-    pieces = Pieces(path, format.MODEL)
+    pieces = AveragedPieces(path) if averaged else Pieces(path, format.MODEL)
     there = pieces.tensors
     if with_adapters:
         import peft
@@ -252,7 +259,9 @@ def _weights_of(path: Path) -> Any:
     if weights.keys() != there.keys():
         first = sorted(weights.keys() ^ there.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
-    if digest_of_frozen(model) != format.read_run(path).get("frozen", ""):
+    run = format.read_run(path)
+    # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
+    if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
     with torch.no_grad():
         for name, tensor in weights.items():  # one at a time, so that the model is not in memory twice

@@ -35,6 +35,7 @@ from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training import compilation
 from accel_ddp.training.breakdown import Breakdown, describe
 from accel_ddp.training.divergence import ParameterCheck
+from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import broadcast_metrics
 from accel_ddp.training.late_reader import LateReader, Numbers
 from accel_ddp.training.nonfinite import NonfiniteSteps
@@ -79,6 +80,7 @@ def fit(
 
     The update of step `s` depends on `s`, the seed and the weights, so that neither a restart nor the number of ranks changes it.
     `tables` returns the tables of the last evaluation. It is called on the main rank only, and an error in it does not end the run.
+    With `cfg.ema_decay` the average of the weights is evaluated, and it is what the model contains at the end.
     `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is asked
     to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
     """
@@ -91,7 +93,8 @@ def fit(
     speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
     model, optimizer = prepare(accelerator, cfg, model, optimizer)
     check = ParameterCheck(accelerator, cfg, model)
-    facts = {"data": train.identity, "total_steps": total_steps, "files": files}
+    ema = Ema(accelerator.unwrap_model(model), cfg.ema_decay)
+    facts = {"data": train.identity, "total_steps": total_steps, "files": files, "averages": ema.averages}
     saved = Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     step = saved.restore(begins_training=False)  # after the warm-up
     if speed:
@@ -102,7 +105,7 @@ def fit(
     updates = train.starting_at(step, accelerator, cfg)
     reader = LateReader(accelerator.device, accelerator.num_processes)
     pace = Throughput(cfg.global_batch_size, speed.peak_flops if speed else None)
-    run = _Run(accelerator, cfg, model, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
+    run = _Run(accelerator, cfg, model, ema, evaluate, tables, hooks, saved, pace, total_steps, len(train), first=step, step=step)
     own_time = OwnTime(accelerator.device, step)
     own_time.attach(model)
     facts_of_run = describe_run(accelerator, cfg, len(train), model)
@@ -151,6 +154,7 @@ def fit(
                 more = (cfg.max_grad_norm, seed, vote, work, cfg.on_nonfinite, own_time, sample)
                 stats = update(accelerator, model, optimizer, batches, loss_sum, count, *more)
                 run.step += 1
+                ema.update(run.step, stats)
                 own_time.end_step(run.step)
                 heartbeat.report_timing(own_time.timing)
                 heartbeat.enter(DEVICE)
@@ -189,8 +193,9 @@ def fit(
 
 def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:
     """Print the old and the new learning rate of the next step, if the resumed run has another last step or other options."""
-    names = ("lr", "lr_schedule", "warmup_steps", "warmup_ratio")
-    then = {name: value for name, value in saved.resumed.get("config", {}).items() if name in names}
+    names = ("lr", "lr_schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio")
+    stored = saved.resumed.get("config", {})
+    then = {name: stored.get(name, getattr(type(cfg), name)) for name in names}  # an older version has not stored all of them
     total_before = last_steps(cfg, saved.resumed)[1]
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
     if not saved.resumed or (total_steps, now) == (total_before, before):
@@ -213,6 +218,7 @@ class _Run:
     accelerator: Accelerator
     cfg: TrainConfig
     model: nn.Module
+    ema: Ema
     evaluate_model: Callable[[nn.Module], dict[str, float]] | None
     tables: Callable[[], dict[str, Table]] | None
     hooks: Sequence[Hook]
@@ -279,7 +285,7 @@ class _Run:
 
     def evaluate(self) -> None:
         try:
-            with process.heartbeat.within(METRICS):
+            with process.heartbeat.within(METRICS), self.ema.applied():
                 metrics = self.evaluate_model(self.model)
                 reshard(self.model)  # an `evaluate` function of a user may have left weights gathered
         except EvaluationStopped:
@@ -365,6 +371,7 @@ class _Run:
         elif saved.metric and not saved.ranking:
             print_on_main(f"--keep_best: there is no best checkpoint, because {saved.metric.name} was NaN in every evaluation.")
         process.unsaved = unsaved
+        self.ema.apply()
         return Outcome(self.metrics, self.step, unsaved)
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:

@@ -23,7 +23,8 @@ def main(cfg: Config):
     model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
     check = accel_ddp.ParameterCheck(accelerator, cfg, model)
-    facts = {"data": task.train.identity, "files": files}
+    ema = accel_ddp.Ema(task.model, cfg.ema_decay)
+    facts = {"data": task.train.identity, "files": files, "averages": ema.averages}
     saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
@@ -40,6 +41,7 @@ def main(cfg: Config):
             accelerator, model, optimizer, next(updates), task.loss_sum, task.count, cfg.max_grad_norm, seed,
             on_nonfinite=cfg.on_nonfinite,
         )  # fmt: skip
+        ema.update(step + 1, stats)
         reader.push(step + 1, lr, stats)
         check.begin(step + 1)
         check.read(step + 1)
@@ -50,6 +52,7 @@ def main(cfg: Config):
                 accelerator.print(f"step {numbers.step}/{total_steps}  loss {numbers.loss:.4f}")
         if saves:
             saved.save(step + 1, is_last=step + 1 == total_steps)
+    ema.apply()  # after the last save, which contains the weights too
     metrics = task.evaluate(model)
     accelerator.print(metrics)
     if problem := saved.close():

@@ -318,6 +318,65 @@ def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
     assert saved(tmp_path / "uninterrupted", 20) == saved(tmp_path / "resumed", 20)
 
 
+def resumed_and_uninterrupted(tmp_path: Path, script: Path, options: list[object], steps: int) -> str:
+    """Run a recipe once, and again with a stop and a resume. Return the output of the first run. Their checkpoints must be equal."""
+    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", script, *options, "--steps", steps, "--output_dir"]
+    whole = run_all([[*command, tmp_path / "uninterrupted"]], [on_gpu()]).well()
+    run_all([[*command, tmp_path / "resumed", "--stop_after", "7"]], [on_gpu()])
+    assert "resumed at step 7" in run_all([[*command, tmp_path / "resumed", "--resume"]], [on_gpu()]).well().text
+    assert saved(tmp_path / "uninterrupted", steps) == saved(tmp_path / "resumed", steps)
+    return whole.text
+
+
+def assert_learned(folder: Path) -> None:
+    losses = [event["loss"] for event in read_log(folder / "log.jsonl") if event["event"] == "update"]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["adamw8bit", "--lr", "1e-4"],
+        ["muon", "--lr", "1e-4", "--ema_decay", "0.9"],
+        ["adafactor", "--lr", "1e-2", "--lr_schedule", "wsd", "--lr_of", "classifier=3e-2"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_other_optimizers_learn_on_a_gpu_and_a_resumed_run_is_bit_identical(tmp_path, options):
+    if options[0] == "adamw8bit":
+        pytest.importorskip("torchao")
+    common = ["--optimizer", *options, "--mixed_precision", "bf16", "--eval_every", "100", "--log_every", "1"]
+    resumed_and_uninterrupted(tmp_path, CLASSIFY, common, steps=20)
+    assert_learned(tmp_path / "uninterrupted")
+
+
+def test_adapters_above_4_bit_weights_learn_resume_and_are_exported(tmp_path):
+    """The export command needs no quantisation: it merges the adapters into the weights as they were before."""
+    pytest.importorskip("bitsandbytes")
+    common = [
+        "--quantize",
+        "4bit",
+        "--lora_r",
+        "8",
+        "--lr",
+        "5e-3",
+        "--mixed_precision",
+        "bf16",
+        "--log_every",
+        "1",
+        "--no_eval_first",
+    ]
+    text = resumed_and_uninterrupted(tmp_path, ROOT / "recipes" / "sft.py", [*common, "--max_eval_items", "20"], steps=20)
+    assert "It contains only the adapters" in text
+    assert_learned(tmp_path / "uninterrupted")
+    config = json.loads((tmp_path / "uninterrupted" / "model" / "base" / "config.json").read_text())
+    assert "quantization_config" not in config
+    run_all(
+        [[BIN / "accel-ddp", "export", tmp_path / "uninterrupted", tmp_path / "merged", "--merge", "on"]], [clean_environment()]
+    ).well()
+    assert all(np.isfinite(weight).all() for weight in load_file(tmp_path / "merged" / "model.safetensors").values())
+
+
 def test_sigterm_to_one_of_two_nccl_nodes(tmp_path):
     """Both stop after the same step with one checkpoint. The resumed run is bit-identical to an uninterrupted one."""
     common = ["--mixed_precision", "bf16", "--steps", "60", "--eval_every", "100", "--log_every", "1"]

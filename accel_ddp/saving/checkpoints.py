@@ -50,9 +50,12 @@ class Checkpoints:
         data: dict[str, Any] | None = None,
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
+        averages: dict[str, Tensor] | None = None,
         before_save: Callable[[int], None] = lambda step: None,
     ):
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
+
+        `averages` are the averages of weights by name (see `training.ema`), which are saved and restored in place.
 
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
         """
@@ -60,6 +63,7 @@ class Checkpoints:
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
+        self.averages = averages or {}
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -102,7 +106,7 @@ class Checkpoints:
         if not self._is_due(step, is_last):
             return
         self.newest = step
-        weights, optimizer, values = capture(self.model, self.optimizer)
+        weights, optimizer, values = capture(self.model, self.optimizer, self.averages)
         groups = {MODEL: weights, OPTIMIZER: optimizer}
         if self.is_sharded:
             groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
@@ -317,7 +321,7 @@ class Checkpoints:
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 self.cfg.micro_batch_size = found
                 print_on_main(f"--micro_batch_size auto: {found}, as before")
-        resume.load(self.accelerator, self.model, self.optimizer, path, run, source)
+        resume.load(self.accelerator, self.model, self.optimizer, self.averages, path, run, source)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():

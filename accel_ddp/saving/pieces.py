@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel_ddp.saving.format import PIECES
-from accel_ddp.saving.tensors import DTYPES
+from accel_ddp.saving.format import MODEL, OPTIMIZER, PIECES
+from accel_ddp.saving.tensors import DTYPES, EMA
 
 INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
 BLOCK = 1 << 24  # bytes
@@ -150,6 +150,25 @@ class Pieces:
         if found != result.numel():
             raise OSError(f"{self.paths[0].parent}: {result.numel() - found:,} values of {name} are in no file")
         return result
+
+
+class AveragedPieces(Pieces):
+    """Reads the weights of a checkpoint, and for each weight that has an average (`--ema_decay`) its average instead."""
+
+    def __init__(self, checkpoint: Path):
+        super().__init__(checkpoint, MODEL)
+        self.averages = Pieces(checkpoint, OPTIMIZER)
+
+    def read(self, name: str, offsets: list[int] | None = None, lengths: list[int] | None = None) -> Tensor:
+        average = f"{name}/{EMA}"
+        if average not in self.averages.tensors:
+            return super().read(name, offsets, lengths)
+        return self.averages.read(average, offsets, lengths).to(self._dtypes[name])
+
+
+def has_averages(checkpoint: Path) -> bool:
+    """Return whether the run of a checkpoint had `--ema_decay`."""
+    return any(name.endswith(f"/{EMA}") for name in Pieces(checkpoint, OPTIMIZER).tensors)
 
 
 def _read_into(tensor: Tensor, path: Path, begin: int) -> None:

@@ -215,9 +215,15 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 
 def load(
-    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer, path: Path, run: dict[str, Any], source: int
+    accelerator: "Accelerator",
+    model: "nn.Module",
+    optimizer: torch.optim.Optimizer,
+    averages: dict[str, Tensor],
+    path: Path,
+    run: dict[str, Any],
+    source: int,
 ) -> None:
-    """Load a checkpoint from rank `source` into the model and the optimizer. This is a collective.
+    """Load a checkpoint from rank `source` into the model, the optimizer and the averages of weights. This is a collective.
 
     A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
     completely, rank `source` reads each tensor and sends it.
@@ -245,6 +251,10 @@ def load(
     with torch.no_grad():
         for name in sorted(weights):
             local(weights[name]).copy_(receive(MODEL, name, *region(weights[name])))
+        for name, average in sorted(averages.items()):  # a run that had no averages begins them with its weights
+            full = f"{name}/{tensors.EMA}"
+            is_there = full in there[OPTIMIZER]
+            local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
@@ -253,6 +263,8 @@ def load(
     parameters = dict(model.named_parameters())
     for full in sorted(there[OPTIMIZER]):
         name, _, key = full.rpartition("/")
+        if key == tensors.EMA:
+            continue
         shape = there[OPTIMIZER][full][0]
         part = receive(OPTIMIZER, full, *tensors.region_of_state(shape, parameters.get(name)))
         device = torch.device("cpu") if full in on_host else accelerator.device

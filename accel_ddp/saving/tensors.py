@@ -28,17 +28,24 @@ def versions() -> dict[str, str]:
     return found
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Return weights, the optimizer's tensors and its other values, by the names of parameters.
+EMA = "ema"  # NAME/ema is the average of a weight; it is stored among the optimizer's tensors
 
-    Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks.
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return weights, the optimizer's tensors with the averages of weights, and its other values, by the names of parameters.
+
+    Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks. An optimizer whose
+    state has tensor subclasses converts it to plain tensors with its method `to_plain`, and back with `from_plain`.
     """
     weights = to_save(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    tensors, values = {}, {}
+    tensors, values = {f"{name}/{EMA}": average for name, average in averages.items()}, {}
+    to_plain = getattr(optimizer, "to_plain", dict)
     for i, parameter in enumerate(parameters(optimizer)):
         name = names.get(id(parameter), f"#{i}")
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in to_plain(optimizer.state.get(parameter, {})).items():
             if isinstance(value, Tensor):
                 if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
                     raise UserError(
@@ -167,5 +174,6 @@ def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str,
     """Load the state of each parameter into the optimizer. Learning rate and other options stay as they are."""
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
-    found = {i: state[name] for i, name in enumerate(order) if name in state}
+    from_plain = getattr(optimizer, "from_plain", lambda plain, parameter: plain)
+    found = {i: from_plain(state[name], p) for i, (name, p) in enumerate(zip(order, parameters(optimizer))) if name in state}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": found})

@@ -1,5 +1,6 @@
 """Loads models and tokenizers from the Hub, from a folder or from an installed package, and prepares models for DDP."""
 
+import copy
 import hashlib
 import json
 import logging
@@ -100,6 +101,8 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     model._adapters, model._source, model._rows = adapters, name, model_rows
+    if cfg.quantize != "no":
+        model._original_config = unquantized_config(model.config)
     _check_positions(model, cfg)
     model_kinds.report_router_loss(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
@@ -140,16 +143,26 @@ def _too_long(max_length: int, name: str, most: int) -> UserError:
     return UserError(f"--max_length {max_length}: {name} accepts at most {most} tokens. Use --max_length {most}.")
 
 
+def unquantized_config(config: Any) -> Any:
+    """Return a config for the weights as they were before `--quantize`. Adapters can be used with these too, without a GPU."""
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
 def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
     from importlib.util import find_spec
 
     from transformers import BitsAndBytesConfig
 
+    if process.sharding is not None:
+        raise UserError(f"--quantize {cfg.quantize}: cannot be used with FSDP. Leave one of them out.")
     if not torch.cuda.is_available():
         raise UserError(f"--quantize {cfg.quantize}: needs bitsandbytes and a GPU, and there is no GPU. Leave it out.")
     if find_spec("bitsandbytes") is None:
         raise UserError(f"--quantize {cfg.quantize}: needs bitsandbytes. Install it: pip install bitsandbytes")
-    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    computed_in = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": computed_in}
     choice = BitsAndBytesConfig(load_in_8bit=True) if cfg.quantize == "8bit" else BitsAndBytesConfig(load_in_4bit=True, **kind)
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 

@@ -13,6 +13,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import process
 from accel_ddp.sharding.tensors import is_sharded, local
+from accel_ddp.training.optim import state_bytes
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
@@ -88,10 +89,10 @@ class _Trial(NamedTuple):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        # AdamW allocates two moments in its first step.
-        own = [local(p) for p in self.module.parameters() if p.requires_grad and p.is_cuda]
-        trained = sum(p.numel() * p.element_size() for p in own)
-        later = 0 if self.optimizer.state else 2 * trained
+        # The optimizer allocates its state in its first step. A rank holds as much of it as of the parameters.
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
+        later = 0 if self.optimizer.state else share * state_bytes(self.module, self.cfg)
         try:
             rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
         finally:

@@ -83,7 +83,7 @@ def difference(
     was_training = model.training
     model.eval()
     try:
-        with without_tf32():
+        with without_tf32(), _quantized_in_float32(model):
             # The padded text comes first, because some models (BigBird) change for good when they get a short text.
             padded = compute(places)
             apart = _distance(compute([short]), padded)
@@ -123,6 +123,19 @@ def without_tf32() -> Iterator[None]:
         if before:
             torch.set_float32_matmul_precision(before[0])
             cudnn.allow_tf32 = before[1]
+
+
+@contextlib.contextmanager
+def _quantized_in_float32(model: nn.Module) -> Iterator[None]:
+    """Multiply 4-bit weights in float32 inside of the block. In 16 bits, rounding would look like a difference."""
+    layers = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
+    for layer, _ in layers:
+        layer.compute_dtype = torch.float32
+    try:
+        yield
+    finally:
+        for layer, dtype in layers:
+            layer.compute_dtype = dtype
 
 
 class _Compute:
