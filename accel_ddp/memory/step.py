@@ -148,9 +148,8 @@ class _Marks:
         self.hooks: list[Any] = []
         for number, layer in enumerate(stack or ()):
             # A checkpointed layer runs again in the backward pass. Only the first call counts.
-            self.hooks.append(
-                layer.register_forward_pre_hook(lambda _, args, kwargs, n=number: self._begin(n, args, kwargs), with_kwargs=True)
-            )
+            begin = functools.partial(self._begin, number)
+            self.hooks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
         if stack is not None:
             self.hooks.append(stack[-1].register_forward_hook(self._end))
 
