@@ -267,6 +267,12 @@ def _scaling(words: list[str]) -> int:
     return scaling(words)
 
 
+def _estimate(words: list[str]) -> int:
+    from accel_ddp.estimate.command import main as estimate
+
+    return estimate(words)
+
+
 def _profile(words: list[str]) -> int:
     from accel_ddp.profiling.command import main as profile
 
@@ -306,6 +312,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
     "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
     "scaling": (_scaling, "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them"),
+    "estimate": (
+        _estimate,
+        "print the GPU memory that a recipe needs, on one GPU, with DDP and with FSDP, before anything is loaded",
+    ),
     "profile": (_profile, "print where the time of a step goes, from a run that was recorded with --profile"),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }

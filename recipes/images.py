@@ -66,6 +66,8 @@ class Config(ScoredConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
+    model_class = "AutoModelForImageClassification"  # for the estimate of memory, before the model is loaded
+
     def __init__(self, cfg: Config, accelerator):
         from torch.utils.data import default_collate
 

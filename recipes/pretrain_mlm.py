@@ -49,6 +49,8 @@ class Config(RecipeConfig):
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
+    model_class = "AutoModelForMaskedLM"  # for the estimate of memory, before the model is loaded
+
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         with accel_ddp.together("load the model and the data") as facts:

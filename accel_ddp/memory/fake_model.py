@@ -1,0 +1,150 @@
+"""Builds the model of a run with fake tensors, which have shapes and no values, and the micro-batches that the model gets."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel_ddp.config import RecipeConfig
+from accel_ddp.errors import UserError
+from accel_ddp.sources import adapters, models
+from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
+from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
+from accel_ddp.training.stream import Batch, Sizes
+
+LORA_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+}
+# The class that a model without `Task.model_class` has, by the end of its architecture.
+CLASSES = {
+    "CausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "ConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "SequenceClassification": "AutoModelForSequenceClassification", "TokenClassification": "AutoModelForTokenClassification",
+    "ImageClassification": "AutoModelForImageClassification",
+}  # fmt: skip
+
+
+class FakeModel(NamedTuple):
+    model: nn.Module
+    model_class: str
+    mode: FakeTensorMode
+    config: Any
+
+
+def build(cfg: RecipeConfig, model_class: str = "") -> FakeModel:
+    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found."""
+    import transformers
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if cfg.model == "mini-resnet":  # the built-in model of recipes/images.py
+        with torch.device("meta"):
+            model = MiniResNetForImageClassification(MiniResNetConfig())
+        return FakeModel(_faked(model, mode), "AutoModelForImageClassification", mode, model.config)
+    config = models.load_config(cfg)
+    if not model_class:
+        name = (getattr(config, "architectures", None) or [""])[0]
+        model_class = next((found for end, found in CLASSES.items() if name.endswith(end)), "AutoModel")
+    options: dict[str, Any] = {"dtype": getattr(torch, cfg.dtype)}
+    if cfg.attn_implementation != "auto":
+        options["attn_implementation"] = cfg.attn_implementation
+    # The last three options do not change shapes, and some of them need a GPU.
+    cfg = dataclasses.replace(cfg, quantize="no", sync_batchnorm=False, lora_dropout=cfg.lora_dropout)
+    given = adapters.find_adapters(cfg.model, cfg.cache_dir)
+    if given:
+        targets = given.config.target_modules
+        targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets or ()))
+        cfg = dataclasses.replace(cfg, lora_r=given.config.r, lora_targets=targets)
+    with torch.device("meta"), _quiet():
+        try:
+            model = getattr(transformers, model_class).from_config(config, **options)
+        except ValueError as error:  # the class does not exist for this type of model
+            raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {str(error).splitlines()[0]}") from error
+        model._new_modules, model._adapters = [], None
+        model = models.prepare(model, cfg, SimpleNamespace(ddp_handler=None), LORA_TASKS.get(model_class, "FEATURE_EXTRACTION"))
+    return FakeModel(_faked(model, mode), model_class, mode, config)
+
+
+def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Replace the tensors of a model on the meta device by fake tensors of the CPU, for which autocast works. Return the model."""
+    made: dict[int, nn.Parameter] = {}  # a parameter that is used twice stays one
+    with mode:
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+                if p is not None:
+                    module._parameters[name] = made[id(p)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Print nothing about the model. The run prints the same when it loads the weights."""
+    loggers = [logging.getLogger(name) for name in ("accel_ddp.sources.adapters", "transformers.modeling_utils")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, was in zip(loggers, before):
+            logger.disabled = was
+
+
+def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
+    """Return a micro-batch of `texts` items of the largest size that the options allow. Call it inside of the fake mode."""
+    if fake.model_class == "AutoModelForImageClassification":
+        side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
+        side = side if isinstance(side, int) else max(side)
+        channels = getattr(fake.config, "num_channels", 3)
+        return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
+    width = length_of(cfg, fake.config)
+    ids = torch.zeros(texts, width, dtype=torch.long)
+    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
+    labels = ids
+    if fake.model_class == "AutoModelForSeq2SeqLM":
+        labels = torch.zeros(texts, getattr(cfg, "max_target_length", width), dtype=torch.long)
+    batch["labels"] = labels
+    batch.sizes = Sizes(texts, texts * width, texts * width**2, width, labels.numel())
+    return batch
+
+
+def length_of(cfg: Any, config: Any) -> int:
+    """Return the most tokens that a text may have."""
+    return getattr(cfg, "max_length", 0) or min(getattr(config, "max_position_embeddings", None) or 512, 4096)
+
+
+class PackedLikeGpu(PaddingFree):
+    """Padding-free layers as they compute on a GPU. Fake tensors have no address and are on no GPU."""
+
+    def _row(self, current: Any, mask: Tensor | None) -> Row | None:
+        sizes = getattr(current.batch, "sizes", None) if current is not None else None
+        return Row(mask, rounded_up(sizes.tokens), sizes.width) if sizes and isinstance(mask, Tensor) else None
+
+    def _has_flash(self, device: torch.device) -> bool:
+        config = next(iter(self.configs.values()))
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return size % 8 == 0 and size <= 256
+
+
+def remove_padding(fake: FakeModel, cfg: Any) -> bool:
+    """Let the layers compute without padding if they can, and return whether they do."""
+    if cfg.padding_free == "off" or fake.model_class == "AutoModelForImageClassification":
+        return False
+    try:
+        PackedLikeGpu(fake.model).install()
+    except NeedsPadding:
+        return False
+    return True
