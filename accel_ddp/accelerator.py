@@ -41,8 +41,9 @@ def start(cfg: TrainConfig) -> Accelerator:
     supervise_program(cfg)
     _check_accelerate_config()
     process.sharding = process.sharding or take_plan(process.num_ranks)
-    if process.sharding and process.sharding.activation_checkpointing:
-        cfg.gradient_checkpointing = True
+    if process.sharding:
+        cfg.validate_sharded()  # for a program without `run`
+        cfg.gradient_checkpointing = cfg.gradient_checkpointing or process.sharding.activation_checkpointing
     launcher.check_requested_world()
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
@@ -211,9 +212,11 @@ def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads > 1)}"
     text = f"{cfg.global_batch_size} items per step = {describe_ranks(process.nodes)} x {split}"
     text += f"   ({device}; mixed precision: {precision})"
+    if process.sharding:
+        text += f"\n{process.sharding.describe(process.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    if len(process.nodes) > 1 and not is_tuned:
+    if len(process.nodes) > 1 and not is_tuned and not process.sharding:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     return text

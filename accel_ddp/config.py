@@ -413,6 +413,9 @@ class TrainConfig(OptimizerConfig):
         False, "compute batch norm over the micro-batches of all ranks (GPU only)", group="multi-node", also=("sync_bn",)
     )
 
+    def validate_sharded(self) -> None:
+        """Raise UserError if a run cannot have these values with a model that is spread over ranks (FSDP). Recipes extend it."""
+
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
         if self.ddp_timeout_seconds == 0:

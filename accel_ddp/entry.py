@@ -11,11 +11,13 @@ from typing import Any, NoReturn, TypeVar
 from accel_ddp.config import TrainConfig
 from accel_ddp.doctor import preflight
 from accel_ddp.environment.output import connect_output
+from accel_ddp.environment.sharding import read_plan
 from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
 from accel_ddp.ranks import logs
 from accel_ddp.ranks.failures import write_error_file
+from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact
 from accel_ddp.watch.outcome import launcher_pid, write_outcome
 
@@ -31,6 +33,8 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     cfg = None
     try:
         cfg = parse_config(cls)
+        if read_plan(os.environ, process.num_ranks):
+            cfg.validate_sharded()
         preflight.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
     except UserError as error:
         if is_local_main():

@@ -62,6 +62,14 @@ class Config(ScoredConfig):
         if self.model == "mini-resnet" and (self.gradient_checkpointing or self.dtype != "float32"):
             raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")
 
+    def validate_sharded(self) -> None:
+        super().validate_sharded()
+        if self.model == "mini-resnet":
+            raise UserError(
+                "--model mini-resnet: the accelerate config asks for FSDP, which needs a transformers model with a list of layers. Use "
+                "accelerate_configs/1node.yaml or 2node.yaml, or --model google/vit-base-patch16-224."
+            )
+
 
 class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""

@@ -10,7 +10,7 @@ usual backends are wrapped. Any other script is not affected.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accel_ddp.doctor import launcher_exit
@@ -27,6 +27,7 @@ def add_to_torchrun():
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
         launcher_exit.return_exit_code_of_ranks()
+        _refuse_deepspeed()
         if _is_checked(argv):
             _leave_port_check_to_preflight()
         for name, create in usual.items():
@@ -89,6 +90,29 @@ def _is_checked(argv: list[str]) -> bool:
     return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
 
 
+def _refuse_deepspeed() -> None:
+    """Exit with code 2 if the accelerate config asks for DeepSpeed, before Accelerate asks the user to install DeepSpeed."""
+    from accel_ddp.environment.launcher import parse_accelerate_command
+    from accel_ddp.environment.sharding import variables_of
+
+    kind = (parse_accelerate_command(sys.orig_argv) or {}).get("distributed_type")
+    if kind == "DEEPSPEED":
+        _check_sharding(variables_of({"distributed_type": kind}), 0)
+
+
+def _check_sharding(variables: Mapping[str, str], num_ranks: int) -> None:
+    """Exit with code 2 if the ranks could not use these variables. One message replaces that of every rank."""
+    from accel_ddp.environment.launcher import find_config_file
+    from accel_ddp.environment.sharding import read_plan
+    from accel_ddp.errors import USER_ERROR, UserError
+
+    try:
+        read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
+
+
 def _leave_port_check_to_preflight() -> None:
     """Replace the check of `accelerate launch` whether node 0 can use the main port.
 
@@ -107,7 +131,13 @@ def _leave_port_check_to_preflight() -> None:
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
     from accel_ddp.doctor.restarts import RestartingRendezvous
+    from accel_ddp.environment.launcher import parse_accelerate_command
 
+    num_ranks = (parse_accelerate_command(sys.orig_argv) or {}).get("num_processes")
+    _check_sharding(
+        {**os.environ, "GROUP_WORLD_SIZE": str(params.max_nodes)},
+        num_ranks if isinstance(num_ranks, int) and num_ranks > 0 else 0,
+    )
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
 
     def check(is_running: Callable[[], bool]) -> bool:

@@ -16,6 +16,10 @@ PER_NODE_SETTINGS = frozenset({
     "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
     "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment",
 })  # fmt: skip
+# Options of `accelerate launch` that replace distributed_type of the config.
+DISTRIBUTED_TYPES = {
+    "multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"
+}  # fmt: skip
 
 
 def cpu_is_wanted() -> bool:
@@ -33,9 +37,7 @@ def read_accelerate_config(file: str) -> dict[str, Any]:
 
     if file and not Path(file).is_file():
         raise UserError(f"--config_file {file}: there is no such file. Give the path of an accelerate config.")
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    defaults = [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
-    for path in [Path(file)] if file else [path for path in defaults if path.is_file()]:
+    for path in [Path(file)] if file else _configs_of_wizard():
         try:
             values = yaml.safe_load(path.read_text()) or {}
         except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -44,6 +46,21 @@ def read_accelerate_config(file: str) -> dict[str, Any]:
             raise UserError(f"--config_file {path}: the file is not an accelerate config. It must have lines of `name: value`.")
         return values
     return {}
+
+
+def _configs_of_wizard() -> list[Path]:
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    files = [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
+    return [file for file in files if file.is_file()]
+
+
+def find_config_file(argv: list[str]) -> str:
+    """Return the config file that an `accelerate launch` command line uses: --config_file, or that of the wizard, or ""."""
+    for at, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name.replace("-", "_") == "__config_file":
+            return value or "".join(argv[at + 1 : at + 2])
+    return next((str(file) for file in _configs_of_wizard()), "")
 
 
 def find_accelerate_request() -> dict[str, Any]:
@@ -85,6 +102,8 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--cpu", action="store_const", const=True)
+    for name, kind in DISTRIBUTED_TYPES.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest="distributed_type", action="store_const", const=kind)
     try:
         given = {name: value for name, value in vars(parser.parse_known_args(argv[:script])[0]).items() if value is not None}
     except argparse.ArgumentError:

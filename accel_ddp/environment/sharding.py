@@ -1,14 +1,34 @@
-"""Reads from the environment how `accelerate launch` asks for a model to be sharded. It does not import torch."""
+"""Reads from the environment how `accelerate launch` asks for a model to be sharded. It does not import torch.
+
+`accelerate launch` passes an accelerate config to its ranks in variables. The launcher has them too, so that a config that is not
+supported is reported once for each node, before a rank starts (`doctor.at_launch`).
+"""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from accel_ddp.errors import UserError
 
 # With these variables Accelerate and transformers would shard or load the model themselves. See `sharding.apply` why they do not.
 TAKEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_PARALLELISM_CONFIG")
-OTHER_SIZES = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+PREFIXES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_")
 CONFIG = "accelerate_configs/fsdp.yaml"
+ONE_PER_NODE = 0  # the number of replicas until the nodes are known
+
+_OTHER_SIZES = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+_LIBRARIES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+# The names of FSDP1 -> whether weights are freed after the forward pass, and whether each node has a copy of the model.
+_STRATEGIES = {
+    "FULL_SHARD": (True, False),
+    "SHARD_GRAD_OP": (False, False),
+    "HYBRID_SHARD": (True, True),
+    "HYBRID_SHARD_ZERO2": (False, True),
+}
+_YES, _NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+# Settings of an accelerate config whose variables have other names than FSDP_ and the setting.
+_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
 
 @dataclass(frozen=True)
@@ -21,71 +41,184 @@ class ShardingPlan:
     activation_checkpointing: bool = False
     layer_classes: tuple[str, ...] = ()  # of the modules that are gathered one at a time; empty: the layers of the model
 
+    def on_nodes(self, counts: list[int]) -> "ShardingPlan":
+        """Return the plan for nodes with these numbers of ranks. Raise UserError if the copies of the model do not fit them."""
+        if self.replicas == ONE_PER_NODE and len(set(counts)) > 1:
+            raise UserError(
+                "The accelerate config has fsdp_sharding_strategy: HYBRID_SHARD, one copy of the model on each node, but the nodes "
+                f"have different numbers of ranks ({', '.join(map(str, counts))}). Start the same number on each node, or remove it."
+            )
+        if self.replicas == ONE_PER_NODE:
+            return replace(self, replicas=len(counts))
+        if sum(counts) % self.replicas:
+            raise UserError(_wrong_sizes(self.replicas, 0, sum(counts), len(counts)))
+        return self
+
+    def describe(self, num_ranks: int, device: str) -> str:
+        """Return a sentence about a plan whose nodes are known, for example `The model is sharded over 8 GPUs.`"""
+        shards = num_ranks // self.replicas
+        where = f"sharded over {shards} {device}{'s' * (shards > 1)}"
+        text = f"The model is {where}" if self.replicas == 1 else f"There are {self.replicas} copies of the model, each {where}"
+        more = [
+            "fsdp_reshard_after_forward: false" * (not self.reshard_after_forward), "fsdp_offload_params: true" * self.cpu_offload,
+            "fsdp_activation_checkpointing: true" * self.activation_checkpointing,
+        ]  # fmt: skip
+        return f"{text} (FSDP2{''.join(f'; {one}' for one in more if one)})."
+
+    def facts(self, num_ranks: int) -> dict[str, Any]:
+        """Return the plan for the log of a run."""
+        options = {name: value for name, value in asdict(self).items() if name != "replicas"}
+        return {
+            "replicas": self.replicas,
+            "shards": num_ranks // self.replicas,
+            **options,
+            "layer_classes": list(self.layer_classes),
+        }
+
 
 def take_plan(num_ranks: int) -> ShardingPlan | None:
     """Return the plan that the accelerate config asks for, or None for DDP, and remove it from the environment.
 
     Raise UserError for FSDP1, for DeepSpeed, and for what is not supported.
     """
-    if _is_on("ACCELERATE_USE_DEEPSPEED"):
-        raise UserError(
-            f"The accelerate config asks for DeepSpeed, which is not supported. {CONFIG} shards weights, gradients and optimizer like "
-            f"its ZeRO stage 3: accelerate launch --config_file {CONFIG} ..."
-        )
-    asks = _is_on("ACCELERATE_USE_FSDP")
-    if asks and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError(
-            "The accelerate config asks for FSDP1 (fsdp_version: 1), which is not supported. Convert it to FSDP2: accelerate to-fsdp2 "
-            f"--config_file CONFIG.yaml --output_file NEW.yaml. Or use {CONFIG}."
-        )
-    replicas = _replicas(num_ranks) if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") else 1
-    plan = _plan(replicas) if asks else None
+    plan = read_plan(os.environ, num_ranks)
     for name in TAKEN:
         os.environ.pop(name, None)
     return plan
 
 
-def _plan(replicas: int) -> ShardingPlan:
-    if os.environ.get("FSDP_IGNORED_MODULES", "None") not in ("", "None"):
-        raise UserError("The accelerate config has fsdp_ignored_modules, which is not supported. Remove this line.")
-    classes = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    names = () if classes in ("", "None") else tuple(name.strip() for name in classes.split(",") if name.strip())
-    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "SIZE_BASED_WRAP":
+def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str = "") -> ShardingPlan | None:
+    """Return the plan that the variables of `accelerate launch` ask for, or None for DDP and for a single rank.
+
+    `num_ranks` is 0 if it is not known yet. `config_file` is named in messages. Raise UserError for what is not supported.
+    """
+    for name, library in _LIBRARIES.items():
+        if _is_on(variables, f"ACCELERATE_USE_{name}"):
+            raise UserError(
+                f"The accelerate config asks for {library}, which is not supported. FSDP2 shards weights, gradients and optimizer in "
+                f"the same way as ZeRO stage 3 of DeepSpeed: use --config_file {CONFIG}."
+            )
+    asks = _is_on(variables, "ACCELERATE_USE_FSDP")
+    if asks and variables.get("FSDP_VERSION", "1") != "2":
+        file = config_file or "CONFIG.yaml"
         raise UserError(
-            "The accelerate config has fsdp_auto_wrap_policy: SIZE_BASED_WRAP, which is not supported. Use TRANSFORMER_BASED_WRAP."
+            "The accelerate config asks for FSDP1 (fsdp_version: 1), which is not supported. Convert it to FSDP2: accelerate to-fsdp2 "
+            f"--config_file {file} --overwrite. Or use --config_file {CONFIG}."
         )
+    replicas = None
+    if _is_on(variables, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        replicas = _read_replicas(variables, num_ranks)
+        if not asks and (shards := _size(variables, "DP_SHARD_SIZE")) > 1:
+            raise UserError(
+                f"The accelerate config has parallelism_config_dp_shard_size: {shards} without FSDP. Use --config_file {CONFIG}, or "
+                "write `distributed_type: FSDP` and `fsdp_version: 2` into your config."
+            )
+    plan = _read_fsdp(variables, replicas) if asks else None
+    if plan and plan.cpu_offload and num_ranks == 1:
+        raise UserError("The accelerate config has fsdp_offload_params: true, which needs at least two ranks. Set it to false.")
+    return None if num_ranks == 1 else plan
+
+
+def variables_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables about sharding that `accelerate launch` sets for the settings of a config file."""
+    kind = str(config.get("distributed_type", ""))
+    found = {f"ACCELERATE_USE_{name}": "true" for name in ("FSDP", *_LIBRARIES) if kind == name}
+    if kind == "FSDP":
+        for name, value in (config.get("fsdp_config") or {}).items():
+            key = name.upper() if name.startswith("fsdp") else f"FSDP_{name.upper()}"
+            found[_RENAMED.get(key, key)] = str(value)
+    if sizes := config.get("parallelism_config"):
+        found |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **{name.upper(): str(value) for name, value in sizes.items()}}
+    return found
+
+
+def _read_fsdp(variables: Mapping[str, str], replicas: int | None) -> ShardingPlan:
+    if variables.get("FSDP_IGNORED_MODULES", "None") not in ("", "None"):
+        raise UserError("The accelerate config has fsdp_ignored_modules, which is not supported. Remove this line.")
+    policy = variables.get("FSDP_AUTO_WRAP_POLICY", "")
+    if policy.upper() not in ("", "NONE", "TRANSFORMER_BASED_WRAP"):
+        raise UserError(
+            f"The accelerate config has fsdp_auto_wrap_policy: {policy}, which is not supported. Use TRANSFORMER_BASED_WRAP: each "
+            "layer is then gathered alone, which needs the least memory."
+        )
+    if _is_on(variables, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        raise UserError(
+            "The accelerate config has fsdp_activation_checkpointing_offload: true, which is not supported. Remove this line, and keep "
+            "fsdp_activation_checkpointing: true."
+        )
+    classes = variables.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    names = () if classes in ("", "None") else tuple(name.strip() for name in classes.split(",") if name.strip())
+    reshards, is_hybrid = _read_strategy(variables)
     return ShardingPlan(
-        replicas=replicas,
-        # FULL_SHARD is the name of FSDP1 for the same, which Accelerate accepts too.
-        reshard_after_forward=os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("1", "true", "full_shard"),
-        cpu_offload=_is_on("FSDP_OFFLOAD_PARAMS"),
-        activation_checkpointing=_is_on("FSDP_ACTIVATION_CHECKPOINTING"),
+        replicas=replicas or (ONE_PER_NODE if is_hybrid else 1),
+        reshard_after_forward=reshards,
+        cpu_offload=_is_on(variables, "FSDP_OFFLOAD_PARAMS"),
+        activation_checkpointing=_is_on(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
         layer_classes=names,
     )
 
 
-def _replicas(num_ranks: int) -> int:
-    """Return how many copies of the model there are. Raise UserError if they do not fit the number of ranks."""
-    for name, what in OTHER_SIZES.items():
-        if _size(f"{name}_SIZE") > 1:
+def _read_strategy(variables: Mapping[str, str]) -> tuple[bool, bool]:
+    """Return whether weights are freed after the forward pass, and whether each node has a copy of the model."""
+    is_freed, has_copies = True, False
+    # Accelerate ignores the strategy for FSDP2. It is the only way to ask for one copy per node that fits every number of nodes.
+    for name, default in (("fsdp_sharding_strategy", "FULL_SHARD"), ("fsdp_reshard_after_forward", "true")):
+        value = variables.get(name.upper(), default)
+        if value.upper() in _STRATEGIES:
+            freed, copies = _STRATEGIES[value.upper()]
+        elif name.endswith("forward") and value.lower() in (*_YES, *_NO):
+            freed, copies = value.lower() in _YES, False
+        else:
             raise UserError(
-                f"The accelerate config has parallelism_config_{name.lower()}_size: {_size(f'{name}_SIZE')}, but {what} parallelism is "
-                "not supported. Set it to 1."
+                f"The accelerate config has {name}: {value}, which is not supported with FSDP2. Use `fsdp_reshard_after_forward: "
+                "true`, or accelerate_configs/1node.yaml for DDP."
             )
-    replicas, shards = _size("DP_REPLICATE_SIZE"), _size("DP_SHARD_SIZE")
-    if replicas * shards != num_ranks:
-        raise UserError(
-            f"The accelerate config has parallelism_config_dp_replicate_size: {replicas} and parallelism_config_dp_shard_size: "
-            f"{shards}, but there are {num_ranks} ranks. Their product must be {num_ranks}, for example the number of nodes times the "
-            "GPUs per node."
-        )
+        is_freed, has_copies = is_freed and freed, has_copies or copies
+    return is_freed, has_copies
+
+
+def _read_replicas(variables: Mapping[str, str], num_ranks: int) -> int:
+    """Return how many copies of the model there are. Raise UserError if they do not fit the number of ranks."""
+    for name, what in _OTHER_SIZES.items():
+        if (size := _size(variables, f"{name}_SIZE")) > 1:
+            raise UserError(
+                f"The accelerate config has parallelism_config_{name.lower()}_size: {size}, but {what} parallelism is not supported. "
+                "Set it to 1."
+            )
+    replicas, shards = _size(variables, "DP_REPLICATE_SIZE"), _size(variables, "DP_SHARD_SIZE")
+    # Without a shard size (its default is 1), the copies are sharded over all ranks that there are.
+    if num_ranks and (num_ranks % replicas if shards == 1 else replicas * shards != num_ranks):
+        raise UserError(_wrong_sizes(replicas, shards, num_ranks, _num_nodes(variables, num_ranks)))
     return replicas
 
 
-def _size(name: str) -> int:
-    value = os.environ.get(f"PARALLELISM_CONFIG_{name}", "1")
-    return int(value) if value.lstrip("-").isdigit() else 1
+def _wrong_sizes(replicas: int, shards: int, num_ranks: int, num_nodes: int) -> str:
+    sizes = f"parallelism_config_dp_replicate_size: {replicas}"
+    if shards > 1:
+        sizes += f" and parallelism_config_dp_shard_size: {shards}"
+    copies = num_nodes if num_ranks % num_nodes == 0 else 1
+    what = "one copy of the model on each node" if copies > 1 else "a single copy of the model"
+    return (
+        f"The accelerate config has {sizes}, but there are {num_ranks} ranks. Use sizes whose product is {num_ranks}. For {what} type "
+        f"--parallelism_config_dp_replicate_size {copies} --parallelism_config_dp_shard_size {num_ranks // copies}."
+    )
 
 
-def _is_on(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+def _num_nodes(variables: Mapping[str, str], num_ranks: int) -> int:
+    nodes, local = variables.get("GROUP_WORLD_SIZE", ""), variables.get("LOCAL_WORLD_SIZE", "")
+    if nodes.isdigit() and int(nodes):
+        return int(nodes)
+    return max(1, num_ranks // int(local)) if local.isdigit() and int(local) else 1
+
+
+def _size(variables: Mapping[str, str], name: str) -> int:
+    value = variables.get(f"PARALLELISM_CONFIG_{name}", "1")
+    if not value.isdigit() or int(value) < 1:
+        raise UserError(
+            f"The accelerate config has parallelism_config_{name.lower()}: {value}. It must be a whole number of at least 1."
+        )
+    return int(value)
+
+
+def _is_on(variables: Mapping[str, str], name: str) -> bool:
+    return variables.get(name, "").lower() in _YES

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch
@@ -40,6 +41,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         "nonce": secrets.token_hex(8), "token": secrets.token_hex(16), "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if process.is_local_main else None,
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
+        "sharding": asdict(process.sharding) if process.sharding else {},
     }  # fmt: skip
     try:
         attempt, ranks = join_attempt(root, mine, cfg)
@@ -51,6 +53,8 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     _join_monitors(ranks)
     process.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
+    if process.sharding:
+        process.sharding = process.sharding.on_nodes([number for _, number in process.nodes])
     use_gpu = _check_gpus(ranks)
     if use_gpu:
         torch.cuda.set_device(process.local_rank)
@@ -133,11 +137,23 @@ def _check_options(ranks: list[dict]) -> None:
                     f"--{name} differs: {value!r} on rank 0 ({first['host']}), {rank['options'].get(name)!r} on rank "
                     f"{rank['rank']} ({rank['host']}). Start every node with the same options."
                 )
+        if rank["sharding"] != first["sharding"]:  # these ranks would wait for each other
+            raise UserError(
+                f"The accelerate config differs: it asks for {_difference(first['sharding'], rank['sharding'])} on {first['host']}, "
+                f"but for {_difference(rank['sharding'], first['sharding'])} on {rank['host']}. Use the same config on every node."
+            )
         if rank["torch"] != first["torch"]:  # a node that joins at a restart has had no preflight
             raise UserError(
                 f"torch {first['torch']} is installed on {first['host']}, but {rank['torch']} on {rank['host']}. Install the same "
                 "version on every node."
             )
+
+
+def _difference(plan: dict, other: dict) -> str:
+    """Return what a plan of sharding has that another one has not."""
+    if not plan:
+        return "DDP"
+    return ", ".join(["FSDP2", *(f"{name} {value}" for name, value in plan.items() if other and other[name] != value)])
 
 
 def _check_gpus(ranks: list[dict]) -> bool:

@@ -40,6 +40,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
+        **({"sharding": process.sharding.facts(process.num_ranks)} if process.sharding else {}),
         "model": describe_model(model),
     }  # fmt: skip
 

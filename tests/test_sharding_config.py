@@ -1,0 +1,151 @@
+"""Tests of the accelerate configs that ask for FSDP: what they mean, and which are refused, by whom and with which message."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import yaml
+
+from accel_ddp.environment.sharding import ShardingPlan, read_plan, variables_of
+from accel_ddp.errors import UserError
+from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
+
+CONFIGS = ROOT / "accelerate_configs"
+SMALL_RUN = PROGRAMS / "goes_wrong.py"
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+PREFIX = "PARALLELISM_CONFIG_"
+
+
+def hsdp(replicas: int, shards: int = 1, **more: int) -> dict[str, str]:
+    sizes = {"DP_REPLICATE_SIZE": replicas, "DP_SHARD_SIZE": shards, **more}
+    return {
+        **FSDP2,
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        **{f"{PREFIX}{name}": str(value) for name, value in sizes.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_ranks", "plan"),
+    [
+        ({}, 4, None),
+        (FSDP2, 4, ShardingPlan()),
+        (FSDP2, 1, None),
+        (hsdp(2, 4), 8, ShardingPlan(replicas=2)),
+        (hsdp(2), 8, ShardingPlan(replicas=2)),
+        (hsdp(1, 1), 8, ShardingPlan()),
+        ({**FSDP2, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, 8, ShardingPlan(replicas=0)),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "hybrid_shard_zero2"}, 8, ShardingPlan(replicas=0, reshard_after_forward=False)),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, 2, ShardingPlan(reshard_after_forward=False)),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "full_shard"}, 2, ShardingPlan()),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, 2, ShardingPlan(reshard_after_forward=False)),
+        ({**FSDP2, "FSDP_OFFLOAD_PARAMS": "True"}, 2, ShardingPlan(cpu_offload=True)),
+        ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, 2, ShardingPlan(activation_checkpointing=True)),
+        ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 2, ShardingPlan()),
+        ({**FSDP2, "FSDP_AUTO_WRAP_POLICY": "transformer_based_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer, T5Block"}, 2,
+         ShardingPlan(layer_classes=("BertLayer", "T5Block"))),
+    ],
+)  # fmt: skip
+def test_the_variables_of_accelerate_become_a_plan(variables, num_ranks, plan):
+    assert read_plan(variables, num_ranks) == plan
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "accelerate to-fsdp2 --config_file old.yaml --overwrite"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP1"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed, which is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM, which is not supported"),
+        (hsdp(1, 4, TP_SIZE=2), "parallelism_config_tp_size: 2, but tensor parallelism"),
+        (hsdp(1, 4, CP_SIZE=2), "context parallelism"),
+        (hsdp(1, 4, SP_SIZE=2), "sequence parallelism"),
+        (hsdp(2, 2), "--parallelism_config_dp_replicate_size 4 --parallelism_config_dp_shard_size 2"),
+        (hsdp(3), "parallelism_config_dp_replicate_size: 3, but there are 8 ranks"),
+        (hsdp(0, 8), "parallelism_config_dp_replicate_size: 0. It must be a whole number"),
+        ({**hsdp(1, 8), "ACCELERATE_USE_FSDP": "false"}, "dp_shard_size: 8 without FSDP"),
+        ({**FSDP2, "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy: SIZE_BASED_WRAP"),
+        ({**FSDP2, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "Use TRANSFORMER_BASED_WRAP"),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "no_shard"}, "fsdp_reshard_after_forward: no_shard"),
+        ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "8"}, "fsdp_reshard_after_forward: 8"),
+        ({**FSDP2, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy: NO_SHARD"),
+        ({**FSDP2, "FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules"),
+        ({**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "fsdp_activation_checkpointing_offload"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_with_what_to_type(variables, words):
+    with pytest.raises(UserError) as error:
+        read_plan({**variables, "GROUP_WORLD_SIZE": "4"}, 8, "old.yaml")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_offload_needs_two_ranks():
+    with pytest.raises(UserError, match="fsdp_offload_params: true, which needs at least two ranks"):
+        read_plan({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, 1)
+
+
+def test_one_copy_per_node_needs_nodes_of_the_same_size():
+    plan = read_plan(variables_of(yaml.safe_load((CONFIGS / "2node_fsdp.yaml").read_text())))
+    assert plan.on_nodes([8, 8, 8]).replicas == 3
+    assert plan.on_nodes([8]) == ShardingPlan(), "on one node this is plain FSDP"
+    with pytest.raises(UserError, match=r"different numbers of ranks \(8, 4\)"):
+        plan.on_nodes([8, 4])
+    assert ShardingPlan(replicas=3).on_nodes([8, 4]).replicas == 3, "copies of an explicit number may extend over nodes"
+    assert ShardingPlan(replicas=2).describe(16, "GPU") == (
+        "There are 2 copies of the model, each sharded over 8 GPUs (FSDP2)."
+    )  # fmt: skip
+    assert ShardingPlan(cpu_offload=True).describe(8, "GPU") == (
+        "The model is sharded over 8 GPUs (FSDP2; fsdp_offload_params: true)."
+    )  # fmt: skip
+
+
+def config_file(folder, **changes):
+    """Write fsdp.yaml with changes. A value in `fsdp_config` that is None removes the line."""
+    values = yaml.safe_load((CONFIGS / "fsdp.yaml").read_text())
+    values |= {"num_processes": 2, "main_process_port": free_port(), **changes}
+    values["fsdp_config"] = {name: value for name, value in values["fsdp_config"].items() if value is not None}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+FSDP1 = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False,
+    "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False, "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_sync_module_states": True, "fsdp_use_orig_params": True,
+}  # fmt: skip
+
+
+def test_a_launcher_refuses_a_config_before_it_starts_a_rank(tmp_path):
+    """DeepSpeed is not installed. `accelerate launch` would end with a traceback that asks the user to install it."""
+    hybrid = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}}
+    cases = {
+        "fsdp1": ({"fsdp_config": FSDP1}, [], "Convert it to FSDP2: accelerate to-fsdp2 --config_file "),
+        "deepspeed": (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}, "fsdp_config": {}},
+            [],
+            "asks for DeepSpeed, which is not supported",
+        ),
+        "option": ({"distributed_type": "MULTI_GPU"}, ["--use_deepspeed", "--zero_stage", "2"], "asks for DeepSpeed"),
+        "megatron": ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, [], "Megatron-LM"),
+        "sizes": (hybrid, [], "--parallelism_config_dp_replicate_size 1 --parallelism_config_dp_shard_size 2."),
+    }  # fmt: skip
+
+    def launch(case):
+        changes, options, _ = cases[case]
+        (tmp_path / case).mkdir()
+        file = config_file(tmp_path / case, **changes)
+        command = [BIN / "accelerate-launch", "--config_file", file, *options, SMALL_RUN, "--output_dir", tmp_path / case / "run"]
+        return run_all([command], [clean_environment()], timeout=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        for case, ended in zip(cases, pool.map(launch, cases)):
+            assert ended.codes == [2], (case, ended.text)
+            (line,) = [line for line in ended.text.splitlines() if line.startswith("error:")]
+            assert cases[case][2] in line, line
+            assert "Traceback" not in ended.text, ended.text
+            assert not (tmp_path / case / "run").exists()
+    # The command in the message works, and its result is a config of FSDP2.
+    file = tmp_path / "fsdp1" / "config.yaml"
+    run_all([[BIN / "accelerate", "to-fsdp2", "--config_file", file, "--overwrite"]], [clean_environment()]).well()
+    assert read_plan(variables_of(yaml.safe_load(file.read_text())), 2) == ShardingPlan()
