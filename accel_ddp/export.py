@@ -21,7 +21,7 @@ from accel_ddp.saving import format, resume
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
 from accel_ddp.saving.tensors import digest_of_frozen, has_adapters, to_save, versions
-from accel_ddp.sharding.tensors import is_sharded
+from accel_ddp.sharding.tensors import class_name, is_sharded
 from accel_ddp.sources import builtin
 from accel_ddp.sources.adapters import adapter_config
 from accel_ddp.sources.hub import prepare_hub
@@ -49,7 +49,7 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     """
     base = model.get_base_model() if has_adapters(model) else model
     config = copy.deepcopy(getattr(base, "_original_config", base.config))
-    config.architectures = [type(base).__name__]
+    config.architectures = [class_name(base)]
     with tempfile.TemporaryDirectory() as folder:
         # Next to adapters, transformers would take the config of the whole model for the model itself.
         config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)

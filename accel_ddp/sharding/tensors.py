@@ -14,6 +14,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of the class that a module had before it was sharded. `fully_shard` replaces it by a subclass."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds. It shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
