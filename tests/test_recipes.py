@@ -234,6 +234,19 @@ def assert_tables_are_complete(case: Case, one: Path, two: Path, again: Path) ->
         assert right / counted == pytest.approx(evaluations(one)[-1]["accuracy"])
 
 
+def assert_same_result(case: Case, one: Path, two: Path) -> None:
+    """Compare the weights of two exported models, and their metrics."""
+    weights_of_one, weights_of_two = (load_file(folder / "model" / case.weights) for folder in (one, two))
+    assert weights_of_one.keys() == weights_of_two.keys()
+    for key, value in weights_of_one.items():
+        np.testing.assert_allclose(weights_of_two[key], value, atol=1e-5, rtol=0, err_msg=key)
+    assert [e["step"] for e in evaluations(one)] == [0, 3, 6]
+    for metric in case.metrics:
+        a, b = (evaluations(folder)[-1][metric] for folder in (one, two))
+        assert math.isfinite(a)
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5), metric
+
+
 SLOW = {"classify a number", "sft with adapters", "classify with adapters"}  # further cases of recipes that have another one
 
 
@@ -251,15 +264,7 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
     killed.kill()
     killed.ended()
     run_ranks(2, script, *given, "--output_dir", two, "--resume").well()
-    weights_of_one, weights_of_two = (load_file(folder / "model" / case.weights) for folder in (one, two))
-    assert weights_of_one.keys() == weights_of_two.keys()
-    for key, value in weights_of_one.items():
-        np.testing.assert_allclose(weights_of_two[key], value, atol=1e-5, rtol=0, err_msg=key)
-    assert [e["step"] for e in evaluations(one)] == [0, 3, 6]
-    for a, b in zip(evaluations(one)[-1:], evaluations(two)[-1:], strict=True):
-        for metric in case.metrics:
-            assert math.isfinite(a[metric])
-            assert a[metric] == pytest.approx(b[metric], rel=1e-4, abs=1e-5), metric
+    assert_same_result(case, one, two)
     first, last = (load_file(one / f"step_0000000{step}" / "model.safetensors") for step in (2, 6))
     change = max(np.abs(last[key].astype(float) - first[key]).max() for key in last)
     assert change > 1e-3, "the comparison means nothing if the weights do not change"
@@ -281,6 +286,39 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(tried[2], {})
     assert printed.getvalue()
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+WITH_COPIES = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=[] if (name, ranks) == ("sft", 2) else [pytest.mark.slow])
+        for name in CASES if name != "images" for ranks in ((2, 4) if name in ("sft", "sft with adapters") else (2,))
+    ],
+)  # fmt: skip
+def test_a_sharded_recipe_that_is_killed_and_resumed_learns_what_one_rank_learns(name, ranks, options, tmp_path):
+    """Two ranks hold one copy of the model (FSDP), and four ranks hold two copies (HSDP)."""
+    case, given = CASES[name], options(name)
+    script, one, sharded = ROOT / "recipes" / f"{case.recipe}.py", tmp_path / "one", tmp_path / "sharded"
+    run_ranks(1, script, *given, "--output_dir", one).well()
+    env = FSDP | (WITH_COPIES if ranks == 4 else {})
+    killed = Running([[sys.executable, script, *given, "--output_dir", sharded]] * ranks, rank_environments(ranks, **env))
+    killed.until("step 4/6")
+    killed.kill()
+    killed.ended()
+    text = run_ranks(ranks, script, *given, "--output_dir", sharded, "--resume", **env).well().text
+    assert "sharded over 2 ranks" in text
+    assert "Traceback" not in text
+    assert_same_result(case, one, sharded)
+    assert (sharded / "step_00000006" / "model").is_dir(), "the checkpoint has a part of each rank"
+    assert case.loads(str(sharded / "model")) is not False
 
 
 def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_model(options, tmp_path):

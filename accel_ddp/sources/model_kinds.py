@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
+from accel_ddp.sharding.apply import autocast, gathered
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.sources.messages import warn
 
 # What to use instead, by the task: the class with which a recipe loads its model, or "embeddings".
@@ -75,11 +77,12 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
     ids = torch.tensor(ordinary[:: len(ordinary) // 9][:9], device=device)
     texts = torch.stack([ids[:8], torch.cat([ids[:7], ids[8:]])])
     was_training = model.training
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) and not is_sharded(model):
         model.to(device)
     model.eval()
     try:
-        output = model(input_ids=texts, attention_mask=torch.ones_like(texts))
+        with gathered(model), autocast(model, device):
+            output = model(input_ids=texts, attention_mask=torch.ones_like(texts))
         scores: Tensor = output.logits if "logits" in output else output.last_hidden_state
     except torch.OutOfMemoryError:
         raise

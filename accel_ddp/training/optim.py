@@ -12,6 +12,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.apply import reshard
 from accel_ddp.training import adamw8bit, muon
 
 LEAST_LR_OF_ADAFACTOR = 1e-4
@@ -22,6 +23,7 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
 
     The parameters of `--freeze` are frozen first.
     """
+    reshard(model)  # a forward pass without a backward pass leaves weights gathered, which are no parameters of the optimizer
     freeze(model, cfg.freeze)
     groups = _groups(model, cfg)
     fused = _can_be_fused([p for group in groups for p in group["params"]])

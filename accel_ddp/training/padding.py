@@ -23,6 +23,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.whole_batch import LossSum, WholeBatch
@@ -76,7 +77,7 @@ def difference(
     places = _shortest_and_longest(train, accelerator, cfg)
     if places is None:
         return ""
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) and not is_sharded(model):
         model.to(accelerator.device)
     short = places[0]
     compute = _Compute(accelerator, cfg, model, train, loss_sum)

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.sharding import apply
 from accel_ddp.sharding.tensors import is_sharded
@@ -22,6 +23,13 @@ def prepare(
         return accelerator.prepare(model, optimizer)
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         apply.wrap(model, optimizer, process.sharding, *sharding_options(accelerator, cfg))
+    apply.reshard(model)
+    known = set(model.parameters())
+    if not all(p in known for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "The optimizer has parameters that are not those of the sharded model, and would not train it. Build the optimizer with "
+            "accel_ddp.optim.build(model, cfg) after accel_ddp.models.prepare."
+        )
     # This adds autocast and nothing else.
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
 
