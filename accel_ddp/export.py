@@ -222,7 +222,7 @@ class Stream(NamedTuple):
         write_weights(folder, self.pieces, self.names)
 
 
-def _weights_of(path: Path, averaged: bool) -> Any:
+def _weights_of(path: Path, averaged: bool = False) -> Any:
     """Return the weights of a checkpoint, or their averages, or the model with its adapters. `save_pretrained` of both writes them."""
     import torch
     import transformers

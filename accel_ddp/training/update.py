@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.errors import UserError
@@ -187,8 +188,9 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer steps in host memory."""
-    return optimizer.param_groups[0]["params"][0].device.type == "cpu"
+    """Return whether the optimizer steps shards in host memory."""
+    first = optimizer.param_groups[0]["params"][0]
+    return isinstance(first, DTensor) and first.device.type == "cpu"
 
 
 @functools.cache
