@@ -238,6 +238,8 @@ def _check_device(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
         raise UserError(
             f"--mixed_precision bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16."
         )
+    if precision == "fp16" and process.sharding:
+        raise UserError("The accelerate config has mixed_precision: fp16, which cannot be combined with FSDP here. Use bf16.")
     if precision == "fp16" and not use_gpu:
         raise UserError("--mixed_precision fp16 needs a GPU. On a CPU Accelerate would train in float32. Use bf16 or no.")
     if cfg.comm_hook == "bf16" and not use_gpu:

@@ -415,6 +415,20 @@ class TrainConfig(OptimizerConfig):
 
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a model that is spread over ranks (FSDP). Recipes extend it."""
+        of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
+        for name in (*of_ddp, "gradient_as_bucket_view"):
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(
+                    f"--{name} {getattr(self, name)}: is an option of DDP, and the accelerate config asks for FSDP. Leave it out."
+                )
+        if self.comm_hook not in ("none", "bf16"):
+            raise UserError(
+                f"--comm_hook {self.comm_hook}: FSDP can sum gradients in float32 or in bf16. Use --comm_hook bf16, or leave it out."
+            )
+        if self.mixed_precision == "fp16":
+            raise UserError(
+                "--mixed_precision fp16: needs a loss scaler, which FSDP does not have here. Use --mixed_precision bf16."
+            )
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""

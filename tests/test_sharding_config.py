@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import yaml
 
+from accel_ddp.config import TrainConfig
 from accel_ddp.environment.sharding import ShardingPlan, read_plan, variables_of
 from accel_ddp.errors import UserError
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
@@ -149,3 +150,18 @@ def test_a_launcher_refuses_a_config_before_it_starts_a_rank(tmp_path):
     file = tmp_path / "fsdp1" / "config.yaml"
     run_all([[BIN / "accelerate", "to-fsdp2", "--config_file", file, "--overwrite"]], [clean_environment()]).well()
     assert read_plan(variables_of(yaml.safe_load(file.read_text())), 2) == ShardingPlan()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"static_graph": True}, "--static_graph True: is an option of DDP"),
+        ({"bucket_cap_mb": 50}, "--bucket_cap_mb 50: is an option of DDP"),
+        ({"comm_hook": "powersgd"}, "Use --comm_hook bf16"),
+        ({"mixed_precision": "fp16"}, "Use --mixed_precision bf16"),
+    ],
+)
+def test_options_that_only_ddp_has_are_refused(values, words):
+    TrainConfig(comm_hook="bf16").validate_sharded()
+    with pytest.raises(UserError, match=words):
+        TrainConfig(**values).validate_sharded()
