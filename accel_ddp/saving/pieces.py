@@ -41,14 +41,15 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
     A tensor may also be (shape, dtype, function that returns it), so that only one of them needs memory at a time.
     """
     facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
-    names = sorted(facts, key=lambda name: -facts[name][1].itemsize)  # large types first, so that all of them are aligned
+    # As safetensors does it, so that equal tensors give equal bytes. With large types first all of them are aligned.
+    names = sorted(facts, key=lambda name: (-facts[name][1].itemsize, name))
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:
         shape, dtype, _ = facts[name]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
