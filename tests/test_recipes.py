@@ -277,7 +277,8 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
 
     out = export.from_checkpoint(str(one / "step_00000006"), str(tmp_path / "exported"))
     for path in (p for p in (one / "model").rglob("*") if p.is_file() and p.name not in ("README.md", "accel_ddp.json")):
-        assert (out / path.relative_to(one / "model")).read_bytes() == path.read_bytes(), path.name
+        is_equal = (out / path.relative_to(one / "model")).read_bytes() == path.read_bytes()
+        assert is_equal, path.name  # pytest would need minutes to find the differences
     assert case.loads(str(one / "model")) is not False
 
     tried = shlex.split(re.search(r"^try:  (.*)$", text, flags=re.MULTILINE)[1])
