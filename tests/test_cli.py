@@ -51,7 +51,10 @@ def test_the_version_is_printed(capsys):
         (["run", "--steps"], "needs a recipe"),
         (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, type `classify`."),
         (["run", "classify", "--num_processes"], "--num_processes needs a value"),
-        (["run", "classify", "--config_file", "3node"], "These come with accel_ddp: 1node.yaml, 2node.yaml, local.yaml"),
+        (
+            ["run", "classify", "--config_file", "3node"],
+            "1node.yaml, 2node.yaml, 2node_fsdp.yaml, fsdp.yaml, local.yaml",
+        ),
         (["copy", "clasify"], "Did you mean 'classify'?"),
     ],
 )

@@ -32,7 +32,7 @@ EMA = "ema"  # NAME/ema is the average of a weight; it is stored among the optim
 
 
 def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: dict[str, Tensor]
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return weights, the optimizer's tensors with the averages of weights, and its other values, by the names of parameters.
 
@@ -41,7 +41,7 @@ def capture(
     """
     weights = to_save(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    tensors, values = {f"{name}/{EMA}": average for name, average in averages.items()}, {}
+    tensors, values = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}, {}
     to_plain = getattr(optimizer, "to_plain", dict)
     for i, parameter in enumerate(parameters(optimizer)):
         name = names.get(id(parameter), f"#{i}")
