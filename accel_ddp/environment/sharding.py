@@ -13,7 +13,6 @@ from accel_ddp.errors import UserError
 
 # With these variables Accelerate and transformers would shard or load the model themselves. See `sharding.apply` why they do not.
 TAKEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_PARALLELISM_CONFIG")
-PREFIXES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_")
 CONFIG = "accelerate_configs/fsdp.yaml"
 ONE_PER_NODE = 0  # the number of replicas until the nodes are known
 

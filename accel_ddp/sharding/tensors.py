@@ -1,11 +1,9 @@
 """What this rank holds of a tensor. An ordinary tensor is held completely by every rank."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -50,8 +48,3 @@ def sharded_like(part: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
-
-
-def placements_of(mesh: Any) -> list[Replicate | Shard]:
-    """Return how FSDP spreads a parameter over a mesh: by rows over its last dimension, with copies over the first one."""
-    return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]

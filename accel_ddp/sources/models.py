@@ -155,8 +155,6 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
 
     from transformers import BitsAndBytesConfig
 
-    if process.sharding is not None:
-        raise UserError(f"--quantize {cfg.quantize}: cannot be used with FSDP. Leave one of them out.")
     if not torch.cuda.is_available():
         raise UserError(f"--quantize {cfg.quantize}: needs bitsandbytes and a GPU, and there is no GPU. Leave it out.")
     if find_spec("bitsandbytes") is None:

@@ -54,7 +54,10 @@ class Muon(torch.optim.Optimizer):
             value.copy_(new if found is None else torch.where(found.bool(), value, new))
 
     def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-        """Return an AdamW that steps these groups and stores its state here. It is made anew, because loading replaces both."""
+        """Return an AdamW that steps these groups and stores its state here.
+
+        It is built in each step, because loading a checkpoint replaces groups and state.
+        """
         adamw = torch.optim.AdamW([dict(group) for group in groups], fused=groups[0]["fused"])
         adamw.state, adamw.param_groups = self.state, [{**made, **own} for made, own in zip(adamw.param_groups, groups)]
         for name in ("grad_scale", "found_inf"):
