@@ -1,7 +1,6 @@
 """Optimizers, schedules, learning rates of parameters, and the average of the weights."""
 
 import dataclasses
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,8 +22,7 @@ from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, ROOT, run_ranks
 
-OPTIMIZERS = ["adamw", "sgd", "muon", "adafactor", *(["adamw8bit"] if find_spec("torchao") else [])]
-needs_torchao = pytest.mark.skipif("adamw8bit" not in OPTIMIZERS, reason="pip install torchao")
+OPTIMIZERS = ["adamw", "sgd", "muon", "adafactor", "adamw8bit"]
 
 
 @pytest.fixture(scope="module")
