@@ -82,6 +82,9 @@ def _run(words: list[str]) -> int:
         _replace_process([str(script), "--help"])
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
     launcher = ["-m", "accel_ddp.environment.patient_launch", "accelerate.commands.launch", "-q"]
+    launch, gpu = _take_single_gpu(launch)
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     _replace_process([*launcher, *with_config(launch), str(script), *options])
 
 
@@ -123,7 +126,7 @@ def with_config(launch: list[str]) -> list[str]:
     """Return the options of `accelerate launch` with the path of a config file.
 
     The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
-    several nodes is given. local.yaml would start one process, whatever --num_processes is.
+    several nodes is given.
     """
     words, given = list(launch), {_name(word) for word in launch}
     for at, word in enumerate(words):
@@ -138,6 +141,21 @@ def with_config(launch: list[str]) -> list[str]:
     several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
     name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
     return ["--config_file", str(recipe_files.config_path(name)), *words]
+
+
+def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
+    """Return the options of `accelerate launch` without a --gpu_ids of one GPU, and this GPU or "".
+
+    Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
+    """
+    for at, word in enumerate(launch):
+        if _name(word) == "gpu_ids":
+            _, equals, ids = word.partition("=")
+            end = at + 1 if equals else at + 2
+            ids = ids or "".join(launch[at + 1 : end])
+            if ids.isdigit():
+                return launch[:at] + launch[end:], ids
+    return launch, ""
 
 
 def _name(word: str) -> str:
@@ -243,13 +261,15 @@ def _report(words: list[str]) -> int:
 def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
-        usage="accel-ddp verify [--steps N] [options of accelerate launch] RECIPE [options of the recipe]",
+        usage="accel-ddp verify [--steps N] [--fsdp] [options of accelerate launch] RECIPE [options of the recipe]",
         description="Run a few steps of a recipe: without interruption, with other micro-batches, on other numbers of ranks, and "
         "killed and resumed. Then compare the samples and the weights. Options of `accelerate launch` (--config_file, "
         "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: type the same command on each node, "
         "with its own --machine_rank.",
     )
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
+    fsdp = "also compare a sharded model on this machine: FSDP, HSDP, and resumed from FSDP to DDP and back"
+    parser.add_argument("--fsdp", action="store_true", help=fsdp)
     parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
     # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
     names = recipe_files.recipe_names()
@@ -258,7 +278,7 @@ def _verify(words: list[str]) -> int:
     recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
     from accel_ddp.verify import verify
 
-    return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder)
+    return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder, given.fsdp)
 
 
 def _scaling(words: list[str]) -> int:

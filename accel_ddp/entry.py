@@ -12,6 +12,7 @@ from accel_ddp.config import TrainConfig
 from accel_ddp.doctor import preflight
 from accel_ddp.environment.output import connect_output
 from accel_ddp.environment.sharding import read_plan
+from accel_ddp.environment.threads import set_num_threads
 from accel_ddp.environment.topology import is_local_main
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.parsing import parse_config
@@ -30,16 +31,17 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
     logs.configure()
-    cfg = None
+    has_valid_options = False
     try:
         cfg = parse_config(cls)
         if read_plan(os.environ, process.num_ranks):
             cfg.validate_sharded()
+        has_valid_options = True
         preflight.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
     except UserError as error:
         if is_local_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if cfg is None:  # a preflight has already reported it to the other nodes
+        if not has_valid_options:  # otherwise the preflight has already reported it to the other nodes
             preflight.report_to_other_nodes(str(error))
         _report_user_error(f"error: {error}")
         sys.exit(USER_ERROR)
@@ -53,6 +55,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     # Let idle OpenMP threads sleep instead of spin. On cores that are shared with other processes this is 3 times as fast (20
     # instead of 6 items/s beside one other process). On free cores it is 10 % slower. torch reads it when it is imported below.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_num_threads(cfg.num_threads, process.local_ranks)
     # When the main node is lost, torch's store prints pages of C++ frames as warnings. Errors are still printed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

@@ -164,12 +164,10 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
     If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
     averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
     """
-    path, folder = _chosen(Path(place)), Path(out).absolute()
+    folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: exists already. Name a folder that does not exist.")
-    problem = format.find_problem(path)
-    if problem:
-        raise UserError(f"{path}: {problem}. It cannot be exported.")
+    path = _chosen(Path(place), weights)
     if not any((path / "files" / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise UserError(
             f"{path}: contains no config of a transformers model, so that it cannot be exported. Its weights are in "
@@ -193,23 +191,35 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
     return folder
 
 
-def _chosen(place: Path) -> Path:
+def _chosen(place: Path, weights: str) -> Path:
+    """Return the checkpoint to export, whose files are verified. Raise UserError if there is none."""
     there = format.list_checkpoints(place)
+    if not there and not place.is_dir():
+        raise UserError(f"{place}: there is no such folder.")
+    best = format.read_json(place / "best.json") if there else None
     if not there:
-        if not place.is_dir():
-            raise UserError(f"{place}: there is no such folder.")
-        return place
-    best = format.read_json(place / "best.json")
-    if isinstance(best, dict) and (place / best["checkpoint"]).is_dir():
+        path, problem = place, _problem(place, weights)
+    elif isinstance(best, dict) and (place / best["checkpoint"]).is_dir():
         print(f"{place}: exporting the best checkpoint, {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
-        return place / best["checkpoint"]
-    for path in reversed(there):
-        problem = format.find_problem(path)
-        if not problem:
-            print(f"{place}: exporting the newest checkpoint, {path.name}")
-            return path
-        print(f"{path}: {problem}", file=sys.stderr)
-    raise UserError(f"{place}: contains no complete checkpoint.")
+        path, problem = place / best["checkpoint"], _problem(place / best["checkpoint"], weights)
+    else:
+        for path in reversed(there):
+            problem = _problem(path, weights)
+            if not problem:
+                print(f"{place}: exporting the newest checkpoint, {path.name}")
+                break
+            print(f"{path}: {problem}", file=sys.stderr)
+        else:
+            raise UserError(f"{place}: contains no complete checkpoint. Copy one there, or continue the run with --resume.")
+    if problem:
+        raise UserError(f"{path}: {problem}. It cannot be exported.")
+    return path
+
+
+def _problem(path: Path, weights: str) -> str:
+    """Return why a checkpoint cannot be exported. Averages of weights are stored with the state of the optimizer."""
+    averages = weights != "raw" and bool(format.read_run(path).get("config", {}).get("ema_decay"))
+    return format.find_problem(path, with_optimizer=averages or weights == "ema")
 
 
 class Stream(NamedTuple):

@@ -43,7 +43,7 @@ from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.own_time import OwnTime, Part
 from accel_ddp.training.padding import require_independence
 from accel_ddp.training.rank_sample import RankSample
-from accel_ddp.training.run_facts import describe_run
+from accel_ddp.training.run_facts import describe_memory, describe_run, measure_memory
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.system_sample import SystemSample
 from accel_ddp.training.throughput import Throughput
@@ -350,10 +350,14 @@ class _Run:
         more |= {"goodput": goodput} if goodput is not None else {}
         if breakdown := self.breakdown.summary(self.hosts):
             more |= {"breakdown": breakdown}
+        if memory := measure_memory(self.accelerator.device, self.breakdown.last):
+            more |= {"memory": memory}
         for hook in self.hooks:
             hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **more})
         if breakdown and process.is_main:
             print(describe(breakdown, process.num_ranks), flush=True)
+        if memory:
+            print_on_main(describe_memory(memory))
         if self.is_stopping or not process.stop.pid:  # a program without `run` continues after `fit`
             process.close_trackers(is_stopped=self.is_stopping)
         if self.is_stopping:

@@ -8,6 +8,7 @@ from accel_ddp.accelerator import start
 from accel_ddp.config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.loop import Outcome, fit
+from accel_ddp.memory import at_start
 from accel_ddp.observing import hooks
 from accel_ddp.training import optim
 
@@ -18,7 +19,8 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
     A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
     `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
     print at the end, `tables()`, which returns the tables of the last evaluation (see `records.tables`), `example`, which is
-    Python code that uses the exported {folder} (see `export.describe`), and `more_files`, which are exported too.
+    Python code that uses the exported {folder} (see `export.describe`), `more_files`, which are exported too, and the attribute
+    `model_class`, the class of transformers that loads its model, for the estimate of memory.
     """
     number = getattr(cfg, "log_predictions", 0)
     if number and not hasattr(task_class, "tables"):
@@ -27,6 +29,7 @@ def train(cfg: TrainConfig, task_class: Any) -> Outcome:
             "Leave --log_predictions out, or write the method as docs/own_recipe.md describes."
         )
     accelerator = start(cfg)
+    at_start.report(accelerator, cfg, getattr(task_class, "model_class", ""))
     task = task_class(cfg, accelerator)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
     observers = hooks.standard(accelerator, cfg)

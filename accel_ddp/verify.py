@@ -5,7 +5,6 @@ its last checkpoint are compared.
 """
 
 import contextlib
-import math
 import os
 import shutil
 import socket
@@ -20,12 +19,15 @@ from typing import Any
 import psutil
 
 from accel_ddp.environment.mpi import remove_mpi_variables
-from accel_ddp.errors import UserError
+from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.saving import format
+from accel_ddp.saving.difference import is_identical, largest_difference
 
 # SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
 # micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
 EXACT = ["--no_dropout", "--no_tf32", "--optimizer", "sgd", "--lr", "0.01", "--lr_schedule", "constant", "--warmup_steps", "1"]
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as `accelerate launch` sets it for accelerate_configs/fsdp.yaml
+TWO_COPIES = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
 ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by the precision of computation
 
 
@@ -40,7 +42,7 @@ class Line:
     problem: str  # why the comparison failed; empty: it passed
 
 
-def verify(words: list[str], steps: int, folder: str) -> int:
+def verify(words: list[str], steps: int, folder: str, shards: bool = False) -> int:
     """Print a table of comparisons. Return 0 if all passed, and 1 if one failed."""
     at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
@@ -50,11 +52,16 @@ def verify(words: list[str], steps: int, folder: str) -> int:
         raise UserError(f"accel-ddp verify {recipe}: there is no such file.")
     if steps < 4:
         raise UserError(f"--steps {steps}: must be 4 or more, so that a run can be killed between two checkpoints.")
+    if shards and launch:
+        raise UserError(
+            f"--fsdp and {launch[0]}: with options of accelerate launch, the config decides whether the model is sharded. Leave --fsdp "
+            "out, and use --config_file accelerate_configs/fsdp.yaml or 2node_fsdp.yaml."
+        )
     place = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_verify_"))
     place.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     try:
-        code = _Verification(place, launch, recipe, options, steps).compare_all()
+        code = _Verification(place, launch, recipe, options, steps, shards).compare_all()
         print(f"{time.monotonic() - began:.0f} seconds" + (f"; the runs are in {place}" if folder else ""))
         return code
     finally:
@@ -65,8 +72,8 @@ def verify(words: list[str], steps: int, folder: str) -> int:
 class _Verification:
     """The runs of one verification, in the folder `place`, and their comparison."""
 
-    def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int):
-        self.place, self.launch, self.recipe, self.steps = place, launch, recipe, steps
+    def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int, shards: bool):
+        self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
         self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
         self.node = int(_option(launch, "--machine_rank") or os.environ.get("NODE_RANK", 0))
@@ -82,41 +89,71 @@ class _Verification:
             0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)
         )  # a power of 2, which divides most batches
 
+        if self.shards and several < 2:
+            raise UserError(
+                "--fsdp: needs two GPUs, and there is one. ACCELERATE_USE_CPU=true accel-ddp verify --fsdp uses CPUs instead."
+            )
+        sharded = FSDP if self.shards else None
+
         # The runs on all nodes come first, so that the other nodes do not have to wait for the runs on node 0 alone.
-        killed, end = self.killed("killed", several or 1)
-        straight = self.run("straight", several or 1, end)
+        killed, end = self.killed("killed", several or 1, sharded)
+        straight = self.run("straight", several or 1, end, env=sharded)
         ranks = self.run("ranks", several, self.steps, *EXACT) if several > 1 or self.launch else None
         if self.node > 0:
             print(f"node {self.node} has finished its runs. The table is printed on node 0.")
             return 0
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
-        micro = one.run["config"]["micro_batch_size"]
-        batch = one.run["config"]["global_batch_size"]
-        share = min(micro, batch)
-        other = share // 2 if share % 2 == 0 else 1
-        fewer = ["--micro_batch_size", str(other)]
-        smaller = self.run("micro", 1, self.steps, *EXACT, *fewer, alone=True) if other < share else None
+        smaller = None if self.shards else self.smaller_micro_batch(one)
 
         precision, device = one.run["precision"], torch.cuda.get_device_name() if gpus else "CPU"
-        lines += [self.within(f"micro-batch {other} and {share}", one, smaller)] if smaller else []
-        lines += [self.within(f"{ranks.run['num_ranks']} ranks and 1", one, ranks)] if ranks else []
+        micro = lambda run: min(run.run["config"]["micro_batch_size"], run.run["config"]["global_batch_size"])
+        lines += [self.within(f"micro-batch {micro(smaller)} and {micro(one)}", one, smaller)] if smaller else []
+        lines += [self.within(f"{_describe(ranks)} and 1 rank", one, ranks)] if ranks else []
+        if ranks and self.shards:
+            lines += self.compare_sharded(one, ranks, gpus)
         lines += [self.identical(straight, killed)]
         last_two = format.list_checkpoints(one.path.parent)[-2:]
-        self.show(lines, precision, device, moved=_largest_difference(last_two[0], last_two[-1])[0])
+        self.show(lines, precision, device, moved=largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Another number of ranks was not compared, because there is only one GPU.")
         return 1 if any(line.problem for line in lines) else 0
 
+    def smaller_micro_batch(self, one: "_Run") -> "_Run | None":
+        """Return a run on one rank with half of its micro-batch, or None if the micro-batch is a single item."""
+        share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
+        other = share // 2 if share % 2 == 0 else 1
+        options = [*EXACT, "--micro_batch_size", str(other)]
+        return self.run("micro", 1, self.steps, *options, alone=True) if other < share else None
+
+    def compare_sharded(self, one: "_Run", ddp: "_Run", gpus: int) -> list[Line]:
+        """Run with FSDP, with two copies of the model (HSDP), and resumed from FSDP to DDP and back. Compare each with one rank."""
+        several = ddp.run["num_ranks"]
+        fsdp = self.run("fsdp", several, self.steps, *EXACT, env=FSDP)
+        lines = [self.within(f"{_describe(fsdp)} and 1 rank", one, fsdp)]
+        four = max(4, several)
+        if (not gpus or gpus >= four) and one.run["config"]["global_batch_size"] % four == 0:
+            copies = self.run("copies", four, self.steps, *EXACT, env=TWO_COPIES)
+            lines.append(self.within(f"{_describe(copies)} and 1 rank", one, copies))
+        for name, before, env in (("fsdp_to_ddp", fsdp, None), ("ddp_to_fsdp", ddp, FSDP)):
+            middle = format.list_checkpoints(before.path.parent)[-2]
+            after = self.run(name, several, self.steps, *EXACT, "--resume", str(middle), env=env)
+            kinds = ["FSDP", "DDP"] if env is None else ["DDP", "FSDP"]
+            step = format.step_of(middle)
+            lines.append(self.within(f"{kinds[0]} until step {step}, then {kinds[1]}", one, after, since=step))
+        return lines
+
     # ---- runs
 
-    def command(self, name: str, ranks: int, more: list[str], alone: bool) -> tuple[list[list[str]], list[dict[str, str]]]:
+    def command(
+        self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
+    ) -> tuple[list[list[str]], list[dict[str, str]]]:
         words = [self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
         # A launcher of this program is not that of the runs.
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         env = {n: v for n, v in os.environ.items() if n not in launched and not n.startswith("TORCHELASTIC_")}
-        env = remove_mpi_variables(env)
+        env = remove_mpi_variables(env) | (sharded or {})
         env |= {"ACCEL_DDP_RECORD_SAMPLES": str(record), "PYTHONUNBUFFERED": "1"}
         self.runs += 1
         if self.launch and not alone:
@@ -133,9 +170,9 @@ class _Verification:
         world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [[sys.executable, *words]] * ranks, [{**env, **world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
 
-    def run(self, name: str, ranks: int, end: int, *more: str, alone: bool = False) -> "_Run":
+    def run(self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None) -> "_Run":
         print(f"running: {name} ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone))
+        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
         for process in started:
             process.wait()
         return self.result(name, started, end)
@@ -147,7 +184,7 @@ class _Verification:
             for command, env in zip(commands, environments, strict=True)
         ]
 
-    def killed(self, name: str, ranks: int) -> tuple["_Run", int]:
+    def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["_Run", int]:
         """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
 
         The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
@@ -155,7 +192,7 @@ class _Verification:
         """
         print(f"running: {name} ...", flush=True)
         fixed = self.steps + 20 if self.launch else 0
-        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], alone=False))
+        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
         while any(process.poll() is None for process in started):
             if self.node == 0 and format.list_checkpoints(self.place / name):
                 for process in started:
@@ -167,7 +204,7 @@ class _Verification:
         if not before and self.node == 0:  # the run failed by itself
             return self.result(name, started, end), end
         print(f"running: {name}{f' at step {at}' if at else ''}, resumed ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, ["--resume", "--stop_after", str(end)], alone=False))
+        started = self.start(name, *self.command(name, ranks, ["--resume", "--stop_after", str(end)], False, env))
         for process in started:
             process.wait()
         result = self.result(name, started, end)
@@ -183,32 +220,39 @@ class _Verification:
         if run and run["step"] != min(end, run["total_steps"]):
             problem = f"it ended at step {run['step']} instead of {end}"
         if problem:
-            tail = "\n".join((self.place / f"{name}.txt").read_text().splitlines()[-25:])
+            output = (self.place / f"{name}.txt").read_text().splitlines()
+            tail = "\n".join(output[-25:])
             codes = ", ".join(str(process.returncode) for process in started)
+            errors = [line for line in output if line.startswith("error: ")]
+            if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
+                raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
             raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
         return _Run(found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"]))
 
     # ---- comparisons
 
-    def within(self, what: str, a: "_Run", b: "_Run") -> Line:
-        difference, name = _largest_difference(a.path, b.path)
+    def within(self, what: str, a: "_Run", b: "_Run", since: int = 0) -> Line:
+        """Compare the weights up to rounding. `since` is the step from which `b` was resumed."""
+        difference, name = largest_difference(a.path, b.path)
         allowed = ALLOWED[a.run["precision"]]
-        same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
+        first = since * a.run["config"]["global_batch_size"]
+        samples = {position: found for position, found in a.samples.items() if position >= first}
+        same, seen = _compared(samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
         return Line(
             what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", f"{allowed:.0e}", problem
         )
 
     def identical(self, a: "_Run", b: "_Run") -> Line:
-        files = [
-            name for name in (format.MODEL, format.OPTIMIZER) if (a.path / name).read_bytes() != (b.path / name).read_bytes()
-        ]
-        difference = _largest_difference(a.path, b.path)[0]
+        files = [name for name in (format.MODEL, format.OPTIMIZER) if not is_identical(a.path, b.path, name)]
+        difference = largest_difference(a.path, b.path)[0]
         same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
-        problem = seen if not same else f"{' and '.join(files)} differ" if files else ""
+        problem = (
+            seen if not same else f"{' and '.join(name.removesuffix('.safetensors') for name in files)} differ" if files else ""
+        )
         if not 0 < b.killed_at < a.run["step"]:
             problem = problem or "the run ended before it could be killed. Use more data or more --steps"
-        what = f"killed at step {b.killed_at}, resumed"
+        what = f"{'FSDP, ' * bool(b.run.get('shards'))}killed at step {b.killed_at}, resumed"
         return Line(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
 
     def show(self, lines: list[Line], precision: str, device: str, moved: float) -> None:
@@ -241,6 +285,13 @@ class _Run:
     killed_at: int = 0
 
 
+def _describe(run: _Run) -> str:
+    """Return `2 ranks`, `FSDP on 2 ranks`, or `2 copies (HSDP) on 4 ranks`."""
+    ranks, shards = run.run["num_ranks"], run.run.get("shards", 0)
+    copies = ranks // shards if shards else 0
+    return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{ranks} rank{'s' * (ranks > 1)}"
+
+
 def _samples(folder: Path, end: int) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for file in folder.glob("*.txt"):
@@ -258,15 +309,6 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
         return same == len(b), f"{same} of {len(a)}, on this node"
     same = sum(a[position] == b.get(position) and len(a[position]) == 1 for position in a)
     return same == len(a) == len(b) > 0, f"{same} of {max(len(a), len(b))} the same"
-
-
-def _largest_difference(a: Path, b: Path) -> tuple[float, str]:
-    from safetensors.torch import load_file
-
-    one, two = load_file(a / format.MODEL), load_file(b / format.MODEL)
-    differences = {name: (one[name].double() - two[name].double()).abs().max().item() for name in one if one[name].numel()}
-    name = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))  # NaN counts as the largest
-    return differences[name], name
 
 
 def _kill(process: subprocess.Popen) -> None:

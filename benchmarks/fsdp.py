@@ -1,13 +1,15 @@
 """Sharded models (FSDP2) on two NCCL ranks that share one GPU as two nodes: speed, memory, and seconds to load, save and export.
 
-    python benchmarks/fsdp.py compare --work DIR          # beside DDP and HF Trainer with FSDP2, about 3 minutes on an H200
+    python benchmarks/fsdp.py compare --work DIR          # beside DDP and HF Trainer with FSDP2, about 6 minutes on an H200
+    python benchmarks/fsdp.py compare --work DIR --batch 64 --rows varied        # larger micro-batches, texts of different lengths
     python benchmarks/fsdp.py large --work DIR --models 1.4b             # about 2 minutes for each model; 8b-lora, 3b
     python benchmarks/fsdp.py compare --work DIR --tiny   # on a CPU, over gloo; Trainer then uses DDP
 
-Models are Llamas with random weights, which are written on the GPU, file by file. A row has 512 tokens. Each rank has its own
-NCCL_HOSTID, so that NCCL connects the ranks over TCP on the loopback interface, with the settings of two_nodes.py. Tokens per second
-are those of the steps after the warm-up. Memory is the peak that torch has allocated on the GPU, and the peak of the process on the
-host. A folder of weights is deleted at the end, because the largest has 16 GB.
+Models are Llamas with random weights, which are written on the GPU, file by file. A row has 512 tokens, or a lognormal length with
+--rows varied. Each rank has its own NCCL_HOSTID, so that NCCL connects the ranks over TCP on the loopback interface, with the
+settings of two_nodes.py. Tokens per second are those of the steps after the warm-up. Memory is the peak that torch has allocated on
+the GPU, and the peak of the process on the host, without mapped pages of files. A folder of weights is deleted at the end, because
+the largest has 16 GB.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -48,8 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # The shape of a model, and options of the recipe.
-LARGE = {"1.4b": ("1.4b", ""), "8b-lora": ("8b", "--lora_r 16 --dtype bfloat16"), "3b": ("3b", "")}
-SIDES = {"ours, FSDP": True, "Trainer, FSDP2": True, "ours, DDP": False}  # whether the model is sharded
+LARGE: dict[str, tuple[str, str]] = {"1.4b": ("1.4b", ""), "8b-lora": ("8b", "--lora_r 16 --dtype bfloat16"), "3b": ("3b", "")}
+# Whether the model is sharded, and options of the recipe. Trainer sums gradients in bf16, as the second side does.
+SIDES = {
+    "ours, FSDP": (True, ""),
+    "ours, FSDP, --comm_hook bf16": (True, "--comm_hook bf16"),
+    "Trainer, FSDP2": (True, ""),
+    "ours, DDP": (False, ""),
+}
 # What `accelerate launch` sets for an FSDP2 config. Ours needs the first two.
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -94,10 +103,12 @@ def make_model(work: Path, name: str, length: int) -> Path:
                 part, size, number = {}, 0, number + 1
         index = {"metadata": {}, "weight_map": place}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        drawn = np.random.default_rng(1).integers(0, shape["vocab_size"] - 5, (ROWS, length - 1))  # and the token at the end
-        rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) + "\n" for row in drawn]
-        (folder / "train.jsonl").write_text("".join(rows))
-        (folder / "eval.jsonl").write_text("".join(rows[:8]))
+        rng = np.random.default_rng(1)
+        drawn = rng.integers(0, shape["vocab_size"] - 5, (ROWS, length - 1))  # and the token at the end
+        cut = np.clip(np.exp(rng.normal(np.log(0.4 * length), 0.6, ROWS)), 8, length - 1).astype(int)
+        for file, ends in (("train", [length] * ROWS), ("varied", cut), ("eval", [length] * 8)):
+            rows = [json.dumps({"text": " ".join(f"w{i}" for i in row[:end])}) + "\n" for row, end in zip(drawn, ends)]
+            (folder / f"{file}.jsonl").write_text("".join(rows))
 
     return synthetic.make_once(work / "models" / name, make)
 
@@ -105,12 +116,27 @@ def make_model(work: Path, name: str, length: int) -> Path:
 # ---------------------------------------------------------------------------------- one rank
 
 
-def write_measured(facts: dict[str, Any]) -> None:
+class HostMemory(threading.Thread):
+    """Finds the peak of the host memory of this process. Mapped pages of files are not counted: the kernel can drop them."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            words = Path("/proc/self/statm").read_text().split()
+            self.peak = max(self.peak, (int(words[1]) - int(words[2])) * resource.getpagesize())
+            time.sleep(0.05)
+
+
+def write_measured(facts: dict[str, Any], memory: HostMemory) -> None:
     import torch
 
     if torch.cuda.is_available():
         facts["gpu"], facts["reserved"] = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    facts["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    facts["host"] = memory.peak / GIB
     Path(os.environ["MEASURED"]).write_text(json.dumps(facts))
 
 
@@ -123,6 +149,7 @@ def run_ours() -> None:
     from accel_ddp.saving.checkpoints import Checkpoints
 
     facts: dict[str, Any] = {}
+    memory = HostMemory()
     build, save = sft.build_model, Checkpoints.save
 
     def timed_build(*args: Any) -> Any:
@@ -132,12 +159,12 @@ def run_ours() -> None:
         model = build(*args)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        facts["load_seconds"] = time.perf_counter() - began
+        facts["load_seconds"], facts["load_host"] = time.perf_counter() - began, memory.peak / GIB
         return model
 
     def timed_save(self: Any, *args: Any, **options: Any) -> Any:
         if "ONLY_STEPS" in os.environ:  # a checkpoint of 16 GB and its export would take longer than the steps
-            write_measured(facts)
+            write_measured(facts, memory)
             time.sleep(2)  # the other rank and the writer of log.jsonl end their work
             os._exit(0)
         began = time.perf_counter()
@@ -151,7 +178,7 @@ def run_ours() -> None:
         try:
             return sft.main(cfg)
         finally:
-            write_measured(facts)
+            write_measured(facts, memory)
 
     run(sft.Config, main)
 
@@ -162,9 +189,9 @@ def run_trainer(options: argparse.Namespace) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    on_gpu, folder = torch.cuda.is_available(), options.model
+    on_gpu, folder, memory = torch.cuda.is_available(), options.model, HostMemory()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    lines = (folder / "train.jsonl").read_text().splitlines()
+    lines = (folder / f"{options.rows}.jsonl").read_text().splitlines()
     rows = [{"input_ids": tokenizer(json.loads(line)["text"] + tokenizer.eos_token)["input_ids"]} for line in lines]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     times = []
@@ -185,7 +212,7 @@ def run_trainer(options: argparse.Namespace) -> None:
         model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Stopwatch()]
     )
     trainer.train()
-    write_measured({"times": times, "wrapped": type(trainer.model_wrapped).__name__})
+    write_measured({"times": times, "wrapped": type(trainer.model_wrapped).__name__}, memory)
 
 
 # ---------------------------------------------------------------------------------- two ranks
@@ -198,7 +225,7 @@ class Bench:
         import torch
 
         self.on_gpu = torch.cuda.is_available()
-        self.length = 32 if options.tiny else LENGTH
+        self.length = self.mean_length = 32 if options.tiny else LENGTH
         self.began = time.monotonic()
 
     def ranks(self, name: str, command: list[str], env: dict[str, str]) -> tuple[Path, list[dict[str, Any]]]:
@@ -231,7 +258,7 @@ class Bench:
     def ours(self, name: str, model: Path, sharded: bool, more: str = "", env: dict[str, str] | None = None) -> dict[str, Any]:
         options = self.options
         words = {
-            "model": model, "train_file": model / "train.jsonl", "eval_file": model / "eval.jsonl", "max_length": self.length,
+            "model": model, "train_file": model / f"{options.rows}.jsonl", "eval_file": model / "eval.jsonl", "max_length": self.length,
             "mixed_precision": "bf16" if self.on_gpu else "no", "global_batch_size": options.batch,
             "micro_batch_size": options.batch // 2, "lr": 1e-5, "weight_decay": 0.01, "max_grad_norm": 1.0, "steps": options.steps,
             "eval_every": vs_trainer.NEVER, "save_every": vs_trainer.NEVER, "log_every": 1, "samples": 0, "max_eval_items": 2,
@@ -244,7 +271,7 @@ class Bench:
 
     def trainer(self, name: str, model: Path) -> dict[str, Any]:
         options = self.options
-        words = {"model": model, "steps": options.steps, "warm": options.warm, "batch": options.batch}
+        words = {"model": model, "steps": options.steps, "warm": options.warm, "batch": options.batch, "rows": options.rows}
         command = [__file__, "trainer", *(part for key, value in words.items() for part in (f"--{key}", str(value)))]
         folder, ranks = self.ranks(name, command, FSDP)
         return self.summary(ranks[0]["times"], ranks) | {"run": folder / "run"}
@@ -254,22 +281,24 @@ class Bench:
         seconds = (times[-1] - times[warm - 1]) / (len(times) - warm)
         largest = lambda key: max(rank.get(key, 0.0) for rank in ranks)
         return {
-            "step": seconds, "tokens": self.options.batch * self.length / seconds,
-            **{key: largest(key) for key in ("gpu", "reserved", "host", "load_seconds", "save_seconds")},
+            "step": seconds, "tokens": self.options.batch * self.mean_length / seconds,
+            **{key: largest(key) for key in ("gpu", "reserved", "host", "load_host", "load_seconds", "save_seconds")},
         }  # fmt: skip
 
     def compare(self) -> None:
         """Run each side `--rounds` times, in turns that change their direction."""
         model = make_model(self.work, "tiny" if self.options.tiny else "1.4b", self.length)
-        found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        texts = (model / f"{self.options.rows}.jsonl").read_text().splitlines()
+        self.mean_length = sum(1 + len(json.loads(text)["text"].split()) for text in texts) / len(texts)
+        found: dict[str, list[dict[str, Any]]] = {side: [] for side in self.options.sides}
         for turn in range(self.options.rounds):
-            for side in list(SIDES)[:: -1 if turn % 2 else 1]:
+            for side in self.options.sides[:: -1 if turn % 2 else 1]:
                 name = f"{side.replace(', ', '-')}-{turn}".replace(" ", "-")
                 try:
                     if side.startswith("Trainer"):
                         result = self.trainer(name, model)
                     else:
-                        result = self.ours(name, model, SIDES[side], env={"ONLY_STEPS": "1"})
+                        result = self.ours(name, model, *SIDES[side], env={"ONLY_STEPS": "1"})
                 except RuntimeError as error:
                     print(error, flush=True)
                     continue
@@ -293,20 +322,23 @@ class Bench:
             try:
                 result = self.ours(name, model, True, more)
                 size = sum(file.stat().st_size for file in result["run"].glob("step_*/**/*") if file.is_file()) / 1e9
+                shutil.rmtree(result["run"] / "model", ignore_errors=True)  # what the run itself has exported; disks are small
                 began, out = time.monotonic(), self.work / "fsdp" / f"{name}-exported"
                 shutil.rmtree(out, ignore_errors=True)
                 command = [sys.executable, "-m", "accel_ddp.cli", "export", str(result["run"]), str(out)]
                 command += ["--merge", "off"] if "lora" in name else []
-                before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-                ended = subprocess.run(command, cwd=vs_trainer.ROOT, capture_output=True, text=True, timeout=self.options.timeout)
-                export = f"{time.monotonic() - began:.1f}" if not ended.returncode else "failed"
-                if ended.returncode:
-                    print(ended.stdout[-500:], ended.stderr[-2000:])
-                print(f"{name}: exported; host memory {before}, {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss} kB")
+                log = self.work / "fsdp" / f"{name}-export.txt"
+                with log.open("w") as file:
+                    process = subprocess.Popen(command, cwd=vs_trainer.ROOT, stdout=file, stderr=subprocess.STDOUT)
+                    _, status, usage = os.wait4(process.pid, 0)
+                if status:
+                    raise RuntimeError(f"{name}: the export failed: {log.read_text()[-2000:]}")
+                export = f"{time.monotonic() - began:.1f} ({usage.ru_maxrss * 1024 / GIB:.1f} GiB)"
                 lines.append(
                     f"| {name} | {result['tokens']:,.0f} | {result['step'] * 1e3:.0f} | {result['gpu']:.1f} GiB "
                     f"| {result['host']:.1f} GiB "
-                    f"| {result['load_seconds']:.1f} | {result['save_seconds']:.1f} ({size:.1f} GB) | {export} |"
+                    f"| {result['load_seconds']:.1f} ({result['load_host']:.1f} GiB) "
+                    f"| {result['save_seconds']:.1f} ({size:.1f} GB) | {export} |"
                 )
                 print(f"{lines[-1]} ({self.elapsed()})", flush=True)
             except RuntimeError as error:
@@ -316,9 +348,8 @@ class Bench:
                     shutil.rmtree(folder, ignore_errors=True)
                 if not self.options.keep:
                     shutil.rmtree(model)
-        print(
-            "\n| model | tokens/s | ms per step | peak GPU memory per rank | peak host memory | load, s | save, s | export, s |"
-        )
+        sizes = "peak GPU memory per rank | peak host memory"
+        print(f"\n| model | tokens/s | ms per step | {sizes} | load, s (host) | save, s | export, s (host) |")
         print("|---" * 8 + "|")
         print("\n".join(lines))
 
@@ -335,6 +366,8 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("compare", "large", "trainer"), help="trainer: one rank of Trainer, started by compare")
     parser.add_argument("--work", type=Path, default=Path("runs/fsdp"), help="folder for models and runs")
     parser.add_argument("--models", nargs="+", choices=LARGE, default=list(LARGE))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--rows", choices=("train", "varied"), default="train", help="varied: texts of different lengths")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over both ranks")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=8, help="steps before the measured ones")

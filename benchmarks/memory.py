@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,8 +72,8 @@ def make_folder(case: Case, folder: Path) -> Any:
     return config
 
 
-def run_case(name: str, compile: str, steps: int) -> dict[str, Any]:
-    """Train some steps and return the measured and the estimated bytes."""
+def run_case(name: str, compile: str, steps: int) -> None:
+    """Train some steps, print the measured and the estimated bytes, and end the process."""
     import torch
 
     import accel_ddp
@@ -100,7 +101,7 @@ def run_case(name: str, compile: str, steps: int) -> dict[str, Any]:
         model_class = recipe.Task.model_class
         micro, count = cfg.split(1)
         run = memory.prepare(cfg, model_class, cfg.mixed_precision, micro)
-        found = memory.estimate(run, memory.ONE, 1, count)
+        found = memory.estimate(run, 1, count)
 
         def build_model(cfg: Any, accelerator: Any, tokenizer: Any, *labels: Any) -> Any:
             import transformers
@@ -117,9 +118,20 @@ def run_case(name: str, compile: str, steps: int) -> dict[str, Any]:
         peaks: list[int] = []
         on_gpu = torch.cuda.is_available()
 
+        def print_result() -> None:
+            reserved, free = (torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()) if on_gpu else (0, (0, 0))
+            outside = free[1] - free[0] - (torch.cuda.memory_reserved() if on_gpu else 0)
+            sizes = {"measured": peaks[-1], "steps": peaks, "reserved": reserved, "outside": outside}
+            result = {"model": name, "compile": compile, **sizes, **found.rows, "graphs": found.graphs, "total": found.total}
+            print("RESULT " + json.dumps(result), flush=True)
+
         class Peak(Hook):
             def on_update(self, numbers: Any, pace: Any) -> None:
                 peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
+                if len(peaks) == steps:  # the checkpoint of the largest model would take a minute
+                    print_result()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os._exit(0)
 
         accelerator = accel_ddp.start(cfg)
         task = recipe.Task(cfg, accelerator)
@@ -127,10 +139,6 @@ def run_case(name: str, compile: str, steps: int) -> dict[str, Any]:
             accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
             loss_sum=task.loss_sum, count=task.count, hooks=[Peak()],
         )  # fmt: skip
-        reserved, free = (torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()) if on_gpu else (0, (0, 0))
-        outside = free[1] - free[0] - (torch.cuda.memory_reserved() if on_gpu else 0)
-    sizes = {"measured": peaks[-1], "steps": peaks, "reserved": reserved, "outside": outside}
-    return {"model": name, "compile": compile, **sizes, **found.rows, "graphs": found.graphs, "total": found.total}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -159,9 +167,7 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print("RESULT " + json.dumps(run_case(given.models[0], given.compile[0], given.steps)), flush=True)
-        sys.stdout.flush()
-        os._exit(0)
+        run_case(given.models[0], given.compile[0], given.steps)
     results = []
     for name in given.models:
         for compile in given.compile:

@@ -28,6 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler is not inherited by processes that tests start
     signal.signal(signal.SIGHUP, lambda *_: None)
+# A config for one process, as the wizard writes it. Accelerate starts such a process without torchrun.
+SINGLE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\n"
 # The copy is taken here, because libraries that tests import later add variables that the processes of a user do not have.
 OUTSIDE = dict(os.environ)
 

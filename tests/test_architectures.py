@@ -68,6 +68,39 @@ def test_an_architecture_learns_the_same_however_its_items_are_spread(facts, nam
         assert found["micro"] < 1e-6, "micro-batches of one item give other weights"
 
 
+SHARDED = [
+    "Bart", "Bert", "ConvBert", "DistilBert", "Electra", "FNet", "Gemma", "GPT2", "GPTNeoX", "GraniteMoe", "Llama", "Mamba", "Mixtral",
+    "ModernBert", "OPT", "Qwen2", "Roberta", "Swin", "T5", "ViT", "XLNet",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_sharded_architectures_learn_what_one_rank_learns_and_their_dependence_on_padding_is_found_in_bf16(tmp_path):
+    """Two ranks compute all of them in one launch."""
+    given = [
+        "--sharded",
+        "--out",
+        tmp_path / "facts.json",
+        "--output_dir",
+        tmp_path / "run",
+        "--only",
+        *SHARDED,
+        "Albert",
+        "SqueezeBert",
+    ]
+    run_ranks(2, PROGRAM, *given, timeout=600).well()
+    found = json.loads((tmp_path / "facts.json").read_text())
+    for name in SHARDED:
+        assert found[name]["moved"] > 1e-4, name
+        for padding in ("padding no", "padding bf16"):
+            assert ("computes a different result" in found[name][padding]) == (name in DEPENDENT), (name, padding)
+        assert found[name]["bf16"] < 0.1, name
+        if name not in DEPENDENT:
+            assert max(found[name]["ranks"], found[name]["micro"]) < 1e-6, name
+    assert "no list of layers" in found["Albert"]["error"]
+    assert "calls the `forward` method of a layer" in found["SqueezeBert"]["error"]
+
+
 def test_a_model_that_depends_on_padding_is_refused_on_every_rank(facts):
     found = facts["fit"]
     first, second = found["FNet"]

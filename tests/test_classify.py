@@ -54,7 +54,7 @@ def arguments(files, tiny_model, cache) -> list[str]:
 def one(arguments, tmp_path_factory) -> Path:
     """Return the folder of a run with plain `python recipes/classify.py`."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    ended = run_ranks(1, CLASSIFY, *arguments, "--output_dir", folder).well()
+    ended = run_ranks(1, CLASSIFY, *arguments, "--output_dir", folder, "--gpu_memory_gb", 24).well()
     (folder.parent / "output.txt").write_text(ended.text)
     return folder
 
@@ -80,6 +80,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
     text = (one.parent / "output.txt").read_text()
     assert "16 items per step = 1 node x 1 rank x 4 per micro-batch x 4 micro-batches" in text
+    assert "memory per GPU: 0.1 of 24.0 GiB estimated\n" in text
+    (start,) = events(one, "start")
+    assert start["memory"]["estimated"] >= start["memory"]["weights"] > 0
     assert f"model saved in {one}/model" in text
     assert "evaluation: accuracy " in text
     assert "precision    recall  f1-score" in text

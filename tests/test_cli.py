@@ -13,7 +13,7 @@ import pytest
 
 from accel_ddp import __version__, cli, recipe_files
 from accel_ddp.errors import UserError
-from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, run_all
+from tests.conftest import BIN, PROGRAMS, ROOT, SINGLE, Running, clean_environment, run_all
 
 ACCEL_DDP = BIN / "accel-ddp"
 CONFIGS = ROOT / "accelerate_configs"
@@ -105,6 +105,18 @@ def test_options_reach_the_launcher_or_the_recipe(command_line, launch, options)
     assert (cli.with_config(found), recipe, rest) == (launch, "classify", options.split())
 
 
+@pytest.mark.parametrize("given", [["--gpu_ids", "1"], ["--gpu-ids=1"]])
+def test_one_gpu_is_selected_without_accelerate_which_refuses_it(given, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    cli.main(["run", *given, "classify", "--steps", "2"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert not any("gpu" in word for word in started[0]), started
+    cli.main(["run", "--gpu_ids", "0,1", "--num_processes", "2", "classify"])
+    assert "0,1" in started[1]
+
+
 def test_a_config_in_the_current_folder_takes_precedence_over_ours(tmp_path):
     (tmp_path / "local.yaml").write_text("num_processes: 1\n")
     assert cli.with_config(["--config_file", "local.yaml"]) == ["--config_file", "local.yaml"]
@@ -178,14 +190,16 @@ def test_run_replaces_its_own_process_by_the_launcher(tmp_path):
     (rank,) = launcher.children()
     launcher.send_signal(signal.SIGTERM)
     assert psutil.wait_procs([rank], timeout=180)[1] == []
-    assert running.ended().codes == [-signal.SIGTERM]
+    assert running.ended().codes == [75]
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
 
 
 def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
     """A traceback of the launcher would overwrite the panel, and the prompt would return while the rank is still saving."""
     trains = [PROGRAMS / "trains.py", "--step_seconds", "0.5", "--save_every", "100", "--output_dir", tmp_path / "run"]
-    running = Running([[ACCEL_DDP, "run", *trains]], [clean_environment()], cwd=tmp_path)
+    (tmp_path / "single.yaml").write_text(SINGLE)
+    command = [ACCEL_DDP, "run", "--config_file", "single.yaml", *trains]
+    running = Running([command], [clean_environment()], cwd=tmp_path)
     running.until("step  2/12")
     launcher = psutil.Process(running.processes[0].pid)
     (rank,) = launcher.children()
@@ -201,9 +215,10 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
 @pytest.mark.usefixtures("default_port")
 def test_ranks_read_the_options_of_the_launcher(tmp_path):
     """Ranks read the requested number of processes from the launcher's command line, and refuse to start if theirs differs."""
+    (tmp_path / "single.yaml").write_text(SINGLE)
     small_run = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
     commands = [
-        [ACCEL_DDP, "run", "--config_file", "local.yaml", "--num_processes", "2", *small_run],
+        [ACCEL_DDP, "run", "--config_file", "single.yaml", "--num_processes", "2", *small_run],
         [ACCEL_DDP, "run", *small_run, "--num_processes", "2"],
     ]
     ended = run_all(commands, [clean_environment()] * 2, cwd=tmp_path)
@@ -218,7 +233,7 @@ def test_verify_takes_the_name_of_a_recipe(monkeypatch, capsys):
     monkeypatch.setattr("accel_ddp.verify.verify", lambda *arguments: given.append(arguments) or 0)
     assert cli.main(["verify", "--steps", "8", "--num_machines", "2", "classify", "--lr", "1"]) == 0
     recipe = str(ROOT / "recipes" / "classify.py")
-    assert given == [(["--num_machines", "2", recipe, "--lr", "1"], 8, "")]
+    assert given == [(["--num_machines", "2", recipe, "--lr", "1"], 8, "", False)]
 
 
 def test_an_incomplete_installation_is_reported(tmp_path, monkeypatch):

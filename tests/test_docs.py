@@ -28,6 +28,7 @@ from accel_ddp import cli, recipe_files
 from accel_ddp.doctor.codes import CODES
 from accel_ddp.doctor.command import add_options
 from accel_ddp.doctor.options import load_recipe_config
+from accel_ddp.estimate.command import build_parser as build_estimate_parser
 from accel_ddp.options import properties_of
 from accel_ddp.report.command import build_parser as build_report_parser
 from accel_ddp.scaling import options as scaling_options
@@ -67,7 +68,7 @@ def blocks(kind: str) -> list[str]:
 SET_UP_AND_TRAIN, SET_UP_AND_TEST = blocks("bash")[:2]
 
 
-SHORTER = "--steps 36 --lr 3e-4 --max_eval_items 150"  # takes half of the time
+SHORTER = "--steps 24 --lr 4e-4 --max_eval_items 150"  # takes less than half of the time
 
 
 @pytest.mark.parametrize("more", [SHORTER, pytest.param("", marks=pytest.mark.slow, id="as typed")])
@@ -83,7 +84,7 @@ def test_the_first_command_sets_up_trains_and_prints_what_to_try_next(more):
         command = command.replace("python3 -m venv .venv && ", "").replace("pip install -q", "pip install -q --dry-run")
     ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=1500).well()  # beside other tests
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
-    assert accuracy > (0.65 if more else 0.7), "far above chance, which is 0.5"
+    assert accuracy > (0.6 if more else 0.7), "far above chance, which is 0.5"
     assert accuracy > before + 0.1
     assert "model saved in runs/classify/" in ended.text
     assert "next: train on your own data with --train_file" in ended.text
@@ -202,10 +203,15 @@ def parse(words: list[str]) -> bool:
             build_parser().parse_args(rest[:at])
         elif command == "report":
             build_report_parser().parse_args(rest)
+        elif command == "estimate":
+            at = next(i for i, word in enumerate(rest) if word.endswith(".py") or word in recipe_files.recipe_names())
+            given = build_estimate_parser().parse_args(rest[:at])
+            assert not given.config_file or recipe_files.config_path(given.config_file)
+            rest[at] = str(recipe_files.recipe_path(rest[at]))
         elif command == "scaling":
             scaling_options.read_options(rest)
         elif command == "verify":
-            return parse(["accelerate", "launch", *rest])
+            return parse(["accelerate", "launch", *(word for word in rest if word != "--fsdp")])
         elif command == "copy":
             recipe_files.recipe_path(rest[0])
         if rest[at:]:
@@ -264,7 +270,7 @@ def test_options_in_the_text_exist():
     import argparse
 
     parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
-    parsers += launcher_parsers().values()
+    parsers += [build_estimate_parser(), *launcher_parsers().values()]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
     for file in ("cli.py", "launch/command.py", "profiling/command.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))

@@ -1,13 +1,14 @@
 """All ranks end together: with or without `run`, by a hook of one rank, with a disk that hangs, and without finite gradients."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from accel_ddp.config import TrainConfig
-from tests.conftest import BIN, PROGRAMS, Running, clean_environment, free_port, rank_environments, run_ranks
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all, run_ranks
 
 ENDINGS = PROGRAMS / "endings.py"
 
@@ -126,20 +127,39 @@ def test_torchrun_does_not_undo_a_stop_of_a_single_rank(tmp_path):
     ],
 )
 def test_the_users_number_of_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch, given, variables, ranks, expected):
-    from accel_ddp import accelerator
+    from accel_ddp.environment import threads
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(accelerator.process, "local_ranks", ranks)
-    monkeypatch.setattr(accelerator, "_num_cores", lambda: 8)
-    assert accelerator._num_threads(TrainConfig(num_threads=given), use_gpu=False) == expected
+    monkeypatch.setattr(threads, "num_cores", lambda: 8)
+    assert threads.choose_num_threads(given, ranks) == expected
 
 
 def test_a_run_without_a_launcher_uses_the_threads_that_the_user_has_set(tmp_path):
     arguments = [PROGRAMS / "goes_wrong.py", "--steps", 1, "--output_dir"]
-    ended = run_ranks(1, *arguments, tmp_path / "one", OMP_NUM_THREADS="1").well()
+    ended = run_ranks(1, *arguments, tmp_path / "one", "--mixed_precision", "bf16", OMP_NUM_THREADS="1").well()
     assert "(CPU, 1 thread;" in ended.text
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert ("bf16 is slow on this CPU" in ended.text) == (not flags & {"bf16", "avx512f", "avx512bw"})
     ended = run_ranks(1, *arguments, tmp_path / "two", "--num_threads", 2, OMP_NUM_THREADS="1").well()
     assert "(CPU, 2 threads;" in ended.text
+
+
+def test_matrix_products_use_every_core_unless_the_user_has_set_the_threads(tmp_path):
+    """`accelerate launch` sets one thread if the user has not set a number. A single rank needs no process group."""
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "local.yaml"]
+    options = [PROGRAMS / "multiplies.py", "--output_dir"]
+    commands = [
+        [*command, *options, tmp_path / "all"],
+        [*command, *options, tmp_path / "one"],
+        [*command, "--num_cpu_threads_per_process", "1", *options, tmp_path / "option"],
+    ]
+    given = [clean_environment(), clean_environment(OMP_NUM_THREADS="1"), clean_environment()]
+    found = [
+        re.search(r"(\d+) threads of (\d+) have multiplied: DistributedType.NO", text).groups()
+        for text in run_all(commands, given).well().texts
+    ]
+    cores = str(len(os.sched_getaffinity(0)))
+    assert found == [(cores, cores), ("1", "1"), ("1", "1")]

@@ -372,6 +372,7 @@ def test_the_main_rank_warns_about_dropped_rows(messages, case, words):
         (["--static_graph", "--micro_batch_size", "2"], "--static_graph"),
         (["--output_dir", "/proc/none"], "cannot be written"),
         (["--train_file", "nowhere.csv"], "no such file"),
+        (["--gpu_memory_gb", "1"], "does not fit with DDP. With CUDA it needs 1.6 GiB per GPU besides activations"),
     ],
 )
 def test_every_rank_ends_with_code_2_and_one_message_without_a_traceback(arguments, words, tmp_path):
@@ -434,7 +435,7 @@ def test_a_second_ctrl_c_ends_all_ranks_with_one_line(tmp_path):
     ended = ranks.ended()
     assert ended.codes == [130, 130]
     assert ended.text.count("Press Ctrl-C again to end at once") == 1
-    assert ended.text.count("interrupted: received Ctrl-C") == 1
+    assert ended.text.count("interrupted: received a second Ctrl-C") == 1
     assert ended.text.count("interrupted") == 1
     assert "Traceback" not in ended.text
 

@@ -99,7 +99,7 @@ class Case:
 
 
 CASES = {
-    "segv": Case("segv", "RANK_DIED", "SIGSEGV", code=-11),
+    "segv": Case("segv", "RANK_DIED", r"SIGSEGV.* with --resume --output_dir /\S+/run$", code=-11),
     "exit": Case("exit", "RANK_DIED", "exit code 3", code=3),
     "exception": Case("exception", "RANK_FAILED", "RuntimeError: a fault of this test", more=r"faulty.py.*in inject\n"),
     "stop": Case("stop", "RANK_STOPPED", "SIGCONT|SIGSTOP|stopped", code=-9, reports_first=True),

@@ -3,6 +3,7 @@
 Two NCCL ranks share one GPU as two nodes. Each has its own NCCL_HOSTID, so that NCCL connects them over TCP.
 """
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import ROOT, Ended, Running, node_environments, run_all
+from tests.conftest import ROOT, Ended, Running, node_environments, rank_environments, run_all
 
 pytestmark = pytest.mark.gpu
 SFT = ROOT / "recipes" / "sft.py"
@@ -25,7 +26,7 @@ EXACT = [
 
 def ranks(number: int, *options: object, **more: str) -> tuple[list[list], list[dict[str, str]]]:
     """Return the commands and environments of ranks that share the GPU."""
-    environments = node_environments(number, NCCL_SOCKET_IFNAME="lo", **more)
+    environments = node_environments(number, NCCL_SOCKET_IFNAME="lo", **more) if number > 1 else rank_environments(1, **more)
     for rank, env in enumerate(environments):
         del env["CUDA_VISIBLE_DEVICES"]
         env["NCCL_HOSTID"] = f"node{rank}"
@@ -55,6 +56,8 @@ def test_two_sharded_nccl_ranks_learn_what_ddp_and_one_rank_learn(tmp_path, one)
     train(2, tmp_path / "ddp", *EXACT)
     ended = train(2, tmp_path / "fsdp", *EXACT, **FSDP)
     assert "layers are not captured as CUDA graphs" in ended.texts[0]
+    assert re.search(r"^memory per GPU: \d.* GiB estimated with FSDP", ended.texts[0], flags=re.MULTILINE)
+    assert re.search(r"^peak of GPU memory: [\d.]+ GiB, and [\d.]+ GiB were estimated\.$", ended.texts[0], flags=re.MULTILINE)
     assert difference(one, tmp_path / "fsdp") < 1e-5
     assert difference(tmp_path / "ddp", tmp_path / "fsdp") < 1e-5
 

@@ -1,5 +1,6 @@
 """cluster.yaml: what is read from it, and what a mistake in it leads to. The commands of the nodes follow from it."""
 
+import re
 import shlex
 
 import pytest
@@ -7,7 +8,16 @@ import yaml
 
 from accel_ddp.errors import UserError
 from accel_ddp.launch.command import launch
-from accel_ddp.launch.commands import Shell, config_word, launcher_words, make_job, node_environment, to_shell
+from accel_ddp.launch.commands import (
+    Shell,
+    config_word,
+    launcher_words,
+    make_job,
+    node_environment,
+    to_shell,
+    used_config,
+    uses_torchrun,
+)
 from accel_ddp.launch.description import read_description
 from accel_ddp.launch.hosts.session import dry_run
 from accel_ddp.launch.kubernetes import backend as kubernetes
@@ -217,6 +227,20 @@ def test_nodes_with_different_numbers_of_processes_use_torchrun(tmp_path):
         "torchrun --nnodes 3 --nproc_per_node 1 --node_rank 2",
     ]
     assert node_environment(cluster, cluster.nodes[2])["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize("backend", ["ssh", "slurm", "kubernetes"])
+def test_the_config_reaches_the_ranks_where_torchrun_starts_them(tmp_path, backend):
+    """torchrun reads no accelerate config, so that a model would not be sharded although the config asks for it."""
+    unequal = {"nodes": ["a", {"host": "b", "processes": 1}]} if backend == "ssh" else {"nodes": 1, "processes_per_node": 1}
+    more = {"image": "image", "kubernetes": {"volume_claim": "runs"}} if backend == "kubernetes" else {}
+    cluster = read(tmp_path, backend=backend, accelerate_config="fsdp.yaml", **unequal, **more)
+    job = make_job(cluster, "recipes/own_model.py", [])
+    assert uses_torchrun(cluster)
+    render = {"ssh": dry_run, "slurm": slurm.render, "kubernetes": kubernetes.render}[backend]
+    text = render(cluster, job)
+    assert re.search(r"ACCEL_DDP_CONFIG_FILE(=|\n *value: )accelerate_configs/fsdp.yaml", text), text
+    assert used_config(read(tmp_path, nodes=["a"], gpus_per_node=1)) == "", "one process needs no config"
 
 
 def test_a_node_without_gpus_trains_on_cpus_and_uses_its_interface(tmp_path):

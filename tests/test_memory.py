@@ -1,38 +1,248 @@
-"""The estimate of GPU memory equals what a real model has, and the command prints it."""
+"""The estimate of GPU memory equals what a real model has, a run reports it, and what it suggests fits."""
 
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
+import random
+import re
 
+import numpy as np
+import pytest
 import torch
+import yaml
+from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp.config import TrainConfig
+from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.errors import UserError
+from accel_ddp.estimate import command
+from accel_ddp.memory import at_start, tracker
+from accel_ddp.memory.advice import Estimator, fits
+from accel_ddp.memory.estimate import GIB, needed
 from accel_ddp.memory.states import count_states
+from accel_ddp.parsing import parse_config
+from accel_ddp.ranks.process import process
+from accel_ddp.training import optim
+from accel_ddp.training.ema import Ema
+from tests.conftest import ROOT
+
+CAUSAL = "AutoModelForCausalLM"
 
 
-def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte():
-    for optimizer, momentum in (("adamw", 0.9), ("sgd", 0.9), ("sgd", 0.0)):
-        model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-        model[2].weight.requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        found = count_states(model, SimpleNamespace(optimizer=optimizer, momentum=momentum, quantize="no"))
-        made = torch.optim.AdamW(trained) if optimizer == "adamw" else torch.optim.SGD(trained, lr=0.1, momentum=momentum)
-        model(torch.ones(2, 7)).sum().backward()
-        made.step()
-        size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
-        state = [t for values in made.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
-        assert found.weights == size(model.parameters())
-        assert found.gradients == size(p.grad for p in trained)
-        assert found.optimizer == size(state)
+def size(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_the_command_prints_an_estimate_of_a_builtin_model():
-    words = ["estimate", "--gpus", "1", "2", "--json", "sft", "--max_length", "64"]
-    done = subprocess.run([sys.executable, "-m", "accel_ddp.cli", *words], capture_output=True, text=True, check=True)
-    one, ddp, fsdp = json.loads(done.stdout)["estimates"]
-    assert (one["kind"], ddp["kind"], fsdp["kind"]) == ("one GPU", "DDP", "FSDP")
-    assert one["optimizer"] > 2 * one["gradients"] > 0
-    assert fsdp["optimizer"] == -(-ddp["optimizer"] // 2)
-    assert one["activations"] > 0
-    assert one["loss"] > 0
+@pytest.mark.parametrize(
+    ("name", "momentum"),
+    [("adamw", 0.9), ("adamw8bit", 0.9), ("adafactor", 0.9), ("sgd", 0.9), ("sgd", 0.0), ("muon", 0.9), ("muon", 0.0)],
+)
+def test_weights_gradients_optimizer_and_averages_are_counted_to_the_byte(name, momentum):
+    """A matrix of 4,096 values has moments of 8 bits with adamw8bit, and a smaller one has not."""
+    cfg = TrainConfig(optimizer=name, momentum=momentum, lr=0.01, ema_decay=0.9)
+    layers = nn.Embedding(30, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3), nn.Linear(3, 3)
+    model = nn.Sequential(*layers)
+    model[4].weight.requires_grad_(False)
+    found = count_states(model, cfg)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.build(model, cfg)
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+    to_plain = getattr(optimizer, "to_plain", dict)
+    state = [value for one in optimizer.state.values() for key, value in to_plain(one).items() if key != "step"]
+    assert found.weights == size(model.parameters())
+    assert found.gradients == size(p.grad for p in trained)
+    assert found.optimizer == size(value for value in state if value is not None)
+    assert found.averages == size(Ema(model, 0.9).averages.values()), "with the statistics of batch norm"
+    assert count_states(model, TrainConfig()).averages == 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Return a folder with the config of a model of 1.9 billion parameters, without weights."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("config")
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008}
+    LlamaConfig(num_hidden_layers=8, vocab_size=32000, architectures=["LlamaForCausalLM"], **shape).save_pretrained(folder)
+    return str(folder)
+
+
+def sft(model: str, *words: str):
+    recipe = command.load_recipe(ROOT / "recipes" / "sft.py")
+    return parse_config(recipe.Config, ["--model", model, "--max_length", "512", "--mixed_precision", "bf16", *words])
+
+
+@pytest.fixture(scope="module")
+def estimator(model) -> Estimator:
+    return Estimator(sft(model), CAUSAL, "bf16")
+
+
+def test_fsdp_divides_what_it_shards_and_its_settings_count(estimator):
+    ddp, fsdp = estimator.estimate(4), estimator.estimate(4, ShardingPlan())
+    assert fsdp.optimizer == ddp.optimizer // 4
+    assert fsdp.gathered > 0 == ddp.gathered
+    assert estimator.estimate(4, ShardingPlan(replicas=2)).optimizer == ddp.optimizer // 2
+    assert estimator.estimate(4, ShardingPlan(reshard_after_forward=False)).gathered > fsdp.gathered
+    offloaded = estimator.estimate(4, ShardingPlan(cpu_offload=True))
+    assert (offloaded.weights < 1e6, offloaded.gradients, offloaded.optimizer) == (True, 0, 0)
+    checkpointed = estimator.estimate(4, ShardingPlan(activation_checkpointing=True))
+    assert checkpointed.total < fsdp.total
+    assert checkpointed.total == estimator.estimate(4, ShardingPlan(), gradient_checkpointing=True).total
+
+
+def test_options_that_save_memory_save_it_in_the_estimate(estimator):
+    whole = estimator.estimate(1)
+    lora = estimator.estimate(1, lora_r=16)
+    assert lora.optimizer < whole.optimizer / 50
+    assert lora.weights == pytest.approx(whole.weights, rel=0.02)
+    quantised = estimator.estimate(1, lora_r=16, quantize="4bit")
+    layers = whole.weights - 2 * 4 * 32000 * 4096  # embeddings and head are not quantised
+    assert quantised.weights - (whole.weights - layers) == pytest.approx(layers / 4 * 0.516, rel=0.1)
+    assert quantised.copies < lora.copies, "no copy in 16 bits of quantised weights stays"
+    wide = 4 * 32000 * 512 * estimator.cfg.split(1)[0]
+    uncompiled = estimator.estimate(1, compile="off")
+    assert 2.5 * wide < uncompiled.loss < 2.8 * wide, "logits, a copy of them in float32, and their logarithms"
+    assert whole.loss < 2.5 * wide
+    other = estimator.estimate(2, ema_decay=0.9, gradient_as_bucket_view=False)
+    assert other.averages == whole.gradients
+    assert other.gradients == 2 * whole.gradients, "DDP then keeps buckets besides the gradients"
+
+
+HSDP = ShardingPlan(replicas=2)
+OTHERS = [(1, None, 0.9), (1, None, 0.3), (2, None, 0.95), (2, ShardingPlan(), 0.95), (2, ShardingPlan(), 0.5), (8, HSDP, 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "part"), [(2, None, 0.6), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
+def test_what_is_suggested_fits_when_it_is_typed(model, estimator, ranks, plan, part):
+    available = needed(estimator.estimate(ranks, plan).peak, ranks) * part
+    advice = estimator.suggest(ranks, plan, available)
+    assert advice
+    for one in advice:
+        words = re.sub(r"FSDP over.*?GPUs( \(.*?\))?( with)?|one copy .*?\)( with)?|--fsdp_\w+ true( with)?", "", one.words)
+        typed = Estimator(sft(model, *words.split()), CAUSAL, "bf16")
+        sharded = plan or (ShardingPlan() if "FSDP" in one.words else None)
+        if sharded and (" over " in one.words or "copy" in one.words):
+            sharded = ShardingPlan()
+        if "offload" in one.words:
+            sharded = ShardingPlan(replicas=sharded.replicas, cpu_offload=True)
+        number = int(re.search(r"over (?:the same )?(\d+) GPUs", one.words)[1]) if " over " in one.words else ranks
+        again = typed.estimate(number, sharded)
+        assert again.peak == one.found.peak, one.words
+        assert fits(again, available)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_to_change(estimator):
+    ddp, fsdp = estimator.estimate(2), estimator.estimate(2, ShardingPlan())
+    refused = at_start.judge(estimator, 2, None, needed(ddp.states, 2) - 1, 1e15)
+    assert re.search(r"^--model .*: does not fit with DDP\. With CUDA it needs \d", refused.refusal)
+    assert "FSDP over the same 2 GPUs (--config_file accelerate_configs/fsdp.yaml)" in refused.refusal
+    assert "\n" not in refused.refusal
+    long = at_start.judge(estimator, 2, None, needed(ddp.states, 2) + 1, 1e15)
+    assert (long.refusal, "A step may not fit" in long.text) == ("", True)
+    good = at_start.judge(estimator, 2, ShardingPlan(), needed(fsdp.peak, 2) + 1, 1e15)
+    assert re.match(r"memory per GPU: \d.* GiB estimated with FSDP \(weights .*, gradients .*, optimizer state ", good.text)
+    assert "with DDP (weights" in good.text
+    assert good.facts["estimated"] == fsdp.peak
+    busy = at_start.judge(estimator, 2, ShardingPlan(), 80 * GIB, 0.1 * GIB)
+    assert "Only 0.1 GiB are free" in busy.text
+    assert not busy.refusal, "another process may end soon"
+
+
+def test_a_run_prints_the_estimate_and_its_random_numbers_stay_the_same(model, estimator, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(process, "memory", {})
+    accelerator = Accelerator(cpu=True)
+    numbers = lambda: (torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+    fitting, large = sft(model, "--gpu_memory_gb", "80"), sft(model, "--gpu_memory_gb", "1")
+    before = numbers()
+    at_start.report(accelerator, fitting, CAUSAL)
+    assert capsys.readouterr().out.startswith("memory per GPU: ")
+    assert process.memory["weights"] == estimator.estimate(1).weights
+    assert numbers() == before
+    caplog.set_level("INFO")
+    for cfg, name in ((sft(model), CAUSAL), (large, ""), (large, "None")):
+        at_start.report(accelerator, cfg, name)
+    assert capsys.readouterr().out == ""
+    assert "the memory of the model is not estimated: AttributeError" in caplog.text, "a class that transformers does not have"
+
+
+def test_a_model_that_takes_too_long_to_trace_is_judged_by_its_states(model, estimator, monkeypatch):
+    monkeypatch.setattr(tracker, "LIMIT_SECONDS", -1)
+    slow = Estimator(sft(model), CAUSAL, "bf16")
+    found = at_start.judge(slow, 2, None, 80 * GIB, 80 * GIB)
+    assert slow.estimate(2).states == estimator.estimate(2).states
+    assert "Activations are not included" in found.text
+    assert at_start.judge(slow, 2, None, 16 * GIB, 16 * GIB).refusal
+
+
+SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 500}
+WHOLE = {"d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": 500}
+ARCHITECTURES = [
+    ("sft", "mixtral", {**SMALL, "num_key_value_heads": 4, "num_local_experts": 4}), ("sft", "gemma2", {**SMALL, "head_dim": 16}),
+    ("sft", "opt", {"hidden_size": 64, "num_hidden_layers": 4, "ffn_dim": 128, "word_embed_proj_dim": 64, "num_attention_heads": 4}),
+    ("sft", "gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4}), ("sft", "qwen3", {**SMALL, "head_dim": 16}),
+    ("classify", "deberta-v2", SMALL), ("classify", "modernbert", {**SMALL, "pad_token_id": 0}), ("embed", "mpnet", SMALL),
+    ("seq2seq", "t5", {"d_model": 64, "num_layers": 4, "vocab_size": 500}), ("seq2seq", "bart", WHOLE),
+    ("images", "vit", SMALL), ("images", "resnet", {}), ("pretrain_mlm", "roberta", SMALL), ("tag", "electra", SMALL),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "kind", "shape"), ARCHITECTURES)
+def test_the_activations_of_many_architectures_are_estimated(recipe, kind, shape, tmp_path):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **shape).save_pretrained(tmp_path)
+    module = command.load_recipe(ROOT / "recipes" / f"{recipe}.py")
+    has_adapters = recipe != "images" and kind != "mixtral"  # whose experts are no linear layers
+    for options in ([], *([["--lora_r", "8"]] if has_adapters else [])):
+        cfg = parse_config(module.Config, ["--model", str(tmp_path), *options])
+        found = Estimator(cfg, module.Task.model_class, "bf16").estimate(1)
+        assert found.has_activations
+        assert found.activations + found.loss > 0
+
+
+def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
+    config = yaml.safe_load((ROOT / "accelerate_configs" / "2node_fsdp.yaml").read_text()) | {"num_processes": 4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    words = ["--json", "sft", "--model", model, "--max_length", "64"]
+    assert command.main(["--config_file", str(tmp_path / "config.yaml"), *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    ddp, fsdp = printed["estimates"]
+    assert (printed["precision"], ddp["kind"], fsdp["kind"], fsdp["ranks"]) == ("no", "DDP", "FSDP", 4)
+    assert fsdp["optimizer"] == -(-ddp["optimizer"] // 2), "one copy on each of two nodes"
+    command.main(["--gpus", "1", "2", "--memory", "80", *words[1:]])
+    table = capsys.readouterr().out
+    assert table.splitlines()[0].split("  ")[-3:] == ["one GPU", "DDP x 2", "FSDP x 2"]
+    for row in ("weights", "gradients", "optimizer state", "gathered weights", "activations", "vocabulary loss", "total"):
+        assert f"\n{row} " in table
+    assert "80 GB: fits with one GPU, DDP x 2, FSDP x 2." in table
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "2"], "needs a recipe"),
+        (["--gpus", "0", "sft"], "--gpus 0: must be above 0"),
+        (["nosuch"], "accel-ddp estimate nosuch: there is no such recipe"),
+        (["sft", "--gpus", "2"], "Type it before the recipe: accel-ddp estimate --gpus ... sft"),
+        (
+            ["--config_file", "fsdp.yaml", "--gpus", "2", "sft", "--optimizer", "adafactor"],
+            "--optimizer adafactor cannot be used",
+        ),
+        (["--config_file", "2node_fsdp.yaml", "--gpus", "3", "sft", "--global_batch_size", "6"], "Use a multiple of 2"),
+        (["--gpus", "3", "sft"], "--global_batch_size 16 cannot be split over 3 ranks"),
+        (["--memory", "nan", "sft"], "must be above 0"),
+        (["--config_file", "nowhere.yaml", "sft"], "--config_file nowhere.yaml: there is no such file"),
+        (["own_model"], "has no option --model"),
+        (["sft", "--model", "/nowhere"], "there is no such folder"),
+        (["sft", "--quantize", "4bit"], "Add --lora_r 16"),
+        (["classify", "--model", "mini-resnet", "--lora_r", "4"], "--model mini-resnet"),
+    ],
+)
+def test_wrong_input_of_the_command_is_one_message(words, message):
+    with pytest.raises(UserError) as error:
+        command.main(words)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

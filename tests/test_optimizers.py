@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
@@ -14,6 +15,7 @@ from accel_ddp.optimizer_options import ema_bytes
 from accel_ddp.parsing import parse_config
 from accel_ddp.saving import format
 from accel_ddp.saving.tensors import to_save, versions
+from accel_ddp.training import ema as ema_module
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
 from accel_ddp.training.ema import Ema
@@ -117,6 +119,31 @@ def test_an_average_of_16_bit_weights_has_32_bits_and_leaves_them_as_they_were()
         assert "1.running_mean" in ema.averages
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values()))
     assert not Ema(model, 0.0).averages
+
+
+def test_the_averages_of_many_parameters_need_few_calls_of_torch(monkeypatch):
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    stats = update_module.UpdateStats(torch.tensor(1.0), torch.tensor(1.0), 1, 0, 0, 0, torch.tensor(1.0))
+    found = []
+    for number in (2, 40):
+        torch.manual_seed(0)
+        model, names = nn.Sequential(*(nn.Linear(3, 3) for _ in range(number))), []
+        ema = Ema(model, 0.9)
+        expected = [average.lerp(average + 1, 0.1) for average in ema.averages.values()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        if found:
+            monkeypatch.setattr(ema_module, "MOST_AT_ONCE", 40 * 12 // 2)  # half of the parameters at once
+        with Calls():
+            ema.update(1000, stats)
+        found.append(len([name for name in names if "detach" not in name]))  # which computes nothing
+        torch.testing.assert_close([*ema.averages.values()], expected)
+    assert found[1] - found[0] == 3, "three more calls for the second half"
 
 
 def test_schedules_are_functions_of_the_step_and_end_at_their_minimum():

@@ -19,8 +19,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp import export
+from accel_ddp.records.lines import read_objects
 from accel_ddp.records.tables import Table, file_of, list_steps, read_tables
 from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
+from tests.log_schema import require_documented
 
 WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
 
@@ -319,6 +321,9 @@ def test_a_sharded_recipe_that_is_killed_and_resumed_learns_what_one_rank_learns
     assert "Traceback" not in text
     assert_same_result(case, one, sharded)
     assert (sharded / "step_00000006" / "model").is_dir(), "the checkpoint has a part of each rank"
+    require_documented(sharded)
+    (begin, *_) = read_objects(sharded / "log.jsonl")
+    assert begin["sharding"]["text"] == f"FSDP2 over {ranks} ranks" + ", 2 copies of the model" * (ranks == 4)
     assert case.loads(str(sharded / "model")) is not False
 
 

@@ -351,12 +351,14 @@ def test_differences_of_runs_are_listed_by_section(tmp_path):
     metrics = {"event": "evaluate", "step": 10, "time": 1.0, "loss": 1.0}
     one = write(tmp_path / "one", start(**facts, ranks=places, options={"lr": [0.1, 0.01]}), metrics | {"f1": 1.0},
                 config={"lr": 0.1, "seed": 0, "output_dir": "one", "new_option": 3})  # fmt: skip
-    two = write(tmp_path / "two", start(**facts | {"versions": {"torch": "2.7"}, "items": 50}, ranks=places[:1], options={}), metrics,
+    other = {"versions": {"torch": "2.7"}, "items": 50, "sharding": {"text": "FSDP2 over 2 ranks"}}
+    two = write(tmp_path / "two", start(**facts | other, ranks=places[:1], options={}), metrics,
                 config={"lr": 0.01, "seed": 0, "output_dir": "two"})  # fmt: skip
     runs = [read_run(one), read_run(two)]
     assert differences(runs) == [
         ("options", "lr", [0.1, 0.01]), ("data", "items", [100, 50]), ("cluster", "ranks", [2, 1]), ("cluster", "nodes", [2, 1]),
-        ("cluster", "hosts", ["a, b", "a"]), ("cluster", "devices", ["2 x H100", "1 x H100"]), ("versions", "torch", ["2.6", "2.7"]),
+        ("cluster", "hosts", ["a, b", "a"]), ("cluster", "devices", ["2 x H100", "1 x H100"]),
+        ("cluster", "sharding", [None, "FSDP2 over 2 ranks"]), ("versions", "torch", ["2.6", "2.7"]),
     ]  # fmt: skip
     assert differences(runs[:1]) == []
     first_version = {"event": "start", "step": 0, "time": 1.0, "total_steps": 40}

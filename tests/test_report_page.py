@@ -467,7 +467,7 @@ def test_a_run_that_has_just_begun_has_no_empty_sections(tmp_path):
 def test_strange_values_in_the_log_do_not_prevent_the_page(tmp_path):
     events = [
         {"event": "start", "step": 0, "time": 5, "ranks": [{"rank": "x"}, 7, {"rank": 1}], "options": [1], "versions": 3,
-         "batch": "b", "command": "c"},
+         "batch": "b", "command": "c", "sharding": {"text": "FSDP2 over 2 <ranks>"}},
         {"event": "update", "step": 1, "time": 6, "loss": "nan", "grad_norm": "inf", "lr": 0.1},
         {"event": "update", "step": 2, "time": 7, "loss": 1.0, "grad_norm": "nan", "lr": None},
         {"event": "evaluate", "step": 2, "time": 7, "loss": "nan", "accuracy": "inf"},
@@ -479,6 +479,7 @@ def test_strange_values_in_the_log_do_not_prevent_the_page(tmp_path):
     (tmp_path / "profile" / "summary.json").write_text('{"overall": 3, "operations": {"a": 1}, "recommendations": "x"}')
     page = make_page([read_run(tmp_path), read_run(tmp_path, "again")])
     assert "NaN" not in page[page.index('id="data"') :].split("</script>")[0]
+    assert "<dt>sharding</dt><dd>FSDP2 over 2 &lt;ranks&gt;</dd>" in page
 
 
 def test_ranks_of_an_earlier_attempt_do_not_hide_the_others(tmp_path):

@@ -233,6 +233,7 @@ def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(t
         (["--steps", "1", LINK], "--steps 1: must be 2 or more"),
         (["--machine_rank", "1", LINK], "--machine_rank: accel-ddp scaling starts the runs on several nodes itself"),
         (["--num_processes", "many", LINK], "--num_processes many: must be a whole number"),
+        (["--gpu_ids", "1", LINK], "--gpu_ids 1: is one GPU"),
         (["--rank", "1,2", LINK], "--rank: there is no such option. Did you mean --ranks?"),
         ([LINK, "--ranks", "1,2"], "--ranks: options of accel-ddp scaling stand before the recipe"),
         ([LINK, "--itme_seconds", "1"], "Did you mean --item_seconds"),

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
-from tests.conftest import PROGRAMS, Running, rank_environments, run_ranks
+from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_all, run_ranks
 
 PROGRAM = PROGRAMS / "sharded_saves.py"
 PART = "shard-00002-model-00001-of-00001.safetensors"
@@ -130,3 +131,64 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_checkpoint_absent_and_th
     assert "the checkpoint of step 4 could not be written on " in ended.text
     assert "rank 1 has ended before its part was complete" in ended.text
     assert sorted(path.name for path in (tmp_path / "run").glob("*step_*")) == ["step_00000002"]
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.fixture
+def command(tmp_path, tiny_model, cache) -> list[object]:
+    """Return the command of a run of 8 steps without its folder. It saves after each step and keeps the best and the last two."""
+    rows = [{"text": f"{'a fine film' if i % 3 else 'cold'} {i}", "label": int(i % 3 > 0)} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--train_file", tmp_path / "data.jsonl", "--eval_file", tmp_path / "data.jsonl", "--max_eval_items", "7"]
+    sizes = ["--global_batch_size", "8", "--micro_batch_size", "2", "--log_every", "1", "--ema_decay", "0.9"]
+    kept = ["--steps", "8", "--save_every", "1", "--eval_every", "2", "--keep_last", "2", "--keep_best"]
+    return [sys.executable, ROOT / "recipes" / "classify.py", "--model", tiny_model, *data, *sizes, *kept]
+
+
+def parts_of(folder: Path) -> dict[str, bytes]:
+    """Return the tensors in the files of all ranks. The files also contain the name of the run."""
+    files = {path.relative_to(folder): load_file(path) for path in folder.glob("*/*.safetensors")}
+    return {f"{file}/{name}": tensor.tobytes() for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_sharded_run_that_is_stopped_or_killed_resumes_bit_identical_and_removes_old_checkpoints(command, tmp_path, how):
+    """It is killed while it saves, because it saves after each step."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_all([[*command, "--output_dir", straight]] * 2, rank_environments(2, **FSDP)).well()
+    running = Running([[*command, "--output_dir", stopped]] * 2, rank_environments(2, **FSDP))
+    running.until("step 5/8")
+    for process in running.processes if how == signal.SIGKILL else running.processes[1:]:
+        os.kill(process.pid, how)
+    ended = running.ended()
+    assert 0 not in ended.codes
+    if how == signal.SIGTERM:
+        assert ended.codes[0] == ended.codes[1]
+        assert "stopped: requested by SIGTERM on rank 1" in ended.text
+    run_all([[*command, "--output_dir", stopped, "--resume"]] * 2, rank_environments(2, **FSDP)).well()
+    for folder in (straight, stopped):
+        kept = sorted(path.name for path in folder.glob("*step_*"))
+        assert {"step_00000007", "step_00000008"} <= set(kept)
+        assert len(kept) <= 3
+        assert not list(folder.glob(".*partial*"))
+    one, other = (parts_of(folder / "step_00000008") for folder in (straight, stopped))
+    assert len([name for name in one if name.endswith("classifier.weight/ema")]) == 2, "each rank has a part"
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == []
+
+
+@pytest.mark.slow
+def test_nodes_with_a_folder_of_their_own_are_refused_before_the_model_is_loaded(command, tmp_path):
+    """The same relative path is another folder for each rank, as on nodes without a shared disk. One copy per node needs none."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    ended = run_all([[*command, "--output_dir", "run"]] * 2, rank_environments(2, **FSDP), cwd=folders)
+    assert ended.codes == [2, 2]
+    assert ended.text.count("--output_dir run: each rank writes its part of a sharded checkpoint, but ") == 1
+    assert "does not see the folder of the main node. Use a folder that these nodes share." in ended.text
+    assert "step 1/8" not in ended.text
+    assert not (folders[1] / "run").exists()

@@ -7,7 +7,7 @@ import pytest
 from accel_ddp.speed.autobatch import largest_together
 from tests.conftest import PROGRAMS, run_ranks
 
-EXACT = ["sharded", "ddp", "tied", "checkpointed", "lora", "lora on the head", "in fit", "offloaded"]
+EXACT = ["sharded", "ddp", "tied", "checkpointed", "lora", "lora on the head", "in fit", "offloaded", "broken compiler"]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,34 @@ def test_gathers_in_bf16_change_weights_by_less_than_bf16_itself(found):
 def test_rehearsals_evaluations_and_errors_leave_a_model_sharded_and_without_gradients(found, case):
     assert found[case]["failed"], "the error was not raised"
     assert found[case]["is sharded"]
+
+
+def test_a_compiler_that_fails_on_one_rank_lets_all_ranks_run_without_compilation(found):
+    assert found["broken compiler"]["warm-up"] == [False, False]
+
+
+def test_a_parameter_that_some_ranks_use_learns_what_it_learns_on_one_rank(found):
+    """Experts inside of layers and heads in the root. AdamW decays a parameter with a gradient of 0, but not one without a gradient."""
+    differences = {case: value for case, value in found["branches"].items() if not isinstance(value, list)}
+    assert len(differences) == 5
+    assert max(differences.values()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "case", {"heads as layers": "computes", "heads as layers, all called": "computes the gradients of"}.items()
+)
+def test_ranks_that_compute_different_layers_are_refused_with_their_names(found, case):
+    name, does = case
+    first, second = found["branches"][name]
+    assert first == second
+    assert f"but rank 0 {does} heads.0, while rank 1 {does} heads.1." in first
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_another_layer_later_ends_the_run_on_all_ranks(tmp_path):
+    ended = run_ranks(2, PROGRAMS / "sharded_branches.py", "--changes", "--output_dir", tmp_path / "run")
+    assert ended.codes == [2, 2]
+    assert "but rank 1 computes heads.2, while it computes heads.0 in its first micro-batch." in ended.text
 
 
 def test_the_flops_of_a_sharded_model_are_those_of_the_whole_model(found):

@@ -1,11 +1,18 @@
 """Tests of the accelerate configs that ask for FSDP: what they mean, and which are refused, by whom and with which message."""
 
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
 
-from accel_ddp.config import TrainConfig
+from accel_ddp import cli
+from accel_ddp.config import RecipeConfig
+from accel_ddp.doctor import at_launch
+from accel_ddp.doctor.compare import compare_facts
+from accel_ddp.doctor.facts import accelerate_facts
+from accel_ddp.environment.launcher import find_config_file
 from accel_ddp.environment.sharding import ShardingPlan, read_plan, variables_of
 from accel_ddp.errors import UserError
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
@@ -95,9 +102,105 @@ def test_one_copy_per_node_needs_nodes_of_the_same_size():
     assert ShardingPlan(replicas=2).describe(16, "GPU") == (
         "There are 2 copies of the model, each sharded over 8 GPUs (FSDP2)."
     )  # fmt: skip
+    assert ShardingPlan(replicas=2, cpu_offload=True).summarize(4) == (
+        "FSDP2 over 4 ranks, 2 copies of the model; fsdp_offload_params: true"
+    )  # fmt: skip
     assert ShardingPlan(cpu_offload=True).describe(8, "GPU") == (
         "The model is sharded over 8 GPUs (FSDP2; fsdp_offload_params: true)."
     )  # fmt: skip
+
+
+def test_nodes_that_shard_in_different_ways_are_named():
+    """The config of a command and the variables of a launcher are compared by their meaning."""
+    config = yaml.safe_load((CONFIGS / "2node_fsdp.yaml").read_text())
+    ddp = yaml.safe_load((CONFIGS / "2node.yaml").read_text())
+
+    def compared(*nodes: dict[str, str]) -> list[str]:
+        base = {"local_rank": 0, "ip": "", "pid": 1, "clock": 0.0, "ranks": 2, "nodes": 2, "node_ranks": 0}
+        members = [{**base, "node": i, "host": "ab"[i], "facts": {"accelerate": one}} for i, one in enumerate(nodes)]
+        return [finding.saw for finding in compare_facts(members)[0]]
+
+    fsdp = accelerate_facts(config, {})
+    assert compared(fsdp, accelerate_facts(ddp, {})) == [
+        "accelerate sharding differs: FSDP2 on a (machine_rank 0), DDP on b (machine_rank 1)"
+    ]
+    assert compared(accelerate_facts({}, FSDP2), accelerate_facts({}, {})), "torchrun has no config"
+    assert compared(fsdp, accelerate_facts(config, {"FSDP_RESHARD_AFTER_FORWARD": "false"})) == [
+        "accelerate fsdp_reshard_after_forward differs: true on a (machine_rank 0), false on b (machine_rank 1)"
+    ]
+    assert compared(fsdp, accelerate_facts(config, {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"})) == [
+        "accelerate copies of the model differs: one per node on a (machine_rank 0), 1 on b (machine_rank 1)"
+    ]
+    config["fsdp_config"]["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
+    assert not compared(fsdp, accelerate_facts(config, {})), "a setting without an effect may differ"
+
+
+def test_torchrun_gets_the_variables_of_a_config(tmp_path, monkeypatch, capsys):
+    """`accel-ddp launch` names the config in a variable where it starts ranks with torchrun."""
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "orig_argv", ["torchrun", "--nnodes", "2", "recipes/sft.py"])
+    file = config_file(tmp_path, mixed_precision="bf16")
+    os.environ |= {"ACCEL_DDP_CONFIG_FILE": str(file), "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    at_launch.adopt_config()
+    assert read_plan(os.environ, 3) == ShardingPlan(reshard_after_forward=False), "a variable of the user replaces a setting"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert find_config_file(sys.orig_argv) == str(file)
+    os.environ["ACCEL_DDP_CONFIG_FILE"] = "nowhere.yaml"
+    with pytest.raises(SystemExit, match="2"):
+        at_launch.adopt_config()
+    assert "error: ACCEL_DDP_CONFIG_FILE nowhere.yaml: there is no such file" in capsys.readouterr().err
+
+
+def test_commands_that_measure_ddp_refuse_a_config_of_fsdp(tmp_path, capsys):
+    fsdp = str(CONFIGS / "fsdp.yaml")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("backend: local\nnodes: [a, b]\ngpus_per_node: 0\naccelerate_config: 2node_fsdp.yaml\n")
+    recipe = str(ROOT / "recipes" / "own_model.py")
+    for words in (
+        ["tune", "--config_file", fsdp, "--num_processes", "2"],
+        ["scaling", "--config_file", fsdp, recipe],
+        ["scaling", "--use_fsdp", recipe],
+        ["scaling", "--page", "", "--cluster", str(cluster), recipe],
+    ):
+        assert cli.main(words) == 2, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "asks for FSDP, but accel-ddp" in line, line
+
+
+@pytest.mark.slow
+def test_each_node_prints_within_seconds_that_the_other_has_another_config(tmp_path):
+    fsdp, ddp = (["--config_file", CONFIGS / name] for name in ("2node_fsdp.yaml", "2node.yaml"))
+    cases = {
+        "ddp": ([fsdp, ddp], ["accelerate sharding differs: FSDP2 on"] * 2),
+        "settings": (
+            [fsdp, [*fsdp, "--fsdp_reshard_after_forward", "false", "--fsdp_offload_params", "true"]],
+            ["fsdp_reshard_after_forward differs: true on"] * 2,
+        ),
+        "refused": (
+            [[*fsdp, "--fsdp_version", "1"], ddp],
+            ["asks for FSDP1", "machine_rank 0] The accelerate config asks for FSDP1"],
+        ),
+        "deepspeed": (
+            [ddp, [*ddp, "--use_deepspeed", "--zero_stage", "2"]],
+            ["machine_rank 1] The accelerate config asks for DeepSpeed", "error: The accelerate config asks for DeepSpeed"],
+        ),
+    }
+    for case, (configs, words) in cases.items():
+        port = free_port()
+        common = ["--num_machines", 2, "--num_processes", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        commands = [
+            [BIN / "accelerate-launch", *config, *common, "--machine_rank", node, SMALL_RUN, "--output_dir", tmp_path / "run"]
+            for node, config in enumerate(configs)
+        ]
+        ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2, timeout=120)
+        assert ended.codes == [2, 2], (case, ended.text)
+        for text, expected in zip(ended.texts, words):
+            assert expected in text, text
+        assert "Traceback" not in ended.text, ended.text
+        assert not (tmp_path / "run").exists()
 
 
 def config_file(folder, **changes):
@@ -159,9 +262,10 @@ def test_a_launcher_refuses_a_config_before_it_starts_a_rank(tmp_path):
         ({"bucket_cap_mb": 50}, "--bucket_cap_mb 50: is an option of DDP"),
         ({"comm_hook": "powersgd"}, "Use --comm_hook bf16"),
         ({"mixed_precision": "fp16"}, "Use --mixed_precision bf16"),
+        ({"quantize": "4bit", "lora_r": 2}, "--quantize 4bit: quantized weights cannot be sharded"),
     ],
 )
 def test_options_that_only_ddp_has_are_refused(values, words):
-    TrainConfig(comm_hook="bf16").validate_sharded()
+    RecipeConfig(comm_hook="bf16").validate_sharded()
     with pytest.raises(UserError, match=words):
-        TrainConfig(**values).validate_sharded()
+        RecipeConfig(**values).validate_sharded()

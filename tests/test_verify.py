@@ -6,11 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel_ddp.saving import format
-from accel_ddp.verify import _largest_difference
-from tests.conftest import BIN, PROGRAMS, clean_environment, free_port, run_all
+from accel_ddp.errors import UserError
+from accel_ddp.saving import format, pieces
+from accel_ddp.saving.difference import is_identical, largest_difference
+from accel_ddp.verify import verify as run_verify
+from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
 TRAINS = PROGRAMS / "trains.py"
+SFT = ROOT / "recipes" / "sft.py"
 
 
 def verify(*arguments: object) -> list:
@@ -40,8 +43,70 @@ def test_a_weight_that_is_not_a_number_is_the_largest_difference(tmp_path):
     for name, values in (("a", [1.0, 2.0, 3.0]), ("b", [1.5, float("nan"), 3.0])):
         (tmp_path / name).mkdir()
         save_file({str(i): torch.tensor([value]) for i, value in enumerate(values)}, tmp_path / name / format.MODEL)
-    difference, name = _largest_difference(tmp_path / "a", tmp_path / "b")
+    difference, name = largest_difference(tmp_path / "a", tmp_path / "b")
     assert (math.isnan(difference), name) == (True, "1")
+
+
+def test_a_sharded_checkpoint_is_compared_with_a_whole_one(tmp_path):
+    whole = {"weight": torch.arange(6.0).reshape(3, 2), "scale": torch.tensor(2.0)}
+    (tmp_path / "whole").mkdir()
+    save_file(whole, tmp_path / "whole" / format.MODEL)
+    for name, last in (("same", 0.0), ("other", 0.5)):
+        folder = tmp_path / name / format.PIECES[format.MODEL]
+        folder.mkdir(parents=True)
+        parts = [{"weight": whole["weight"][:2], "scale": whole["scale"]}, {"weight": whole["weight"][2:] + last}]
+        for rank, part in enumerate(parts):
+            offsets = {key: [2 * rank, 0] if key == "weight" else [] for key in part}
+            pieces.write_file(folder / pieces.file_name(rank), part, pieces.describe(offsets))
+    same, other = tmp_path / "same", tmp_path / "other"
+    assert largest_difference(tmp_path / "whole", same)[0] == 0
+    assert largest_difference(same, other) == (0.5, "weight")
+    assert is_identical(tmp_path / "whole", same, format.MODEL)
+    assert not is_identical(same, other, format.MODEL)
+
+
+def test_verify_refuses_fsdp_beside_a_config():
+    with pytest.raises(UserError, match=r"Leave --fsdp out, and use --config_file accelerate_configs/fsdp.yaml"):
+        run_verify(["--config_file", "2node.yaml", str(TRAINS)], 6, "", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "allowed"), [("no", "1e-05"), ("bf16", "2e-04")])
+def test_verify_compares_sharded_models(precision, allowed):
+    """Many CPUs are slow in bfloat16, and so there are few tokens."""
+    few = ["--global_batch_size", 4, "--max_length", 16, "--max_train_items", 64, "--max_eval_items", 4]
+    command = verify("--fsdp", "--steps", 4, SFT, *few, "--mixed_precision", precision)
+    ended = run_all([command], [clean_environment()], timeout=1200)
+    assert ended.codes == [0], ended.text
+    rows = [line for line in ended.text.splitlines() if line.endswith("PASS")]
+    for row, beginning in zip(
+        rows,
+        ["2 ranks and 1 rank", "FSDP on 2 ranks and 1 rank", "2 copies (HSDP) on 4 ranks and 1 rank", "FSDP until step 2, then DDP",
+         "DDP until step 2, then FSDP", "FSDP, killed at step "],
+        strict=True,
+    ):  # fmt: skip
+        assert row.startswith(beginning), row
+    assert f"Weights may differ by at most {allowed}" in ended.text
+
+
+@pytest.mark.slow
+def test_verify_uses_the_accelerate_config_of_fsdp():
+    command = verify(
+        "--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", 2, "--main_process_port", free_port(), SFT
+    )
+    ended = run_all([command], [clean_environment()], timeout=900)
+    assert ended.codes == [0], ended.text
+    assert "FSDP on 2 ranks and 1 rank" in ended.text
+    assert "FSDP, killed at step" in ended.text
+
+
+@pytest.mark.slow
+def test_verify_prints_in_one_line_that_a_recipe_cannot_be_sharded():
+    ended = run_all([verify("--fsdp", ROOT / "recipes" / "images.py")], [clean_environment()])
+    assert ended.codes == [2]
+    (line,) = [line for line in ended.text.splitlines() if not line.startswith("running: ")]
+    assert "--model mini-resnet: the accelerate config asks for FSDP" in line
+    assert "1node.yaml" in line
 
 
 @pytest.mark.slow

@@ -11,9 +11,12 @@ usual backends are wrapped. Any other script is not affected.
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_ddp.doctor import launcher_exit
+
+if TYPE_CHECKING:
+    from accel_ddp.environment.topology import Topology
 
 
 def add_to_torchrun():
@@ -27,7 +30,8 @@ def add_to_torchrun():
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
         launcher_exit.return_exit_code_of_ranks()
-        _refuse_deepspeed()
+        adopt_config()
+        _refuse_deepspeed(argv)
         if _is_checked(argv):
             _leave_port_check_to_preflight()
         for name, create in usual.items():
@@ -90,18 +94,52 @@ def _is_checked(argv: list[str]) -> bool:
     return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
 
 
-def _refuse_deepspeed() -> None:
-    """Exit with code 2 if the accelerate config asks for DeepSpeed, before Accelerate asks the user to install DeepSpeed."""
-    from accel_ddp.environment.launcher import parse_accelerate_command
+def adopt_config() -> None:
+    """Set the variables that `accelerate launch` would set for a config, if torchrun is asked for one with ACCEL_DDP_CONFIG_FILE.
+
+    The ranks inherit them. Variables that are set already are left as they are.
+    """
+    from accel_ddp.environment.launcher import CONFIG_FILE, parse_accelerate_command, read_accelerate_config
     from accel_ddp.environment.sharding import variables_of
+    from accel_ddp.errors import USER_ERROR, UserError
 
-    kind = (parse_accelerate_command(sys.orig_argv) or {}).get("distributed_type")
-    if kind == "DEEPSPEED":
-        _check_sharding(variables_of({"distributed_type": kind}), 0)
+    file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
+    if not file or parse_accelerate_command(sys.orig_argv) is not None:
+        return
+    try:
+        config = read_accelerate_config(file)
+    except UserError as error:
+        print(f"error: {str(error).replace('--config_file', CONFIG_FILE)}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
+    precision = {"ACCELERATE_MIXED_PRECISION": str(config["mixed_precision"])} if config.get("mixed_precision") else {}
+    for name, value in {**variables_of(config), **precision}.items():
+        os.environ.setdefault(name, value)
 
 
-def _check_sharding(variables: Mapping[str, str], num_ranks: int) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces that of every rank."""
+def _refuse_deepspeed(argv: list[str]) -> None:
+    """Exit with code 2 if the accelerate config asks for DeepSpeed, before Accelerate asks the user to install DeepSpeed."""
+    from accel_ddp.doctor.preflight import report_to_other_nodes
+    from accel_ddp.environment.launcher import find_config_file, parse_accelerate_command
+    from accel_ddp.environment.sharding import variables_of
+    from accel_ddp.environment.topology import find_topology
+
+    request = parse_accelerate_command(sys.orig_argv) or {}
+    if request.get("distributed_type") == "DEEPSPEED":
+
+        def report(reason: str) -> None:
+            names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
+            topology = find_topology({name: request.get(name) for name in names}, find_config_file(sys.orig_argv))
+            if _is_checked(argv):
+                report_to_other_nodes(reason, topology, argv[0])
+
+        _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, report)
+
+
+def _check_sharding(variables: Mapping[str, str], num_ranks: int, report: Callable[[str], None] = lambda reason: None) -> None:
+    """Exit with code 2 if the ranks could not use these variables. One message replaces that of every rank.
+
+    `report` is called with the message, so that nodes with another config do not wait for this one.
+    """
     from accel_ddp.environment.launcher import find_config_file
     from accel_ddp.environment.sharding import read_plan
     from accel_ddp.errors import USER_ERROR, UserError
@@ -110,6 +148,7 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int) -> None:
         read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        report(str(error))
         sys.exit(USER_ERROR)
 
 
@@ -130,21 +169,23 @@ def _leave_port_check_to_preflight() -> None:
 
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
+    from accel_ddp.doctor.preflight import report_to_other_nodes
     from accel_ddp.doctor.restarts import RestartingRendezvous
     from accel_ddp.environment.launcher import parse_accelerate_command
 
+    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
     num_ranks = (parse_accelerate_command(sys.orig_argv) or {}).get("num_processes")
     _check_sharding(
         {**os.environ, "GROUP_WORLD_SIZE": str(params.max_nodes)},
         num_ranks if isinstance(num_ranks, int) and num_ranks > 0 else 0,
+        lambda reason: report_to_other_nodes(reason, _find_topology(params, backend), argv[0]) if is_on else None,
     )
-    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
 
     def check(is_running: Callable[[], bool]) -> bool:
         from accel_ddp.errors import USER_ERROR, UserError
 
         try:
-            return is_on and _run_preflight(params, backend, argv, is_running)
+            return is_on and _run_preflight(_find_topology(params, backend), argv, is_running)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(USER_ERROR)
@@ -156,27 +197,32 @@ def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[s
     return RestartingRendezvous(params, backend, create, check, argv, seconds, launcher_exit.find_max_restarts())
 
 
-def _run_preflight(params: Any, backend: str, argv: list[str], is_running: Callable[[], bool]) -> bool:
-    """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
-    import asyncio
-
+def _find_topology(params: Any, backend: str) -> "Topology":
+    """Return the nodes that the launcher was asked for."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from accel_ddp.doctor import preflight, timeouts
-    from accel_ddp.doctor.cluster import check_cluster
-    from accel_ddp.doctor.options import CheckOptions
     from accel_ddp.environment.launcher import parse_accelerate_command
     from accel_ddp.environment.topology import Topology
 
     address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
     request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
     num_ranks = (request or {}).get("num_processes")
-    topology = Topology(
+    return Topology(
         node_rank=int(params.config["rank"]) if "rank" in params.config else None, num_nodes=params.max_nodes,
         num_ranks=max(0, num_ranks) if isinstance(num_ranks, int) else 0,
         num_node_ranks=_count_own_ranks(sys.argv) if request is None else 0,
         main_address=address, main_port=port, accelerate_config=request or {}, is_launched=True,
     )  # fmt: skip
+
+
+def _run_preflight(topology: "Topology", argv: list[str], is_running: Callable[[], bool]) -> bool:
+    """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
+    import asyncio
+
+    from accel_ddp.doctor import preflight, timeouts
+    from accel_ddp.doctor.cluster import check_cluster
+    from accel_ddp.doctor.options import CheckOptions
+
     options = CheckOptions(
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
     )

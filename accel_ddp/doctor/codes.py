@@ -157,7 +157,7 @@ CODES = {
         "Options differ between the nodes, or a node ended because of its options.", "start every node with the same options"
     ),
     "E_ACCELERATE_CONFIG": Code(
-        "The accelerate configs differ between the nodes.",
+        "The accelerate configs differ between the nodes, for example FSDP on one and DDP on another, or a config is not supported.",
         "use the same accelerate config and options of `accelerate launch` on every node",
     ),
     "E_FILES": Code(

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from accel_ddp.doctor.host import call_with_timeout, local_finding
 from accel_ddp.doctor.report import Finding, format_bytes
 from accel_ddp.doctor.sanitize import FACT_GROUPS
 from accel_ddp.environment.launcher import PER_NODE_SETTINGS, cpu_is_wanted
+from accel_ddp.environment.sharding import read_plan, variables_of
 from accel_ddp.environment.topology import Topology
+from accel_ddp.errors import UserError
 
 # With another version of one of these, a node computes something else or cannot communicate with the others.
 PACKAGES = (
@@ -27,6 +30,7 @@ PACKAGES = (
 )  # fmt: skip
 NOT_READ = "~"  # instead of a hash
 _SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, so that hashing takes less than a second
+_IS_FSDP = ("distributed_type", "FSDP")
 _PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # prefixes; these may differ
 
 
@@ -107,6 +111,18 @@ def code_versions(script: str) -> dict[str, str]:
     return found
 
 
+def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of `accelerate launch` that must be the same on all nodes.
+
+    Settings about sharding are replaced by what they mean, because ranks that shard in different ways wait for each other forever.
+    They are in the config of a command, and in the variables of a launcher and its ranks. Raise UserError if they are not supported.
+    """
+    left_out = {*PER_NODE_SETTINGS, "fsdp_config", "parallelism_config"}
+    found = {name: str(value) for name, value in config.items() if name not in left_out and (name, value) != _IS_FSDP}
+    plan = read_plan({**variables_of(config), **variables})
+    return {**found, "sharding": "FSDP2" if plan else "DDP", **(plan.settings() if plan else {})}
+
+
 def collect_facts(
     topology: Topology, recipe: dict[str, Any], hub_names: dict[str, Any], files: dict[str, str], script: str, seconds: float
 ) -> tuple[dict[str, Any], list[Finding]]:
@@ -124,7 +140,7 @@ def collect_facts(
             "versions": reading_versions.result(),
             "code": reading_code.result(),
             "recipe": recipe,
-            "accelerate": {k: str(v) for k, v in topology.accelerate_config.items() if k not in PER_NODE_SETTINGS},
+            "accelerate": {},
             "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(hub_names)},
             "driver": driver,
             "gpus": None if visible is None else [f"{present[i]['name']}, {format_bytes(present[i]['bytes'])}" for i in visible],
@@ -134,6 +150,11 @@ def collect_facts(
                 if name.startswith(("NCCL_", "TORCH_NCCL_")) and not name.startswith(_PER_NODE_VARIABLES)
             },
         }  # fmt: skip
+    try:
+        facts["accelerate"] = accelerate_facts(topology.accelerate_config, os.environ)
+    except UserError as error:
+        if not topology.is_launched:  # otherwise the launcher or the rank has reported it
+            found.append(local_finding(topology, "E_ACCELERATE_CONFIG", str(error), ""))
     for name, digest in facts["files"].items():
         if digest.startswith("!"):
             saw = f"{name} {files[name]}: {digest[1:]}"

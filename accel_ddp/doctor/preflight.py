@@ -63,13 +63,16 @@ def _is_preflight_running(topology: Topology) -> bool:
     return False
 
 
-def report_to_other_nodes(reason: str) -> None:
-    """Report to the other nodes that this node ends because of its options, so that they do not wait. Takes 5 s at most."""
-    topology = topology_of_this_rank()
+def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:
+    """Report to the other nodes that this node ends because of its options, so that they do not wait. Takes 5 s at most.
+
+    A launcher gives the topology and the script. Otherwise they are those of this rank.
+    """
+    topology = topology or topology_of_this_rank()
     if topology.num_nodes <= 1 or topology.local_rank:
         return
     finding = local_finding(topology, "E_OPTIONS", reason, "read the output of that node")
-    options = CheckOptions(script=sys.argv[0], measures_bandwidth=False, findings=[finding], wait_seconds=5)
+    options = CheckOptions(script=script or sys.argv[0], measures_bandwidth=False, findings=[finding], wait_seconds=5)
     asyncio.run(check_cluster(topology, options, lambda text: None))
 
 

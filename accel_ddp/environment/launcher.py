@@ -14,12 +14,16 @@ logger = logging.getLogger(__name__)
 # Settings of an accelerate config that may differ between nodes. A difference in any other setting starts a different training.
 PER_NODE_SETTINGS = frozenset({
     "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
-    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment",
+    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment", "num_cpu_threads_per_process",
 })  # fmt: skip
 # Options of `accelerate launch` that replace distributed_type of the config.
 DISTRIBUTED_TYPES = {
     "multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"
 }  # fmt: skip
+
+
+# The accelerate config of ranks that torchrun starts. `accel-ddp launch` sets it where Accelerate cannot start the ranks.
+CONFIG_FILE = "ACCEL_DDP_CONFIG_FILE"
 
 
 def cpu_is_wanted() -> bool:
@@ -55,7 +59,9 @@ def _configs_of_wizard() -> list[Path]:
 
 
 def find_config_file(argv: list[str]) -> str:
-    """Return the config file that an `accelerate launch` command line uses: --config_file, or that of the wizard, or ""."""
+    """Return the config file that a launcher uses: --config_file, that of torchrun (CONFIG_FILE), that of the wizard, or ""."""
+    if os.environ.get(CONFIG_FILE) and parse_accelerate_command(argv) is None:
+        return os.environ[CONFIG_FILE]
     for at, argument in enumerate(argv):
         name, _, value = argument.partition("=")
         if name.replace("-", "_") == "__config_file":
@@ -99,7 +105,7 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    for name in ("num_processes", "num_machines", "machine_rank", "main_process_port"):
+    for name in ("num_processes", "num_machines", "machine_rank", "main_process_port", "num_cpu_threads_per_process"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--cpu", action="store_const", const=True)
     for name, kind in DISTRIBUTED_TYPES.items():

@@ -58,16 +58,37 @@ class ShardingPlan:
         shards = num_ranks // self.replicas
         where = f"sharded over {shards} {device}{'s' * (shards > 1)}"
         text = f"The model is {where}" if self.replicas == 1 else f"There are {self.replicas} copies of the model, each {where}"
-        more = [
+        return f"{text} (FSDP2{''.join(f'; {one}' for one in self._unusual())})."
+
+    def summarize(self, num_ranks: int) -> str:
+        """Return a few words about a plan whose nodes are known, for example `FSDP2 over 4 ranks, 2 copies of the model`."""
+        copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
+        return "; ".join([f"FSDP2 over {num_ranks} ranks{copies}", *self._unusual()])
+
+    def _unusual(self) -> list[str]:
+        """Return the settings of the config that differ from their defaults."""
+        settings = [
             "fsdp_reshard_after_forward: false" * (not self.reshard_after_forward), "fsdp_offload_params: true" * self.cpu_offload,
             "fsdp_activation_checkpointing: true" * self.activation_checkpointing,
         ]  # fmt: skip
-        return f"{text} (FSDP2{''.join(f'; {one}' for one in more if one)})."
+        return [setting for setting in settings if setting]
+
+    def settings(self) -> dict[str, str]:
+        """Return what must be the same on all nodes, by the names of the accelerate config."""
+        copies = "one per node" if self.replicas == ONE_PER_NODE else str(self.replicas)
+        return {
+            "copies of the model": copies,
+            "fsdp_reshard_after_forward": str(self.reshard_after_forward).lower(),
+            "fsdp_offload_params": str(self.cpu_offload).lower(),
+            "fsdp_activation_checkpointing": str(self.activation_checkpointing).lower(),
+            "fsdp_transformer_layer_cls_to_wrap": ",".join(self.layer_classes) or "none",
+        }
 
     def facts(self, num_ranks: int) -> dict[str, Any]:
         """Return the plan for the log of a run."""
         options = {name: value for name, value in asdict(self).items() if name != "replicas"}
         return {
+            "text": self.summarize(num_ranks),
             "replicas": self.replicas,
             "shards": num_ranks // self.replicas,
             **options,
@@ -100,9 +121,11 @@ def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str
     asks = _is_on(variables, "ACCELERATE_USE_FSDP")
     if asks and variables.get("FSDP_VERSION", "1") != "2":
         file = config_file or "CONFIG.yaml"
+        strategy = variables.get("FSDP_SHARDING_STRATEGY", "")
+        dropped = f" This drops fsdp_sharding_strategy: {strategy}. Write the line again." if "HYBRID" in strategy.upper() else ""
         raise UserError(
             "The accelerate config asks for FSDP1 (fsdp_version: 1), which is not supported. Convert it to FSDP2: accelerate to-fsdp2 "
-            f"--config_file {file} --overwrite. Or use --config_file {CONFIG}."
+            f"--config_file {file} --overwrite.{dropped} Or use --config_file {CONFIG}."
         )
     replicas = None
     if _is_on(variables, "ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -116,6 +139,17 @@ def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str
     if plan and plan.cpu_offload and num_ranks == 1:
         raise UserError("The accelerate config has fsdp_offload_params: true, which needs at least two ranks. Set it to false.")
     return None if num_ranks == 1 else plan
+
+
+def require_ddp(config: Mapping[str, Any], command: str) -> None:
+    """Raise UserError if an accelerate config asks for a sharded model, for a command that measures and explains DDP."""
+    variables = {**variables_of(config), **os.environ}
+    if _is_on(variables, "ACCELERATE_USE_FSDP"):
+        raise UserError(
+            f"The accelerate config asks for FSDP, but {command} measures and explains the communication of DDP. Use --config_file "
+            "accelerate_configs/1node.yaml, or 2node.yaml for several nodes."
+        )
+    read_plan(variables)  # raises UserError for DeepSpeed and others
 
 
 def variables_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_ddp import recipe_files
+from accel_ddp.environment.launcher import CONFIG_FILE
 from accel_ddp.errors import UserError
 from accel_ddp.launch.description import Cluster, Node
 
@@ -89,6 +90,15 @@ def uses_torchrun(cluster: Cluster) -> bool:
     return not cluster.has_equal_nodes or cluster.num_processes == 1
 
 
+def used_config(cluster: Cluster) -> str:
+    """Return the path of the accelerate config that the nodes need, or "" if there is one process and the default config.
+
+    torchrun reads no accelerate config. FSDP and mixed precision reach its ranks through the variable CONFIG_FILE (`doctor.at_launch`).
+    """
+    is_default = cluster.accelerate_config == Cluster.accelerate_config
+    return "" if cluster.num_processes == 1 and is_default else config_word(cluster)
+
+
 def launcher_words(cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
     """Return the words of the launcher on a node."""
     restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
@@ -125,6 +135,8 @@ def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
         own["ACCELERATE_USE_CPU"] = "true"
     elif node.processes < node.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(node.processes)))
+    if uses_torchrun(cluster) and used_config(cluster):
+        own[CONFIG_FILE] = used_config(cluster)
     return {**own, **node.env}
 
 

@@ -171,7 +171,8 @@ KEYS = {
 NODE_KEYS = {
     "host": Key(_host, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
     "gpus": Key(_number(0, 64), "GPUs of this node, instead of `gpus_per_node`"),
-    "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun"),
+    "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun, which takes only "
+                     "FSDP and mixed precision from the accelerate config"),
     "env": Key(_variables, "variables of this node, which replace those of all nodes"),
     "env_file": Key(_text, "a file with variables of this node"),
     "folder": Key(_text, "the code folder of this node"),

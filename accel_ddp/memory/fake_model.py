@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,23 +13,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.memory.states import quantised_weights
 from accel_ddp.sources import adapters, models
 from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
 from accel_ddp.speed.padding_free_model import PaddingFree
-from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 from accel_ddp.training.stream import Batch, Sizes
 
+# The PEFT task of each class. A class without one supports no adapters.
 LORA_TASKS = {
     "AutoModelForCausalLM": "CAUSAL_LM",
     "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
     "AutoModelForSequenceClassification": "SEQ_CLS",
     "AutoModelForTokenClassification": "TOKEN_CLS",
+    "AutoModelForMaskedLM": "FEATURE_EXTRACTION",
+    "AutoModel": "FEATURE_EXTRACTION",
 }
+IMAGES = "AutoModelForImageClassification"
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The class that a model without `Task.model_class` has, by the end of its architecture.
 CLASSES = {
     "CausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "ConditionalGeneration": "AutoModelForSeq2SeqLM",
     "SequenceClassification": "AutoModelForSequenceClassification", "TokenClassification": "AutoModelForTokenClassification",
-    "ImageClassification": "AutoModelForImageClassification",
+    "ImageClassification": IMAGES,
 }  # fmt: skip
 
 
@@ -40,15 +45,20 @@ class FakeModel(NamedTuple):
     config: Any
 
 
-def build(cfg: RecipeConfig, model_class: str = "") -> FakeModel:
-    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found."""
+def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
+    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found.
+
+    `precision` is that of --mixed_precision.
+    """
     import transformers
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    if cfg.model == "mini-resnet":  # the built-in model of recipes/images.py
+    if cfg.model == "mini-resnet" and model_class == IMAGES:  # the built-in model of recipes/images.py
+        from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification  # imports transformers
+
         with torch.device("meta"):
             model = MiniResNetForImageClassification(MiniResNetConfig())
-        return FakeModel(_faked(model, mode), "AutoModelForImageClassification", mode, model.config)
+        return FakeModel(_faked(model, mode), IMAGES, mode, model.config)
     config = models.load_config(cfg)
     if not model_class:
         name = (getattr(config, "architectures", None) or [""])[0]
@@ -56,31 +66,36 @@ def build(cfg: RecipeConfig, model_class: str = "") -> FakeModel:
     options: dict[str, Any] = {"dtype": getattr(torch, cfg.dtype)}
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
-    # The last three options do not change shapes, and some of them need a GPU.
-    cfg = dataclasses.replace(cfg, quantize="no", sync_batchnorm=False, lora_dropout=cfg.lora_dropout)
+    is_quantised, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules
         targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets or ()))
         cfg = dataclasses.replace(cfg, lora_r=given.config.r, lora_targets=targets)
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"):
         try:
             model = getattr(transformers, model_class).from_config(config, **options)
         except ValueError as error:  # the class does not exist for this type of model
             raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {str(error).splitlines()[0]}") from error
         model._new_modules, model._adapters = [], None
-        model = models.prepare(model, cfg, SimpleNamespace(ddp_handler=None), LORA_TASKS.get(model_class, "FEATURE_EXTRACTION"))
-    return FakeModel(_faked(model, mode), model_class, mode, config)
+        model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    if is_quantised:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
+        dtypes = dict.fromkeys(model.parameters(), torch.float32)
+        dtypes |= dict.fromkeys(quantised_weights(model), NARROW.get(precision, torch.float32))
+    return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
 
 
-def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _faked(
+    model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})
+) -> nn.Module:
     """Replace the tensors of a model on the meta device by fake tensors of the CPU, for which autocast works. Return the model."""
     made: dict[int, nn.Parameter] = {}  # a parameter that is used twice stays one
     with mode:
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None and id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+                    made[id(p)] = _fake_parameter(p, dtypes.get(p, p.dtype))
                 if p is not None:
                     module._parameters[name] = made[id(p)]
             for name, buffer in module._buffers.items():
@@ -89,10 +104,16 @@ def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return model
 
 
+def _fake_parameter(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Print nothing about the model. The run prints the same when it loads the weights."""
-    loggers = [logging.getLogger(name) for name in ("accel_ddp.sources.adapters", "transformers.modeling_utils")]
+def quiet() -> Iterator[None]:
+    """Log nothing about the model. The run logs the same when it loads the weights."""
+    ours = ("accel_ddp.sources.adapters", "transformers.modeling_utils")
+    names = (*ours, "torch._subclasses.fake_tensor", "torch.utils._pytree", "torchao")  # PEFT imports torchao
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
@@ -105,7 +126,7 @@ def _quiet() -> Iterator[None]:
 
 def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
     """Return a micro-batch of `texts` items of the largest size that the options allow. Call it inside of the fake mode."""
-    if fake.model_class == "AutoModelForImageClassification":
+    if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)
         channels = getattr(fake.config, "num_channels", 3)
@@ -141,7 +162,7 @@ class PackedLikeGpu(PaddingFree):
 
 def remove_padding(fake: FakeModel, cfg: Any) -> bool:
     """Let the layers compute without padding if they can, and return whether they do."""
-    if cfg.padding_free == "off" or fake.model_class == "AutoModelForImageClassification":
+    if cfg.padding_free == "off" or fake.model_class == IMAGES:
         return False
     try:
         PackedLikeGpu(fake.model).install()

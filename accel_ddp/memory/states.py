@@ -1,14 +1,15 @@
 """Counts the bytes of a model's weights, gradients and optimizer state. They are the same on every device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from accel_ddp.optimizer_options import ema_bytes
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import layers_of
-
-STEP_BYTES = 4  # AdamW stores the number of its steps for every parameter
+from accel_ddp.training import optim
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class States:
     num_layers: int
     buffers: int  # bytes
     optimizer: int  # bytes
+    averages: int  # bytes, with --ema_decay
+    dequantised: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
+    has_batch_norm: bool
 
     @property
     def weights(self) -> int:
@@ -39,25 +43,37 @@ class States:
     def gradients(self) -> int:
         return self.layers.gradients + self.rest.gradients
 
-    @property
-    def parameters(self) -> int:
-        return self.layers.parameters + self.rest.parameters
-
-    @property
-    def trained(self) -> int:
-        return self.layers.trained + self.rest.trained
-
 
 def count_states(model: nn.Module, cfg: Any) -> States:
     """Return the bytes of a model that may be on the meta device or fake."""
     inside, num_layers = _find_layers(model)
+    kind = getattr(cfg, "quantize", "no")
+    quantised = quantised_weights(model, inside) if kind != "no" else set()
     all_parameters = list(model.parameters())
-    layers = [p for p in all_parameters if id(p) in inside]
-    rest = [p for p in all_parameters if id(p) not in inside]
-    # Linear weights of layers are quantised if they are frozen. The scales of the blocks of 64 weights are quantised too.
-    narrow = {"4bit": 0.5 + 1 / 128, "8bit": 1.0}.get(getattr(cfg, "quantize", "no"))
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return States(_count(layers, narrow), _count(rest, None), num_layers, buffers, optimizer_bytes(model, cfg))
+    size = lambda p: _stored_bytes(p, kind, p in quantised)
+    return States(
+        layers=_count([p for p in all_parameters if id(p) in inside], size),
+        rest=_count([p for p in all_parameters if id(p) not in inside], size),
+        num_layers=num_layers,
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        optimizer=optim.state_bytes(model, cfg),
+        averages=average_bytes(model, cfg),
+        dequantised=max((2 * p.numel() for p in quantised), default=0),
+        has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+    )
+
+
+def quantised_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
+    """Return the weights that --quantize stores in fewer bits: those of frozen linear layers, except for the output head."""
+    inside = _find_layers(model)[0] if inside is None else inside
+    weights = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    return {p for p in weights if id(p) in inside and not p.requires_grad}
+
+
+def _stored_bytes(p: nn.Parameter, kind: str, is_quantised: bool) -> int:
+    if is_quantised:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
+        return int(p.numel() * {"4bit": 0.5 + 1 / 64, "8bit": 1.0}[kind]) + (4 * p.shape[0] if kind == "8bit" else 0)
+    return p.numel() * (p.element_size() if kind == "no" else 4)  # PEFT converts all others to float32
 
 
 def _find_layers(model: nn.Module) -> tuple[set[int], int]:
@@ -72,21 +88,21 @@ def _find_layers(model: nn.Module) -> tuple[set[int], int]:
     return {id(p) for layer in layers for p in layer.parameters()}, len(layers)
 
 
-def _count(parameters: list[nn.Parameter], narrow: float | None) -> Part:
+def _count(parameters: list[nn.Parameter], size: Callable[[nn.Parameter], int]) -> Part:
     trained = [p for p in parameters if p.requires_grad]
-    size = lambda p: int(p.numel() * narrow) if narrow and p.ndim == 2 and not p.requires_grad else p.numel() * p.element_size()
     return Part(
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in trained),
-        sum(size(p) for p in parameters),
+        sum(map(size, parameters)),
         sum(p.numel() * p.element_size() for p in trained),
     )
 
 
-def optimizer_bytes(model: nn.Module, cfg: Any) -> int:
-    """Return the bytes of the optimizer's state after its first step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in trained)
-    if cfg.optimizer == "sgd":
-        return size if cfg.momentum else 0
-    return 2 * size + STEP_BYTES * len(trained)
+def average_bytes(model: nn.Module, cfg: Any) -> int:
+    """Return the bytes of the averages of --ema_decay: of trained parameters, and of buffers that are saved."""
+    if not cfg.ema_decay:
+        return 0
+    saved = model.state_dict().keys()
+    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+    averaged = [*(p for p in model.parameters() if p.requires_grad), *buffers]
+    return sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
-from accel_ddp.memory.fake_model import FakeModel, make_batch, remove_padding
-from accel_ddp.memory.tracker import ACTIVATIONS, LOSS, LikeGpu, Tracker, rounded
+from accel_ddp.memory.fake_model import NARROW, FakeModel, make_batch, remove_padding
+from accel_ddp.memory.tracker import ACTIVATIONS, LOSS, NUM_KINDS, LikeGpu, Tracker, rounded
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import layers_of
@@ -32,13 +33,16 @@ class Trace:
     evaluation: int  # bytes of the largest moment of an evaluation
 
 
-def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int, evaluates: bool = True) -> Trace:
+NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, 0)  # of a model that cannot be traced
+
+
+def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
     """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again.
 
     `precision` is that of --mixed_precision: no, bf16 or fp16.
     """
     model = fake.model
-    with fake.mode, LikeGpu():
+    with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
         stack, num_layers = _shorten(model)
         is_padding_free = remove_padding(fake, cfg)
         head = _prepare_head(fake)
@@ -50,12 +54,15 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int, eval
         with tracker, CurrentBatch(batch):
             loss = _loss(fake, computed, head, batch, cfg)
             trained = [p for p in model.parameters() if p.requires_grad]
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            # `torch.autograd.grad` would leave `LikeGpu`, in which checkpointed layers must be computed again too.
+            gradients = _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, tuple(trained), allow_unreachable=True, accumulate_grad=False
+            )
             tracker.mark()
         moments = marks.extend(np.stack(tracker.moments), num_layers)
         del gradients, loss
         marks.remove()
-        evaluation = _trace_evaluation(fake, computed, cfg, tracker) if evaluates else 0
+        evaluation = _trace_evaluation(fake, computed, cfg, tracker)
     return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluation)
 
 
@@ -95,7 +102,7 @@ class _Autocast(nn.Module):
     def __init__(self, model: nn.Module, precision: str, tracker: Tracker):
         super().__init__()
         self.inner, self.tracker = model, tracker
-        self.narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.narrow = NARROW.get(precision)
 
     def forward(self, **inputs: Any) -> Any:
         self.tracker.kind = ACTIVATIONS
@@ -111,7 +118,8 @@ class _Autocast(nn.Module):
 def _prepare_head(fake: FakeModel) -> OutputHead | None:
     """Return the head that computes the loss in chunks, for a causal language model whose logits are the output of its head."""
     if fake.model_class == "AutoModelForMaskedLM":
-        masking.compute_masked_logits_only(fake.model)
+        whole = fake.model.get_base_model() if hasattr(fake.model, "get_base_model") else fake.model
+        masking.compute_masked_logits_only(whole)
     if fake.model_class != "AutoModelForCausalLM":
         return None
     head = OutputHead(fake.model)

@@ -4,6 +4,7 @@
 of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
 """
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
 BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it
 
-# What a storage is used for. `Timeline` has one column for each.
+# What a storage is used for. `Trace.moments` has one column for each.
 ACTIVATIONS, LOSS, CASTS_OF_LAYERS, CASTS_OF_REST, GRADIENTS_OF_LAYERS, GRADIENTS_OF_REST = range(6)
 NUM_KINDS = 6
 
@@ -33,6 +35,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, in_layers: dict[nn.Parameter, bool]):
         """`in_layers`: all parameters, and whether they belong to one of the layers."""
         super().__init__()
+        self.deadline = time.monotonic() + LIMIT_SECONDS
         self.kind = ACTIVATIONS  # of new storages
         self.is_in_middle = False  # whether the forward pass of the layer runs that stands for others
         self.live = np.zeros((2, NUM_KINDS), dtype=np.int64)  # all bytes, and those that this layer has allocated
@@ -49,6 +52,8 @@ class Tracker(TorchDispatchMode):
         return len(self.moments) - 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"it takes more than {LIMIT_SECONDS} s")
         out = function(*args, **(kwargs or {}))
         kind = self.kind
         if function is torch.ops.aten._to_copy.default:
@@ -96,17 +101,46 @@ _IN_FLOAT32 = {
 class LikeGpu(TorchFunctionMode):
     """Lets operators save what they save on a GPU: attention no scores, dropout one byte per element, norms float32."""
 
+    def __init__(self, copies_logits: bool):
+        super().__init__()
+        self.copies_logits = copies_logits
+
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             return _Attention.apply(*args[:3])
+        if function in _GROUPED:
+            return _Grouped.apply(*args[:2])
+        if function is torch.rand and args and not args[0]:
+            return 1.0  # OPT and BART skip a layer if such a number is small
         if function is F.dropout:
             return _dropout(*args, **kwargs)
         if function is F.log_softmax and kwargs.get("dtype") and not torch.is_grad_enabled():
-            return torch.empty(args[0].shape, dtype=kwargs["dtype"])  # one kernel, without a copy of the logits in this type
+            # For float16 a GPU has one kernel. Before it, torch copies bfloat16 logits to float32. A compiled loss needs no copy.
+            wide = args[0].to(kwargs["dtype"]) if self.copies_logits and args[0].dtype == torch.bfloat16 else None
+            out = torch.empty(args[0].shape, dtype=kwargs["dtype"])
+            del wide
+            return out
         if function in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
         return function(*args, **kwargs)
+
+
+# Products of experts, whose fake versions accept no float32.
+_GROUPED = {getattr(home, name) for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}
+
+
+class _Grouped(torch.autograd.Function):
+    """Multiplies rows by the matrices of their experts, and saves both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrices)
+        return x.new_empty((x.shape[0], matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

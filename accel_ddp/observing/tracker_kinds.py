@@ -182,7 +182,8 @@ class Wandb(Tracker):
             print(f"wandb: {run.url}", flush=True)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        described = {key: facts[key] for key in ("command", "versions", "ranks", "batch", "precision", "model") if key in facts}
+        names = ("command", "versions", "ranks", "batch", "precision", "sharding", "model")
+        described = {name: facts[name] for name in names if name in facts}
         run.config.update({**config, "run": described}, allow_val_change=True)
         if self.cfg.resume:  # an offline run begins with row 0 again; log.jsonl has a line for each row of the attempts before
             self.tracker.row = max(run.step, _count_lines(Path(self.cfg.output_dir, "log.jsonl")))

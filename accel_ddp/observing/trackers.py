@@ -72,6 +72,8 @@ class Trackers(Hook):
         self.total_steps, self.step = total_steps, step
         self.evaluations = dict(evaluations)
         config = redact_values(as_plain_dict(self.cfg))
+        if sharding := self.facts.get("sharding"):
+            config["sharding"] = sharding["text"]
         self._put("start", "start", config, redact_values(self.facts), step, self.accelerator.trackers)
 
     def on_warm_up(self, step, seconds):

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch
@@ -41,7 +40,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         "nonce": secrets.token_hex(8), "token": secrets.token_hex(16), "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if process.is_local_main else None,
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
-        "sharding": asdict(process.sharding) if process.sharding else {},
+        "sharding": process.sharding.settings() if process.sharding else {},
     }  # fmt: skip
     try:
         attempt, ranks = join_attempt(root, mine, cfg)
@@ -153,7 +152,7 @@ def _difference(plan: dict, other: dict) -> str:
     """Return what a plan of sharding has that another one has not."""
     if not plan:
         return "DDP"
-    return ", ".join(["FSDP2", *(f"{name} {value}" for name, value in plan.items() if other and other[name] != value)])
+    return ", ".join(["FSDP2", *(f"{name}: {value}" for name, value in plan.items() if other and other[name] != value)])
 
 
 def _check_gpus(ranks: list[dict]) -> bool:

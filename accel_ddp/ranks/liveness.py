@@ -138,9 +138,9 @@ def ask_all_to_stop(reason: str) -> None:
 
 
 def report_output_dir(output_dir: str) -> None:
-    """Let the monitor of the main node watch the output folder."""
-    if process.link and process.is_main:
-        process.link.send({"output_dir": os.path.abspath(output_dir)})
+    """Let messages of the monitors name the output folder, and let the monitor of the main node watch it."""
+    if process.link:
+        process.link.send({"output_dir": os.path.abspath(output_dir), "is_watched": process.is_main})
 
 
 def report_claimed() -> None:

@@ -65,6 +65,7 @@ class Process:
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
         self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
+        self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 
         self.heartbeat = Heartbeat()  # where this rank is, for the monitor of its node

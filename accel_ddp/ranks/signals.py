@@ -136,6 +136,8 @@ def _handle_signals(reader: int) -> None:
         is_orphan = bool(process.launcher) and _has_lost_launcher(signal.Signals(number))
         if is_orphan and not is_repeated:
             name = f"{LAUNCHER_DIED}: the launcher of {process.host} (pid {process.launcher}) died"
+        if is_repeated and (number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ):
+            name = "a second Ctrl-C"
         if is_repeated or not stop.can_save:
             failure = Failure(
                 "interrupted" if interrupted_at else "stopped",

@@ -53,6 +53,7 @@ def _describe(run: Run) -> dict[str, dict[str, Any]]:
         "hosts": ", ".join(dict.fromkeys(str(one.get("host")) for one in ranks)) or None,
         "devices": ", ".join(f"{count} x {name}" for name, count in devices.items()) or None,
         "precision": start.get("precision"),
+        "sharding": _dict(start.get("sharding")).get("text"),
         "micro-batch": _dict(start.get("batch")).get("micro"),
         "accumulation": _dict(start.get("batch")).get("accumulation"),
     }

@@ -236,6 +236,7 @@ def configuration(run: Run, level: int, prefix: str) -> Html:
         pairs.append(("global batch size", text))
     pairs += [("items in the training data", start["items"])] if start.get("items") is not None else []
     pairs += [("mixed precision", start["precision"])] if start.get("precision") else []
+    pairs += [("sharding", read("sharding")["text"])] if read("sharding").get("text") else []
     nodes = _cluster(run)
     title = "Options that differ from the defaults"
     listed = join([tag(f"h{level + 1}", title), table(["option", "value", "default"], options, title)]) if options else ""

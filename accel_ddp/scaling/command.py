@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor.gpus import count_visible
+from accel_ddp.environment.sharding import require_ddp
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.report.markup import require_page
 from accel_ddp.scaling.analysis import Result
@@ -201,6 +202,8 @@ class Scaling:
         name = setting.name() + (f"_{number + 1}" if number else "")
         ended = self.runs.run(name, setting.place, [*self.options.options, *FIXED, *more])
         start = next((event for event in ended.events if event["event"] == "start"), {})
+        if start.get("sharding"):
+            require_ddp({"distributed_type": "FSDP"}, "accel-ddp scaling")
         if start and start["total_steps"] < self.num_steps and steps == 0:
             self.show(f"--epochs gives only {start['total_steps']} steps with this batch. The run is repeated with --steps.")
             more += ["--steps", str(self.num_steps)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from accel_ddp import recipe_files
 from accel_ddp.config import TrainConfig
 from accel_ddp.doctor.options import load_recipe_config
-from accel_ddp.environment.launcher import read_accelerate_config
+from accel_ddp.environment.launcher import parse_accelerate_command, read_accelerate_config
+from accel_ddp.environment.sharding import require_ddp
 from accel_ddp.errors import UserError
 from accel_ddp.scaling.plan import STRONG, WEAK
 
@@ -94,8 +95,7 @@ def _load_config(script: str, options: list[str]) -> TrainConfig | None:
 def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], int, int]:
     """Return the options of `accelerate launch` for several ranks and for one, --num_processes, and the number of --gpu_ids.
 
-    One rank is a process without DDP, as local.yaml starts it. With a config for several processes, Accelerate wraps the model in DDP
-    although there is nothing to send.
+    One rank is started with local.yaml, because other configs may have settings for several processes.
     """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
@@ -123,8 +123,14 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     if values["num_processes"] and not values["num_processes"].isdecimal():
         raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
     gpu_ids = values["gpu_ids"]
+    if gpu_ids.isdigit():
+        raise UserError(
+            f"--gpu_ids {gpu_ids}: is one GPU, with which there is nothing to compare. Name several, as in --gpu_ids 0,1."
+        )
     kept += ["--gpu_ids", gpu_ids] if gpu_ids else []
     config = str(recipe_files.config_path(values["config_file"]))
+    if not cluster:  # the options of `accelerate launch` replace the settings of the config
+        require_ddp(parse_accelerate_command(["accelerate", "launch", "--config_file", config, *kept]) or {}, "accel-ddp scaling")
     alone = ["--config_file", str(recipe_files.config_path("local.yaml"))]
     if not any(word.startswith(("--mixed_precision", "--mixed-precision")) for word in kept):
         alone += ["--mixed_precision", str(read_accelerate_config(config).get("mixed_precision") or "no")]

@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from accel_ddp import recipe_files
+from accel_ddp.environment.launcher import read_accelerate_config
 from accel_ddp.environment.mpi import remove_mpi_variables
+from accel_ddp.environment.sharding import require_ddp
 from accel_ddp.errors import UserError
-from accel_ddp.launch.commands import shell_path
+from accel_ddp.launch.commands import config_word, shell_path
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.hosts.ssh import ssh_words
 from accel_ddp.net.messages import find_free_port
@@ -103,6 +106,11 @@ class ClusterRuns:
                 f"--cluster {file}: has backend: {self.cluster.backend}, where each run would wait in a queue. Describe the hosts "
                 "of an allocation with backend: ssh."
             )
+        config = Path(config_word(self.cluster)).expanduser()
+        if "/" not in self.cluster.accelerate_config and not config.is_file():
+            config = recipe_files.config_path(self.cluster.accelerate_config)
+        if config.is_file():  # otherwise it is only on the nodes, and the log of a run states that its model is sharded
+            require_ddp(read_accelerate_config(str(config)), "accel-ddp scaling")
         listed = yaml.safe_load(Path(file).read_text())["nodes"]
         listed = [f"node{number}" for number in range(listed)] if isinstance(listed, int) else listed
         self.nodes = [{"host": node} if isinstance(node, str) else node for node in listed]

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.lockstep import Lockstep
 
 
 def shard(
@@ -39,7 +40,7 @@ def shard(
     mesh = make_mesh(plan, device)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduce = None if any(p.dtype == torch.float64 for p in model.parameters()) else reduce_dtype
-    narrow = torch.bfloat16 if precision == "bf16" else None
+    narrow = torch.bfloat16 if precision == "bf16" and _can_be_narrow(layers, device) else None
     # Autocast converts the inputs of operations, not of layers.
     policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in layers:
@@ -51,13 +52,18 @@ def shard(
     # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         one._is_fsdp_managed_module = True
-    if narrow and hasattr(
-        model, "generate"
-    ):  # it calls encoders and models below adapters outside of the forward pass of the root
+    if narrow and hasattr(model, "generate"):  # it calls encoders and models below adapters without the root
         model.generate = torch.autocast(device.type, narrow)(model.generate)
     _prefetch(model, layers)
+    model._lockstep = Lockstep(model)
     # Our last layer and many models return views. torch warns of in-place operations on them, which neither of us does.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def _can_be_narrow(layers: list[nn.Module], device: torch.device) -> bool:
+    """Return whether layers can be gathered in bfloat16. On CPUs, autocast leaves the inputs of these norms in another dtype."""
+    norms = (nn.LayerNorm, nn.GroupNorm)
+    return device.type != "cpu" or not any(isinstance(module, norms) for layer in layers for module in layer.modules())
 
 
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -105,7 +111,8 @@ def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     else:
         elements = {
             element for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1 for element in module
-        }
+            if not isinstance(element, nn.ModuleList | nn.ModuleDict)  # a list of lists, as in Funnel; these are not called
+        }  # fmt: skip
         is_layer = elements.__contains__
     layers = [layer for layer in _outermost(model, is_layer) if any(True for _ in layer.parameters())]
     if not layers and plan.layer_classes:
@@ -168,6 +175,49 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reshard(model)
+
+
+@contextlib.contextmanager
+def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute a sharded model in `dtype` inside of the block, with copies of what is gathered, for a comparison of two results.
+
+    Every rank must call it. Gradients cannot be computed. Only one layer at a time and the root have copies.
+    """
+    layers = [part for part in sharded_parts(model) if part is not model]
+    inside = {module for layer in layers for module in layer.modules()}
+    forwards = [(layer, layer.__dict__.get("forward"), layer.forward) for layer in layers]
+    with gathered(model), _converted([module for module in model.modules() if module not in inside], dtype):
+        for layer, _, forward in forwards:
+            layer.forward = functools.partial(_compute_converted, layer, forward, dtype)
+        try:
+            yield
+        finally:
+            for layer, own, _ in forwards:
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
+
+
+def _compute_converted(layer: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    with _converted(list(layer.modules()), dtype):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _converted(modules: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Replace the parameters and buffers of these modules by copies inside of the block. The modules below them stay as they are."""
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    before = [(table, name, value) for table in tables for name, value in table.items() if value is not None]
+    copies: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+    for table, name, value in before:
+        if value.is_floating_point():
+            table[name] = copies.setdefault(id(value), value.detach().to(dtype))
+    try:
+        yield
+    finally:
+        for table, name, value in before:
+            table[name] = value
 
 
 def autocast(model: nn.Module, device: torch.device) -> contextlib.AbstractContextManager:

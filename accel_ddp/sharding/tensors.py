@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -47,4 +48,6 @@ def sharded_like(part: Tensor, like: Tensor) -> Tensor:
     """Return a tensor of which this rank holds `part`, spread over ranks like another one of the same shape."""
     if not isinstance(like, DTensor):
         return part
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    # `DTensor.from_local` would move a part that is offloaded to host memory to the GPU.
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(like.shape, like.stride(), part.dtype))
+    return DTensor(part, spec, requires_grad=False)

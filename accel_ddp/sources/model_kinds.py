@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.sharding.apply import autocast, gathered
+from accel_ddp.sharding.apply import autocast, gathered, recover
 from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.sources.messages import warn
 
@@ -87,6 +87,8 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
     except torch.OutOfMemoryError:
         raise
     except Exception:  # training reports what the model does not accept
+        if is_sharded(model):
+            recover(model)
         return None
     finally:
         model.train(was_training)

@@ -89,11 +89,6 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
     if cfg.quantize != "no":
-        if process.sharding:
-            raise UserError(
-                f"--quantize {cfg.quantize}: quantized weights cannot be sharded, but the accelerate config asks for FSDP. Leave "
-                "--quantize out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
-            )
         options |= _quantization_options(cfg)
     options["output_loading_info"] = True
     place = locate_base(cfg.model, adapters, cfg.cache_dir) if adapters else locate(name, cfg.cache_dir)
@@ -172,6 +167,20 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     type; "" for a model that supports no adapters.
     """
     rows = model.__dict__.pop("_rows", {})
+    model = adapt(model, cfg, lora_task)
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if cfg.sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
+        # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
+        accelerator.ddp_handler.broadcast_buffers = has_batch_norm
+    if process.sharding:
+        shard_loaded(model, rows, process.sharding, *sharding_options(accelerator, cfg))
+    return model
+
+
+def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module:
+    """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             in_config = process.sharding and process.sharding.activation_checkpointing
@@ -182,12 +191,4 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     if cfg.lora_r or getattr(model, "_adapters", None):
         model = add_adapters(model, cfg, lora_task)
     freeze(model, cfg.freeze)
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    if cfg.sync_batchnorm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
-        # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
-        accelerator.ddp_handler.broadcast_buffers = has_batch_norm
-    if process.sharding:
-        shard_loaded(model, rows, process.sharding, *sharding_options(accelerator, cfg))
     return model

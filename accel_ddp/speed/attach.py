@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
@@ -107,27 +108,53 @@ class Speed:
                 with _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
                     self._compile(batch)
         if sharded:  # outside of the block and all ranks at once, because each pass gathers weights
-            self._compile(batch)
+            self._compile_together(batch)
         return time.monotonic() - began
 
     def _compile(self, batch: Any) -> None:
+        try:
+            self._rehearse_twice(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers fail in many ways
+            self._run_without_compilation(_reason(error))
+
+    def _compile_together(self, batch: Any) -> None:
+        """Do the same for a sharded model. A rank whose compiler fails computes as it is, because the others need it for their gathers.
+
+        All ranks then agree to run without compilation. An error in a backward pass ends the run, because it cannot be continued.
+        """
+        layers = self.padding_free
+        compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
+        softmaxes = [_Fallback(head.softmax, linear_cross_entropy.plain_softmax) for head in self.heads]
+        layers.calls = compiled
+        for head, softmax in zip(self.heads, softmaxes):
+            head.softmax = softmax
+        try:
+            self._rehearse_twice(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise UserError(f"The layers cannot be compiled on {process.host}: {_reason(error)}. Add --compile off.") from error
+        layers.calls = [fallback.compiled for fallback in compiled]
+        for head, softmax in zip(self.heads, softmaxes):
+            head.softmax = softmax.compiled
+        own = next((fallback.reason for fallback in (*compiled, *softmaxes) if fallback.reason), "")
+        if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {process.rank})") if reason]:
+            self._run_without_compilation(reasons[0])
+
+    def _rehearse_twice(self, batch: Any) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
-            try:
-                seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-                rehearse(self.model, batch, self.loss_sum)
-                rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers fail in many ways
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]  # the second one has the reason
-                reason = f"{type(error).__name__}: {' '.join(lines)[:200]}"
-                log.warning("the layers cannot be compiled and run without compilation: %s", reason)
-                calls, self.plain_calls = self.plain_calls, []
-                self._set_softmax(linear_cross_entropy.plain_softmax)
-                self._capture(calls)
-                if is_sharded(self.model):
-                    sharding.recover(self.model)
+            seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
+            rehearse(self.model, batch, self.loss_sum)
+            rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
+
+    def _run_without_compilation(self, reason: str) -> None:
+        log.warning("the layers cannot be compiled and run without compilation: %s", reason)
+        calls, self.plain_calls = self.plain_calls, []
+        self._set_softmax(linear_cross_entropy.plain_softmax)
+        self._capture(calls)
 
     def describe(self) -> dict[str, bool]:
         """Return what was done to the layers."""
@@ -173,9 +200,11 @@ class Speed:
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: per_batch(model, batch).double().sum()
             is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
-            reason = "" if sharded else self._compare(padding_free, loss, batch, 1e-4 if is_wide else 3e-2)
+            reason = (
+                "" if sharded else self._compare(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
+            )
         if sharded:  # a collective, and so outside of the block
-            reason = self._compare_together(padding_free, loss, batch, 1e-4 if is_wide else 3e-2)
+            reason = self._compare_together(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
         if reason:
             padding_free.remove()
             return reason
@@ -186,7 +215,7 @@ class Speed:
         reason = layers.check(loss, batch, allowed)
         if not reason and self.accelerator.mixed_precision != "no":  # half precision uses another attention
             with self.accelerator.autocast():
-                reason = layers.check(loss, batch, allowed=5e-2)
+                reason = layers.check(loss, batch, _rounding(layers, 5e-2))
         return reason
 
     def _compare_together(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
@@ -196,7 +225,7 @@ class Speed:
         """
         half = self.accelerator.mixed_precision != "no"
         with self.accelerator.autocast():
-            reason = layers.check(loss, batch, 5e-2 if half else allowed)
+            reason = layers.check(loss, batch, _rounding(layers, 5e-2) if half else allowed)
         sharding.recover(self.model)  # the forward pass may have raised an error
         return reason
 
@@ -265,6 +294,33 @@ class Speed:
     def _set_softmax(self, softmax: linear_cross_entropy.Softmax) -> None:
         for head in self.heads:
             head.softmax = softmax
+
+
+def _rounding(layers: PaddingFree, allowed: float) -> float:
+    """Return the difference that rounding in half precision explains. The errors of layers add up like a random walk."""
+    return allowed * max(1.0, len(layers.layers) / 12) ** 0.5
+
+
+class _Fallback:
+    """A compiled function that is computed without compilation from its first error on."""
+
+    def __init__(self, compiled: Callable[..., Any], plain: Callable[..., Any]):
+        self.compiled, self.plain, self.reason = compiled, plain, ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.reason:
+            try:
+                return self.compiled(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.reason = _reason(error)
+        return self.plain(*args, **kwargs)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]  # the second one has the reason
+    return f"{type(error).__name__}: {' '.join(lines)[:200]}"
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from accel_ddp.sharding.apply import recover
+from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training import losses
 
@@ -176,7 +178,11 @@ class OutputHead:
         self.head.forward = large
         try:
             scores = module(**some).logits
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # the model uses its head in another way
+            if is_sharded(module):
+                recover(module)
             return False
         finally:
             del self.head.forward

@@ -21,6 +21,7 @@ from accel_ddp.config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.records.tables import IMAGE
+from accel_ddp.sharding.apply import autocast, gathered
 from accel_ddp.sources import builtin, data, models, tokenisation
 from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.image_files import decode, read_content, thumbnail
@@ -227,7 +228,8 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
     try:
         pixels = torch.cat([processor(picture, return_tensors="pt")["pixel_values"] for picture in pictures])
         pixels, was_training = pixels.to(model.device, model.dtype), model.training
-        model.eval()(pixel_values=pixels)  # in eval mode the statistics of batch norm do not change
+        with gathered(model), autocast(model, pixels.device):
+            model.eval()(pixel_values=pixels)  # in eval mode the statistics of batch norm do not change
         model.train(was_training)
     except Exception as error:  # many types of the model and the processor
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -17,6 +17,8 @@ from accel_ddp.sharding.apply import reshard
 from accel_ddp.sharding.tensors import local
 from accel_ddp.training.update import UpdateStats
 
+MOST_AT_ONCE = 2**25  # elements, 128 MiB in float32
+
 
 class Ema:
     """The averages of the trained parameters and of the floating-point buffers of a model. With decay 0 there are none."""
@@ -38,11 +40,13 @@ class Ema:
         amount = 1 - min(self.decay, (1 + step) / (10 + step))
         # Whether the update was skipped may be known on the device only. A weight of 0 leaves an average exactly as it is.
         amounts = torch.isfinite(stats.loss + stats.grad_norm).to(stats.loss.dtype) * amount
-        by_dtype = {dtype: amounts.to(dtype) for dtype in {average.dtype for average in self.averages.values()}}
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         with torch.no_grad():
             for name, average in self.averages.items():
-                average = local(average)
-                average.lerp_(local(self._current(name)).to(average.dtype), by_dtype[average.dtype].to(average.device))
+                pair = local(average), local(self._current(name))
+                groups.setdefault((average.dtype, pair[0].device), []).append(pair)
+            for (dtype, device), pairs in groups.items():
+                _move(pairs, amounts.to(device, dtype))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -68,6 +72,24 @@ class Ema:
 
     def _current(self, name: str) -> Tensor:
         return self._weights[name].detach()
+
+
+def _move(pairs: list[tuple[Tensor, Tensor]], amount: Tensor) -> None:
+    """Move the first tensor of each pair towards the second by `amount` of their difference, with few kernels for many tensors.
+
+    `torch._foreach_lerp_` does not read `amount` from a device. The differences need memory, so that a part of the tensors is moved at
+    a time.
+    """
+    while pairs:
+        size = number = 0
+        while number < len(pairs) and (number == 0 or size + pairs[number][0].numel() <= MOST_AT_ONCE):
+            size += pairs[number][0].numel()
+            number += 1
+        averages, weights = zip(*pairs[:number])
+        differences = torch._foreach_sub([weight.to(averages[0].dtype) for weight in weights], averages)
+        torch._foreach_mul_(differences, amount)
+        torch._foreach_add_(averages, differences)
+        pairs = pairs[number:]
 
 
 def _widened(weight: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from accel_ddp.watch.page import EVALUATE, METRICS
 Rows = dict[str, np.ndarray]
 
 # Names of fields of the events `evaluate` and `end` of log.jsonl.
-RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "goodput", "breakdown")
+RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "goodput", "breakdown", "memory")
 
 
 class EvalBatches:

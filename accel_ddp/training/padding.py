@@ -23,6 +23,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.sharding.apply import computed_in, recover
 from accel_ddp.sharding.tensors import is_sharded
 from accel_ddp.training.current_batch import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
@@ -48,8 +49,11 @@ def require_independence(
     """
     if cfg.split(process.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
         return  # no text is padded
-    with together("compare a text with and without padding"):
-        reason = difference(accelerator, cfg, model, train, loss_sum)
+    if is_sharded(model):  # a collective, and so outside of the block
+        reason = _difference_together(accelerator, cfg, model, train, loss_sum)
+    else:
+        with together("compare a text with and without padding"):
+            reason = difference(accelerator, cfg, model, train, loss_sum)
     reasons = [found for found in gather_everywhere(reason) if found]
     if not reasons:
         return
@@ -77,17 +81,14 @@ def difference(
     places = _shortest_and_longest(train, accelerator, cfg)
     if places is None:
         return ""
-    if not getattr(model, "is_quantized", False) and not is_sharded(model):
+    if not getattr(model, "is_quantized", False):
         model.to(accelerator.device)
-    short = places[0]
     compute = _Compute(accelerator, cfg, model, train, loss_sum)
     was_training = model.training
     model.eval()
     try:
         with without_tf32(), _quantized_in_float32(model):
-            # The padded text comes first, because some models (BigBird) change for good when they get a short text.
-            padded = compute(places)
-            apart = _distance(compute([short]), padded)
+            apart = compute.distance(places)
             if apart <= ALLOWED or _is_rounding(compute, places, apart):
                 return ""
     except Exception as error:  # the model of a user may fail in many ways; the first step then reports it
@@ -98,11 +99,52 @@ def difference(
         if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(accelerator.device)
-    before, after = (train.batch_of(some, accelerator, cfg).sizes.width for some in ([short], places))
-    return (
-        f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another text "
-        f"(by {apart:.1e} of its largest value)"
-    )
+    return compute.describe(places, apart)
+
+
+def _difference_together(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> str:
+    """Return the same as `difference` for a sharded model, whose ranks must do the same forward passes.
+
+    All of them compute the same items, and agree on whether they compute in float64 too.
+    """
+    with together("read texts to compare them with and without padding"):
+        places = _shortest_and_longest(train, accelerator, cfg)
+        compute = _Compute(accelerator, cfg, model, train, loss_sum)
+        if places is not None:
+            compute.read(places), compute.read(places[:1])
+    if places is None:
+        return ""
+    was_training, kept = model.training, next(model.parameters()).dtype
+    model.eval()
+    # Layers may be gathered in 16 bits, whose rounding would look like a difference.
+    apart = _distance_together(compute, places, kept)
+    if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
+        apart = apart if _distance_together(compute, places, torch.float64) > ALLOWED_IN_FLOAT64 else 0.0
+    model.train(was_training)
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    return "" if apart <= ALLOWED else compute.describe(places, apart)
+
+
+def _distance_together(compute: "_Compute", places: list[int], dtype: torch.dtype) -> float:
+    """Return the largest distance on any rank, or 0 if the model cannot be computed in this way. All ranks then have the same error."""
+    found, error = 0.0, ""
+    try:
+        with without_tf32(), computed_in(compute.model, dtype):
+            found = compute.distance(places)
+    except torch.OutOfMemoryError:  # of one rank only, while the others wait for it
+        raise
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+        recover(compute.model)
+    everyone = gather_everywhere((found, error))
+    if any(error for _, error in everyone):
+        log.info("texts with and without padding were not compared in %s: %s", dtype, error)
+        return 0.0
+    return max(found for found, _ in everyone)
 
 
 @contextlib.contextmanager
@@ -146,10 +188,30 @@ class _Compute:
         self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
     ):
         self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+        self._batches: dict[tuple[int, ...], Any] = {}
+
+    def read(self, places: list[int]) -> Any:
+        """Return these items as a micro-batch."""
+        if tuple(places) not in self._batches:
+            self._batches[tuple(places)] = self.train.batch_of(places, self.accelerator, self.cfg)
+        return self._batches[tuple(places)]
+
+    def distance(self, places: list[int]) -> float:
+        """Return how much the result of the first item depends on the others, as a fraction of the largest value."""
+        # The padded text comes first, because some models (BigBird) change for good when they get a short text.
+        padded = self(places)
+        return _distance(self(places[:1]), padded)
+
+    def describe(self, places: list[int], apart: float) -> str:
+        before, after = (self.read(some).sizes.width for some in (places[:1], places))
+        return (
+            f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another "
+            f"text (by {apart:.1e} of its largest value)"
+        )
 
     @torch.no_grad()
     def __call__(self, places: list[int]) -> Tensor:
-        batch = self.train.batch_of(places, self.accelerator, self.cfg)
+        batch = self.read(places)
         outputs: list[Any] = []
         hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
@@ -169,8 +231,7 @@ def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
         return False
     try:
         with _in_float64(compute.model):
-            padded = compute(places)
-            return _distance(compute(places[:1]), padded) <= ALLOWED_IN_FLOAT64
+            return compute.distance(places) <= ALLOWED_IN_FLOAT64
     except Exception as error:  # quantised weights, a device without float64, or too little memory
         log.info("texts with and without padding were not compared in float64: %s: %s", type(error).__name__, error)
         return True

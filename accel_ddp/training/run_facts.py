@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accel_ddp.ranks.agreement import gather_objects
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving.tensors import versions
+from accel_ddp.training.rank_sample import RankSample
 
 # Variables that change how a run computes or communicates. Others, which may be private, are not recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")
@@ -42,6 +44,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         "precision": accelerator.mixed_precision,
         **({"sharding": process.sharding.facts(process.num_ranks)} if process.sharding else {}),
         "model": describe_model(model),
+        **({"memory": process.memory} if process.memory else {}),
     }  # fmt: skip
 
 
@@ -54,6 +57,23 @@ def describe_model(model: nn.Module) -> dict[str, int]:
         "trained": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
     }
+
+
+def measure_memory(device: torch.device, ranks: Sequence[RankSample]) -> dict[str, int]:
+    """Return the largest peak of all ranks, and its estimate if there is one, in bytes. {}: there is no GPU.
+
+    `ranks` are the last samples of all ranks. The host does not wait for the GPU.
+    """
+    if device.type != "cuda":
+        return {}
+    measured = max(torch.cuda.max_memory_allocated(device), *(int(rank.gpu_memory) for rank in ranks if rank.gpu_memory > 0), 0)
+    return {"measured": measured} | ({"estimated": process.memory["estimated"]} if process.memory else {})
+
+
+def describe_memory(found: dict[str, int]) -> str:
+    """Return the line about memory that a run prints at its end."""
+    estimated = f", and {found['estimated'] / 2**30:.1f} GiB were estimated" if "estimated" in found else ""
+    return f"peak of GPU memory: {found['measured'] / 2**30:.1f} GiB{estimated}."
 
 
 def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:

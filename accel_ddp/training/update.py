@@ -94,11 +94,14 @@ def update(
         samples = summed[4:] if sample else ()
 
     total = weight = None
+    lockstep = getattr(model, "_lockstep", None)  # of a sharded model
+    if lockstep:
+        lockstep.begin_step()
     times_before = _gradient_times(model)
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
-        with _synchronising(accelerator, model, is_last):
+        with _synchronising(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             heartbeat.enter(FORWARD)
             with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
@@ -114,6 +117,8 @@ def update(
             synchronises = is_last and num_ranks > 1
             if own_time and synchronises:
                 own_time.mark_end_of_backward(weighted)
+            if lockstep:
+                lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
             (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
         mark(Part.COMMUNICATION if synchronises else Part.BACKWARD)
@@ -130,10 +135,13 @@ def update(
     grad_norm = tensors.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))).to(device)
     loss_of_all = total
     if num_ranks > 1:
-        loss_of_all = total.clone()
+        summed = torch.cat([total.reshape(1), lockstep.counts(device, exact)]) if lockstep else total.clone().reshape(1)
         mark(Part.OPTIMIZER)
-        dist.all_reduce(loss_of_all)
+        dist.all_reduce(summed)
         mark(Part.COMMUNICATION)
+        loss_of_all = summed[0]
+        for parameter in lockstep.find_unused(summed[1:]) if lockstep else ():
+            parameter.grad = None  # as on one rank: the optimizer leaves it as it is
     mean_loss = loss_of_all * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     mark(Part.OPTIMIZER)

@@ -19,6 +19,7 @@ from accel_ddp.doctor.command import read_options
 from accel_ddp.doctor.options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.preflight import print_progress
 from accel_ddp.doctor.report import Outcome
+from accel_ddp.environment.sharding import require_ddp
 from accel_ddp.environment.topology import Topology
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.net.messages import make_token
@@ -63,6 +64,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
     # Add the options that only the doctor has. The model is left out, because only the main node reads it.
     doctor_options = {**vars(given), "no_deep": False, "data": [], "output_dir": "", "model": ""}
     topology, checks = read_options(argparse.Namespace(**doctor_options), script_words)
+    require_ddp(topology.accelerate_config, "accel-ddp tune")
     options = options_from(given, cfg, topology, own_words, script_words)
     if topology.is_launched or topology.num_local_processes > 1:
         raise UserError(

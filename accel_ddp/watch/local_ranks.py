@@ -5,6 +5,7 @@ import contextlib
 import json
 import mmap
 import os
+import shlex
 import signal
 import time
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class LocalRanks(dict[int, LocalRank]):
     def __init__(self, node: int, host: str, launcher: int):
         super().__init__()
         self.node, self.host, self.launcher = node, host, launcher
+        self.output_dir = "FOLDER"  # until a rank has reported it
 
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
         """Add a rank that has connected."""
@@ -114,7 +116,7 @@ class LocalRanks(dict[int, LocalRank]):
         seen = local.read()
         place = page.format_place(seen.step, seen.phase)
         what = processes.describe_exit(local.status)
-        how = "Continue from the last checkpoint with --resume."
+        how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
         if local.kills.happened():
             what = "was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit,"
             how = "Use a smaller --micro_batch_size or fewer --num_workers, or raise the limit. " + how

@@ -86,7 +86,9 @@ class Monitor:
                 elif "roster" in message:
                     self._connect(message)
                 elif "output_dir" in message:
-                    self.output = OutputFolder(message["output_dir"])
+                    self.ranks.output_dir = message["output_dir"]
+                    if message["is_watched"]:
+                        self.output = OutputFolder(message["output_dir"])
                 elif "is_claimed" in message and self.output:
                     self.incidents.open(self.output.path)
                 elif "incident" in message:

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
+from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.saving import tensors
+from accel_ddp.sharding import apply
+from accel_ddp.sharding.tensors import full
 from accel_ddp.training import padding
 
 VOCABULARY, LABELS, LONGEST, STEPS = 96, 3, 24, 2
@@ -214,9 +217,11 @@ def new_task(name: str) -> Task:
     return task
 
 
-def copy_of(task: Task) -> tuple[Task, torch.optim.Optimizer]:
-    """Return the task with a copy of its model, and an optimizer."""
+def copy_of(task: Task, device: torch.device | None = None) -> tuple[Task, torch.optim.Optimizer]:
+    """Return the task with a copy of its model, and an optimizer. With a device the model is sharded."""
     model = copy.deepcopy(task.model)
+    if device:
+        apply.shard(model, ShardingPlan(), device)
     return Task(task.kind, model), torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
 
 
@@ -238,13 +243,14 @@ def items_of(step: int, kind: str) -> list[dict[str, Tensor]]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    apply.reshard(model)
+    return {name: full(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
-def train(accelerator, initial: Task, micro: int, is_resumed: bool = False) -> dict[str, Tensor]:
+def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_sharded: bool = False) -> dict[str, Tensor]:
     """Return the weights after all updates on all ranks. With `is_resumed`, the state moves to a new model before the last one."""
-    task, plain = copy_of(initial)
-    model, optimizer = accelerator.prepare(task.model, plain)
+    task, plain = copy_of(initial, accelerator.device if is_sharded else None)
+    model, optimizer = (task.model, plain) if is_sharded else accelerator.prepare(task.model, plain)
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
@@ -283,6 +289,34 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
     }
 
 
+def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
+    """Return the same facts of a model that is sharded over the ranks, in which some layers are gathered in bfloat16."""
+    initial = new_task(name)
+    whole = train(accelerator, initial, micro=8 // accelerator.num_processes, is_sharded=True)
+    data = accel_ddp.TrainBatches(rows(initial.kind), collate)
+    facts: dict[str, Any] = {
+        "moved": distance(weights(initial.model), whole),
+        "ranks": distance(train_plainly(initial), whole),
+        "micro": distance(train(accelerator, initial, micro=1, is_sharded=True), whole),
+    }
+    for precision in ("no", "bf16"):
+        model = copy.deepcopy(initial.model)
+        apply.shard(model, ShardingPlan(), accelerator.device, precision)
+        task = Task(initial.kind, model)
+        try:
+            padding.require_independence(accelerator, cfg, model, data, task.loss_sum)
+            facts[f"padding {precision}"] = ""
+        except accel_ddp.UserError as error:
+            facts[f"padding {precision}"] = str(error)
+    with torch.autocast("cpu", torch.bfloat16):  # the model that was sharded last
+        batch = collate(rows(initial.kind)[:4])
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+        stats = accel_ddp.update(accelerator, model, optimizer, [batch], task.loss_sum, task.count)
+        exact = initial.loss_sum(initial.model, batch) / task.count(batch)
+    facts["bf16"] = abs(float(stats.loss) - float(exact))
+    return facts
+
+
 def fit(accelerator, cfg, name: str) -> dict[str, list[str]]:
     """Return for some options of `fit` the error on each rank, or "" if it has trained."""
     results = {}
@@ -306,6 +340,7 @@ class Config(TrainConfig):
     out: str = ""
     global_batch_size: int = 8
     only: tuple[str, ...] = ()
+    sharded: bool = False
 
 
 def main(cfg: Config) -> None:
@@ -315,10 +350,11 @@ def main(cfg: Config) -> None:
     results = {}
     for name in cfg.only or ALL:
         try:
-            results[name] = facts_of(accelerator, cfg, name)
+            results[name] = (facts_of_sharded if cfg.sharded else facts_of)(accelerator, cfg, name)
         except Exception as error:  # every rank has the same error, so that all continue with the next model
             results[name] = {"error": f"{type(error).__name__}: {error}"}
-    results["fit"] = {**fit(accelerator, cfg, "FNet"), **fit(accelerator, cfg, "Bert")}
+    if not cfg.sharded:
+        results["fit"] = {**fit(accelerator, cfg, "FNet"), **fit(accelerator, cfg, "Bert")}
     if accelerator.is_main_process:
         Path(cfg.out).write_text(json.dumps(results, indent=1))
 

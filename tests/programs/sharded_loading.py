@@ -114,7 +114,6 @@ def refusals() -> list[str]:
     for kind, options in (
         ("CausalLM", {"model": str(FOLDER / ("damaged" if process.rank else "llama"))}),
         ("SequenceClassification", {"model": str(FOLDER / "pissa")}),
-        ("CausalLM", {"model": str(FOLDER / "llama"), "quantize": "4bit", "lora_r": 2}),
     ):
         try:
             models.load(getattr(transformers, f"AutoModelFor{kind}"), RecipeConfig(**options))

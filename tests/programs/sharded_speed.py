@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import sharded_branches  # in this folder
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -16,6 +18,7 @@ import accel_ddp
 from accel_ddp.config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import process
 from accel_ddp.sharding import apply
 from accel_ddp.sharding.tensors import full
@@ -49,6 +52,7 @@ class Case:
     in_fit: bool = False  # sharded when its optimizer exists already, as a model that is not of transformers
     checkpointing: bool = False
     compiled: bool = False
+    broken_compiler: bool = False  # of the last rank, in its second layer
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
 
@@ -62,6 +66,7 @@ CASES = {
     "lora on the head": Case(lora=("v_proj", "lm_head")),
     "in fit": Case(in_fit=True, plan=ShardingPlan(activation_checkpointing=True)),
     "offloaded": Case(plan=ShardingPlan(cpu_offload=True)),
+    "broken compiler": Case(broken_compiler=True),
     "bf16": Case(precision="bf16"),
     "bf16 ddp": Case(plan=None, precision="bf16"),
     "compiled": Case(compiled=True),
@@ -151,6 +156,8 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         layers = speed.padding_free
         layers.calls = [torch.compile(call, dynamic=True, backend="aot_eager", fullgraph=True) for call in layers.calls]
     model, optimizer = prepare(accelerator, cfg, model, optimizer)
+    if case.broken_compiler:
+        facts["warm-up"] = warm_up_with_broken_compiler(speed)
     model.train()
     sample = train.batch_of(indices(0, process.rank, 0), accelerator, cfg)
     if case.plan:
@@ -167,6 +174,17 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     apply.reshard(model)
     module = accelerator.unwrap_model(model)
     return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
+
+
+def warm_up_with_broken_compiler(speed) -> list[bool]:
+    """Do the warm-up while the compiler of one rank raises an error. Return for each rank whether its layers are compiled."""
+    layers = speed.padding_free
+    speed.plain_calls, layers.calls = layers.calls, list(layers.calls)
+    if process.rank == process.num_ranks - 1:
+        layers.calls[1] = lambda *args, **kwargs: 1 / 0
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", speed.cfg.output_dir)
+    speed.warm_up()
+    return gather_everywhere(speed.describe()["compiled"])
 
 
 def fails(model, batch, loss_sum) -> bool:
@@ -207,6 +225,7 @@ def main(cfg: Config) -> None:
     start = {name: p.detach() for name, p in build(Case()).named_parameters()}
     found["learned"] = difference(start, weights["sharded"])
     found["to ddp"] = difference(weights["sharded"], weights["ddp"])
+    found["branches"] = sharded_branches.compare(accelerator)
     if process.is_main:
         Path(cfg.out).write_text(json.dumps(found))
 

@@ -155,7 +155,7 @@ class Session:
         return self._finish()
 
     async def _collect_facts(self) -> list[dict[str, Any]]:
-        config = "" if commands.uses_torchrun(self.cluster) else commands.config_word(self.cluster)
+        config = commands.used_config(self.cluster)
 
         async def ask(connection: Connection) -> dict[str, Any]:
             node = connection.node

@@ -13,13 +13,12 @@ from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch.commands import (
     Job,
     Shell,
-    config_word,
     has_option,
     launcher_words,
     node_environment,
     to_shell,
+    used_config,
     uses_package,
-    uses_torchrun,
 )
 from accel_ddp.launch.description import Cluster, shown_value
 
@@ -298,7 +297,7 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
     """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
-    files = [job.script] if uses_torchrun(cluster) else [job.script, config_word(cluster)]
+    files = [file for file in (job.script, used_config(cluster)) if file]
     folder = cluster.nodes[0].folder
     place = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
     lines = [

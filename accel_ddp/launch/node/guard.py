@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.environment.launcher import CONFIG_FILE
 from accel_ddp.launch.node import facts, reach, requests
 from accel_ddp.launch.node.lines import Lines
 from accel_ddp.launch.node.output import RankOutputs
@@ -107,6 +108,8 @@ class JobOnNode:
         words = [facts.find_file(word, kind) or word if kind else word for word, kind in pairs]
         words = expand_run_folder(words, request["run_folder"])
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
+        if config := request["env"].get(CONFIG_FILE):
+            env[CONFIG_FILE] = facts.find_file(config, "accelerate_configs") or config
         env["PATH"] = facts.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

@@ -1,0 +1,140 @@
+"""Reports the estimated GPU memory before a run loads its model, and refuses a model that does not fit."""
+
+import logging
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from accel_ddp.config import TrainConfig
+from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.errors import UserError
+from accel_ddp.memory.advice import Estimator, Suggestion, fits
+from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, needed
+from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
+from accel_ddp.ranks.process import process
+
+log = logging.getLogger(__name__)
+STATES = ("weights", "gradients", "optimizer", "averages", "gathered")
+
+# What the rows of an estimate are called. `docs/memory.md` explains them.
+NAMES = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "averages": "averaged weights",
+    "gathered": "gathered weights", "copies": "weights in 16 bits", "activations": "activations", "loss": "vocabulary loss",
+    "other": "other", "graphs": "CUDA graphs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the main rank has found."""
+
+    text: str = ""  # to print
+    refusal: str = ""  # the message of the error that every rank raises
+    facts: dict[str, Any] = field(default_factory=dict)  # for the log of the run
+
+
+def report(accelerator: Accelerator, cfg: TrainConfig, model_class: str) -> None:
+    """Print the memory that each GPU needs. Raise UserError on every rank if the states of the model alone do not fit.
+
+    It does nothing on CPUs without `--gpu_memory_gb`, and for a task without `model_class`. A micro-batch that is too large is only
+    reported, because texts may be shorter than the estimate assumes. Whatever fails in the estimate itself does not end the run.
+    """
+    if not model_class or not (accelerator.device.type == "cuda" or cfg.gpu_memory_gb):
+        return
+    rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
+    found = Verdict()
+    if rooms and all(size for size, _ in rooms):
+        found = _judge(
+            accelerator.mixed_precision, cfg, model_class, min(size for size, _ in rooms), min(free for _, free in rooms)
+        )
+    found = broadcast_object(found, what="estimate the memory of the model")
+    process.memory = found.facts
+    if found.text:
+        print_on_main(found.text)
+    if found.refusal:
+        raise UserError(found.refusal)
+
+
+def _room(device: torch.device, given: float) -> tuple[float, float]:
+    """Return the bytes of the GPU of this rank, and those that other processes do not use. 0: not known."""
+    if device.type != "cuda":
+        return given, given
+    try:
+        free, size = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # the driver does not tell
+        return given, given
+    return given or size, min(given or size, free + CONTEXT)  # this process has opened CUDA already
+
+
+def _judge(precision: str, cfg: TrainConfig, model_class: str, size: float, free: float) -> Verdict:
+    """Return what to print and whether the run is refused. It draws no random numbers, and never raises an exception."""
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            estimator = Estimator(cfg, model_class, precision, len(process.nodes))
+            return judge(estimator, process.num_ranks, process.sharding, size, free)
+    except UserError:
+        return Verdict()  # loading the model reports it
+    except Exception as error:  # an unusual model, which may train nevertheless
+        log.info("the memory of the model is not estimated: %s: %s", type(error).__name__, error)
+        return Verdict()
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
+
+def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: float, free: float) -> Verdict:
+    """Return what to print for a GPU with `size` bytes, of which `free` are not used by other processes."""
+    found = estimator.estimate(ranks, plan)
+    expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak
+    lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB estimated{_with(found)}{_parts(found, expected)}"]
+    if ranks > 1 and found.peak > GIB and (plan or estimator.can_be_sharded()):
+        other = estimator.estimate(ranks, None if plan else ShardingPlan())
+        lines.append(f"  it would be {other.peak / GIB:.1f} GiB{_with(other)}{_parts(other)}")
+    if not found.has_activations:
+        lines.append("  Activations are not included, because the forward pass of this model could not be traced.")
+    facts = {"estimated": expected, **found.rows}
+    advice = [] if fits(found, size) else estimator.suggest(ranks, plan, size)
+    if needed(found.states, ranks) > size:
+        return Verdict("\n".join(lines), _refusal(estimator.cfg, found, size, advice), facts)
+    if not fits(found, size):
+        what = "A step" if needed(found.total, ranks) > size else "An evaluation"
+        change = _listed(advice) or "a smaller --max_length or --eval_batch_size"
+        lines.append(f"  {what} may not fit if texts are as long as the estimate assumes. Use {change}.")
+    elif not fits(found, free):
+        lines.append(f"  Only {free / GIB:.1f} GiB are free, because other processes use the GPU. The run may not fit.")
+    return Verdict("\n".join(lines), "", facts)
+
+
+def _with(found: Estimate) -> str:
+    return f" with {found.kind}" if found.ranks > 1 else ""
+
+
+def _parts(found: Estimate, expected: int = 0) -> str:
+    """Return the parts of a peak, for example ` (weights 5.0, gradients 5.0, activations 2.3)`, without small parts."""
+    rows = found.rows | {"graphs": max(0, expected - found.peak)}
+    shown = [f"{NAMES[name]} {size / GIB:.1f}" for name, size in rows.items() if size >= (0.2 if name == "other" else 0.05) * GIB]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _refusal(cfg: Any, found: Estimate, size: float, advice: list[Suggestion]) -> str:
+    more = needed(found.states, found.ranks) - found.states
+    sizes = {NAMES[name]: found.rows[name] for name in STATES} | {"CUDA, NCCL and fragmentation": more}
+    states = ", ".join(f"{name} {bytes / GIB:.1f}" for name, bytes in sizes.items() if bytes >= 0.05 * GIB)
+    room = f"--gpu_memory_gb {cfg.gpu_memory_gb:g} allows less" if cfg.gpu_memory_gb else f"a GPU has {size / GIB:.1f} GiB"
+    change = f"Use {_listed(advice)}." if advice else "Use more GPUs, GPUs with more memory, or a smaller model."
+    size_of_states = needed(found.states, found.ranks) / GIB
+    return (
+        f"--model {cfg.model}: does not fit{_with(found)}. With CUDA it needs {size_of_states:.1f} GiB per GPU besides activations "
+        f"({states}), and {room}. {change}"
+    )
+
+
+def _listed(advice: list[Suggestion]) -> str:
+    return ", or ".join(map(str, advice))
