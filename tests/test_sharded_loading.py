@@ -14,7 +14,7 @@ from accel_ddp.sharding.apply import own_rows
 from tests.conftest import PROGRAMS, run_ranks
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-BIG = 24e6  # parameters
+BIG = 84e6  # parameters, because code and buffers add up to 60 MB
 
 
 def make_models(folder: Path) -> None:
@@ -36,7 +36,7 @@ def make_models(folder: Path) -> None:
     image = {**small, "image_size": 8, "patch_size": 4, "num_labels": 3}
     experts = {**decoder, "tie_word_embeddings": False, "num_local_experts": 4, "num_key_value_heads": 1}
     gpt2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 101}
-    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4001}
+    wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4001}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoder)).bfloat16()
     llama.save_pretrained(folder / "llama", max_shard_size="4KB")
     transformers.BertModel(bert).save_pretrained(folder / "bert")
@@ -47,7 +47,7 @@ def make_models(folder: Path) -> None:
     transformers.MixtralForCausalLM(transformers.MixtralConfig(**experts)).bfloat16().save_pretrained(folder / "mixtral")
     big = transformers.LlamaForCausalLM(transformers.LlamaConfig(**wide)).bfloat16()
     assert BIG < big.num_parameters() < 1.1 * BIG
-    big.save_pretrained(folder / "big", max_shard_size="20MB")
+    big.save_pretrained(folder / "big", max_shard_size="70MB")
 
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2))
     gpt2.config.save_pretrained(folder / "gpt2-bin")
@@ -103,10 +103,9 @@ def test_no_sharded_rank_holds_the_whole_model(results):
 
 def test_all_ranks_refuse_a_model_that_one_of_them_cannot_read_or_that_cannot_be_sharded(results, folder):
     for result in results:
-        damaged, pissa, quantized = result["errors"]
+        damaged, pissa = result["errors"]
         assert damaged.startswith(f"--model {folder}/damaged: the folder cannot be loaded: ")
         assert "init_lora_weights: pissa" in pissa
-        assert quantized.startswith("--quantize 4bit: quantized weights cannot be sharded")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
