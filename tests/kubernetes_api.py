@@ -3,15 +3,18 @@
 Unknown fields are refused, as by a real server and a kubectl since 1.25. The types are those of kubeflow-trainer-api.
 """
 
+import base64
 import contextlib
 import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+PROTOBUF = b"k8s\0"  # an object in this format begins with it
 TRAINER = "/apis/trainer.kubeflow.org/v1alpha1"
 KINDS = {
     "/api/v1": {"pods": "Pod", "services": "Service", "secrets": "Secret", "persistentvolumeclaims": "PersistentVolumeClaim"},
@@ -49,6 +52,38 @@ def typed_errors(one: dict[str, Any]) -> list[str]:
     except (ValidationError, ValueError) as error:
         return [str(error)]
     return [f'unknown field "{path[1:]}"' for path in unknown_fields(one, json.loads(read.to_json()))]
+
+
+def fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the content of each field of a protobuf message. Numbers are left out."""
+
+    def varint(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value, shift = value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value, at
+
+    at = 0
+    while at < len(message):
+        tag, at = varint(at)
+        size, at = varint(at)
+        if tag & 7 == 2:
+            yield tag >> 3, message[at : at + size]
+            at += size
+
+
+def read_secret(body: bytes) -> dict[str, Any]:
+    """Return the Secret that `kubectl create secret` sends. kubectl 1.20 sends JSON, and kubectl 1.32 protobuf."""
+    kind, secret = [content for _, content in fields(body.removeprefix(PROTOBUF))][:2]
+    assert dict(fields(kind)) == {1: b"v1", 2: b"Secret"}
+    names = [dict(fields(content))[1].decode() for number, content in fields(secret) if number == 1]
+    data = [dict(fields(content)) for number, content in fields(secret) if number == 2]
+    return {
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": names[0]},
+        "data": {one[1].decode(): base64.b64encode(one[2]).decode() for one in data},
+    }  # fmt: skip
 
 
 class Api:
@@ -147,7 +182,7 @@ class Api:
     def handle(self, method: str, key: tuple, query: dict[str, list[str]], body: bytes) -> tuple[int, dict[str, Any]]:
         folder, plural, _, name = key
         if method == "POST":
-            one = json.loads(body)
+            one = read_secret(body) if body.startswith(PROTOBUF) else json.loads(body)
             name = one["metadata"]["name"]
             if key[:3] + (name,) in self.objects:
                 return _status(409, "AlreadyExists", f'{plural} "{name}" already exists')

@@ -1,5 +1,6 @@
 """Manifests are valid, contain no secrets, and run on two nodes as Kubernetes starts them. A real kubectl submits and stops them."""
 
+import base64
 import copy
 import json
 import os
@@ -605,6 +606,8 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     subprocess.run(
         advised, shell=True, check=True, env={**os.environ, "KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path)}
     )
+    secrets = [one["data"] for one in api.objects.values() if one["kind"] == "Secret"]
+    assert secrets == [{"WANDB_API_KEY": base64.b64encode(SECRET_VALUE.encode()).decode()}]
     file = describe(tmp_path, secrets=["classify-env"])
     assert launch().returncode == 0
     assert SECRET_VALUE not in str([one for one in api.objects.values() if one["kind"] != "Secret"])

@@ -183,14 +183,25 @@ class _Rsync(_Copier):
             raise UserError(f"copy: rsync: there is no file to copy in {source}.")
 
     async def copy(self, node: Node) -> None:
-        ready = f"printf '%s%s\\0' {_MARK.decode()} \"$(pwd -P)\"; cat .accel_ddp/copied 2>/dev/null || true"
-        folder, *copied_before = await self.run_on(node, f"{self.prepare(node)}; {ready}")
+        # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
+        # option. The protection is against users who can write into the folder. They could as well change the code that is run.
+        find_option = '"$(rsync --help | grep -o -e --insecure-links)"'
+        ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
+        folder, option, *copied_before = await self.run_on(node, f"{self.prepare(node)}; {ready}")
         there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
         if gone := [name for name in set(copied_before) - set(self.names) if self._is_gone(name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
-        # -K: a link to a folder stays, for example from `data` to a disk. Without implied folders, their permissions stay too.
+        # -K: a link to a folder stays. Without implied folders, their permissions stay too.
         # -s: the folder may contain spaces.
-        words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
+        words = [
+            "rsync",
+            "-lptKs",
+            "--no-implied-dirs",
+            "--timeout=300",
+            "--from0",
+            "--files-from=-",
+            f"--rsync-path=rsync {option}",
+        ]
         words += ["-e", " ".join(map(_quote_for_rsync, self.ssh_words(node)[:-1])), "./", f"{_address(node.host)}:{folder}/"]
         code, _, errors = await self.run(words, _joined(self.names))
         if code:
