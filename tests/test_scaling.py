@@ -294,7 +294,8 @@ def test_a_slow_link_on_two_ranks_is_measured(tmp_path):
     assert "Plotly.newPlot" in (tmp_path / "page.html").read_text()
     kept = sorted(str(path.relative_to(tmp_path / "runs")) for path in (tmp_path / "runs").rglob("*") if path.is_file())
     assert [name for name in kept if not name.endswith((".txt", "/log.jsonl"))] == [], "checkpoints are deleted"
-    assert len(kept) == 4
+    once = {name for name in kept if "_micro4_2" not in name}  # a run that busy cores have delayed is measured again
+    assert len(once) == 4
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -235,7 +235,8 @@ def test_a_straggler_is_not_taken_for_a_slow_link_and_one_node_has_no_link():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_slow_data_loading_on_all_ranks_is_reported(ranks):
-    own = lambda rank, step: {**steady(0.1), "data": random.uniform(0.45, 0.55) if 30 <= step < 90 else 0.01}
+    draw = random.Random(3)
+    own = lambda rank, step: {**steady(0.1), "data": draw.uniform(0.45, 0.55) if 30 <= step < 90 else 0.01}
     run = Simulated(ranks, own).run(150)
     assert run.kinds == [(DATA_SLOW, False), (DATA_SLOW, True)]
     assert run.found[0][0] <= 50
