@@ -93,6 +93,7 @@ def _finish(exits: bool) -> int:
     close_link()
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
+    process.slow_group = None  # this ends its threads, which would otherwise run while the interpreter ends
     process.close_trackers()  # after the last collective, so that no other rank waits for it
     return 0
 

@@ -6,6 +6,7 @@
 - stuck disk: the first evaluation cannot be written, and then rank 0 raises an exception.
 """
 
+import atexit
 import dataclasses
 import gc
 import os
@@ -44,9 +45,15 @@ class EndsRun(Hook):
         return step == 2
 
 
+def print_threads_of_gloo() -> None:
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    print(f"{sum('gloo' in name for name in names)} threads of gloo are left", flush=True)
+
+
 def main(cfg: Config) -> None:
     import torch
 
+    atexit.register(print_threads_of_gloo)  # it is called after the handler of `start`
     accelerator = accel_ddp.start(cfg)
     is_main, is_last = accelerator.is_main_process, accelerator.is_last_process
     models = []
