@@ -14,6 +14,7 @@ from accel_ddp.config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.export_weights import find_names, write_weights
 from accel_ddp.model_card import card, public_name, public_options, without_paths
+from accel_ddp.ranks import logs
 from accel_ddp.ranks.agreement import print_on_main, together
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_values
@@ -164,6 +165,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
     If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
     averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
     """
+    logs.configure()
     folder = Path(out).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out}: exists already. Name a folder that does not exist.")

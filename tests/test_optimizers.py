@@ -1,6 +1,8 @@
 """Optimizers, schedules, learning rates of parameters, and the average of the weights."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from accel_ddp.training.ema import Ema
 from accel_ddp.training.muon import hidden_matrices, orthogonalize
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.update import update
-from tests.conftest import PROGRAMS, ROOT, run_ranks
+from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 
 OPTIMIZERS = ["adamw", "sgd", "muon", "adafactor", "adamw8bit"]
 
@@ -292,3 +294,10 @@ def test_the_averages_and_the_weights_of_a_checkpoint_can_be_exported(tmp_path, 
 def test_every_optimizer_has_a_row_in_the_docs():
     page = (ROOT / "docs" / "optimizers.md").read_text()
     assert [name for name in ("adamw", "sgd", "muon", "adafactor", "adamw8bit") if f"| `{name}` |" not in page] == []
+
+
+def test_an_import_of_torchao_prints_nothing():
+    """PEFT imports it if it is installed. On some machines it warns of files that are not used."""
+    code = "from accel_ddp.ranks import logs; logs.configure(); import torchao.optim"
+    ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")

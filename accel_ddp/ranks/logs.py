@@ -36,8 +36,9 @@ class _StderrHandler(logging.StreamHandler):
 
 def configure() -> None:
     """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
-    # transformers imports torchao if it is installed. Users cannot act on what torch prints about its classes.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # PEFT imports torchao if it is installed. Users cannot act on what is printed about its classes and about kernels for some GPUs.
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logger = logging.getLogger("accel_ddp")
     has_handlers = bool(logger.handlers)
     if not any(isinstance(handler, IncidentHandler) for handler in logger.handlers):

@@ -4,7 +4,6 @@ torchao is used and not bitsandbytes, which waits for the GPU after every parame
 """
 
 import contextlib
-import logging
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 
 def build(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     """Return the optimizer. Its state is stored in checkpoints as plain tensors: `to_plain` and `from_plain` convert it."""
-    with _quiet("torch.utils._pytree"), _quiet("torchao"):  # torchao warns about kernels that are not used here
-        from torchao.optim import AdamW8bit as Original
-        from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim import AdamW8bit as Original
+    from torchao.optim.subclass_8bit import OptimState8bit
 
     class AdamW8bit(Original):
         def step(self, closure: None = None) -> None:
@@ -47,15 +45,3 @@ def build(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer
             return state
 
     return AdamW8bit(groups, **options)
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Any:
-    """Silence the warnings of a logger in this block."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
