@@ -85,7 +85,7 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
     assert 3 <= stopped[0] < 12
     for text in ended.texts:
         assert f"stopped: requested by SIGTERM on rank 1 ({os.uname().nodename}). Step {stopped[0]} of 12 is saved" in text
-    assert "exitcode  : 75" in ended.texts[0], "the report of torchrun contains the exit code of the ranks"
+    assert "FAILED" not in ended.text, "a stop is not reported as a failure"
     again = run_all([[sys.executable, TRAINS, *OPTIONS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
     assert f"resumed at step {stopped[0]}" in again.texts[0]
     assert last_checkpoint(folder) == uninterrupted

@@ -4,9 +4,15 @@ A scheduler sees only the exit code of the launcher. With the code of the ranks 
 started again, from a stop with a checkpoint (75), which can be continued.
 """
 
+import logging
+import os
 import sys
 from collections.abc import Iterable
 from types import TracebackType
+
+from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR
+
+EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)  # exit codes of ranks that have printed in a line or two why they ended
 
 
 def return_exit_code_of_ranks() -> None:
@@ -18,9 +24,17 @@ def return_exit_code_of_ranks() -> None:
         if not code:
             return hook_before(kind, error, trace)
         # torch's report contains what the rank has printed. The traceback of the launcher would only hide it.
-        print(error, file=sys.stderr, flush=True)
+        if not _is_explained(error, code) or _hides_output(trace):
+            print(error, file=sys.stderr, flush=True)
         raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
 
+    def is_shown(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        # The second message is about launchers inside of launchers.
+        return not text.startswith((*(f"failed (exitcode: {code})" for code in EXPLAINED), "no error file defined for parent"))
+
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_shown)
     sys.excepthook = end
 
 
@@ -40,6 +54,23 @@ def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
 def choose_exit_code(codes: Iterable[int | None]) -> int:
     """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
     return next((code for code in codes if code is not None and code > 0), 0)
+
+
+def _is_explained(error: BaseException, code: int) -> bool:
+    """Return whether the ranks have printed why they ended. After a stop, torch's report that the script has FAILED is wrong."""
+    if code not in EXPLAINED:
+        return False
+    failures = getattr(error, "failures", None)  # of a SignalException there are none: the ranks have saved a checkpoint
+    return not failures or any(one.exitcode == code and os.path.isfile(one.error_file) for one in failures.values())
+
+
+def _hides_output(trace: TracebackType | None) -> bool:
+    """Return whether the launcher writes the output of ranks to files, with `--redirects`."""
+    while trace:
+        if specs := getattr(trace.tb_frame.f_locals.get("config"), "logs_specs", None):
+            return bool(getattr(specs, "_redirects", False))
+        trace = trace.tb_next
+    return False
 
 
 def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
