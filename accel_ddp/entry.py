@@ -74,6 +74,8 @@ def _report_user_error(text: str) -> None:
     write_error_file(text)
     outcome = {"kind": "error", "text": text, "exit_code": USER_ERROR, "step": None, "rank": int(os.environ.get("RANK", 0))}
     write_outcome(launcher_pid(), {**outcome, "host": socket.gethostname(), "time": time.time()})
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not is_local_main():
+        time.sleep(2)  # the launcher ends all ranks when one exits, and the first rank of the node must print before
 
 
 class _NeverFails:

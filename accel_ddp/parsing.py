@@ -3,13 +3,16 @@
 This module needs the standard library, yaml and tyro only, so that a mistyped option is reported before torch is imported.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
+import io
 import sys
 import typing
 from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
 from accel_ddp.config import RecipeConfig, TrainConfig
@@ -48,13 +51,16 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
             if at + 1 == len(argv) or argv[at + 1].startswith("--"):
                 argv.insert(at + 1, value)
     arguments += _normalize_flags(argv, types)
+    _check_values(arguments, types, {field.name: field.default for field in dataclasses.fields(cls)})
 
     description = sys.modules[cls.__module__].__doc__
-    show = is_local_main()  # every rank parses the same words; one message per node is enough
-    groups = tyro.cli(
-        _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
-        console_outputs=show, config=(tyro.conf.OmitArgPrefixes,),
-    )  # fmt: skip
+    # Every rank parses the same words, and one message per node is enough. tyro prints errors even without `console_outputs`.
+    show = is_local_main()
+    with contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO()):
+        groups = tyro.cli(
+            _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
+            console_outputs=show, config=(tyro.conf.OmitArgPrefixes,),
+        )  # fmt: skip
     values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
     cfg = cls(**values)
     cfg.validate()
@@ -108,6 +114,56 @@ def _check_number_of_values(argv: list[str], types: dict[str, Any]) -> None:
         if len(values) > 1 and typing.get_origin(types.get(option)) is not tuple:
             meant = f"Type --report_to {','.join(values)}." if option == "report_to" else "Put a value with spaces into quotes."
             raise UserError(f"--{option} {' '.join(values)}: is one value too many. {meant}")
+
+
+def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise UserError for an option without a value, and for a value that is not of the option's type."""
+    given: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        name, has_value, value = word.partition("=")
+        if word.startswith("--"):
+            given.append((name.removeprefix("--").replace("-", "_"), [value] * bool(has_value)))
+        elif given:
+            given[-1][1].append(word)
+    for name, values in given:
+        kind, default = types.get(name, bool), defaults.get(name)  # --help and --no_... are switches
+        example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
+        if not values and kind is not bool and typing.get_origin(kind) is not tuple:
+            raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
+        for value in (one for one in values if not _is_valid(one, kind)):
+            if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
+                example = f" Type --{name} {int(float(value))}."
+            elif near := difflib.get_close_matches(value.lower(), _choices(kind), n=1):
+                example = f" Did you mean --{name} {near[0]}?"
+            raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
+
+
+def _is_valid(value: str, kind: Any) -> bool:
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            kind(value)
+            return True
+        return False
+    if typing.get_origin(kind) is Literal:
+        return value in _choices(kind)
+    if typing.get_origin(kind) in (tuple, typing.Union, UnionType):
+        return any(_is_valid(value, one) for one in typing.get_args(kind) if one is not ...)
+    return True  # a text, or what only tyro knows
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the words that an option accepts."""
+    if typing.get_origin(kind) is Literal:
+        return [str(word) for word in typing.get_args(kind)]
+    return [word for one in typing.get_args(kind) for word in _choices(one)]
+
+
+def _expected(kind: Any) -> str:
+    """Return what an option accepts, for a message."""
+    parts, words = (kind, *typing.get_args(kind)), _choices(kind)
+    found = ["a whole number"] * (int in parts) + ["a number"] * (float in parts)
+    found += [f"one of {', '.join(words)}" if len(words) > 1 else words[0]] if words else []
+    return " or ".join(found)
 
 
 def _suggest(name: str, properties: dict[str, Properties]) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from accel_ddp import __version__, cli, recipe_files
 from accel_ddp.errors import UserError
-from tests.conftest import BIN, PROGRAMS, ROOT, SINGLE, Running, clean_environment, run_all
+from tests.conftest import BIN, PROGRAMS, ROOT, SINGLE, Running, clean_environment, free_port, run_all
 
 ACCEL_DDP = BIN / "accel-ddp"
 CONFIGS = ROOT / "accelerate_configs"
@@ -210,6 +210,44 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
     assert ended.codes == [1], "accelerate launch returns 1 for every failure of a single process"
     assert "Traceback" not in ended.text
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
+
+
+def test_launchers_of_several_ranks_print_one_line_for_a_wrong_option_and_a_report_after_a_failure(tmp_path):
+    torchrun = [BIN / "torchrun", "--nproc_per_node", "2"]
+    commands = [
+        [*torchrun, "--master_port", free_port(), PROGRAMS / "trains.py", "--lr", "high"],
+        [
+            *torchrun,
+            "--master_port",
+            free_port(),
+            "--redirects",
+            "3",
+            "--log_dir",
+            tmp_path,
+            PROGRAMS / "trains.py",
+            "--lr",
+            "high",
+        ],
+        [
+            *torchrun,
+            "--master_port",
+            free_port(),
+            PROGRAMS / "endings.py",
+            "--uses_run",
+            "--how",
+            "raise",
+            "--output_dir",
+            tmp_path,
+        ],
+    ]
+    ended = run_all(commands, [clean_environment(OMP_NUM_THREADS="1")] * 3)
+    assert ended.codes == [2, 2, 1]
+    message = "error: --lr high: must be a number. For example: --lr 0.01."
+    one, hidden, failed = ended.texts
+    assert one.strip() == message
+    for text, reason in ((hidden, message), (failed, "error: RANK_FAILED: rank 1")):
+        assert "FAILED\n---" in text
+        assert f"traceback : {reason}" in text
 
 
 @pytest.mark.usefixtures("default_port")

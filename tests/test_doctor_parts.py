@@ -141,6 +141,30 @@ def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
     assert launcher_exit.choose_exit_code([None, -9]) == 0, "torch reports a killed rank with the exit code 1"
 
 
+@pytest.mark.parametrize(
+    ("codes", "code", "is_explained"),
+    [
+        ({0: (2, True), 1: (-15, True)}, 2, True),
+        ({0: (-15, True), 1: (75, True)}, 75, True),
+        ({0: (-15, False), 1: (2, True)}, 2, False),  # the launcher has ended the first rank before that could print
+        ({0: (2, True), 1: (-9, False)}, 2, False),
+        ({0: (75, True), 1: (1, True)}, 75, False),
+        ({0: (1, True)}, 1, False),
+        ({0: (2, False)}, 2, False),  # by sys.exit(2) of a program
+        ({}, 75, True),
+    ],
+)
+def test_the_report_of_a_launcher_is_left_out_if_the_first_rank_has_printed_why_all_end(codes, code, is_explained, tmp_path):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failures = {}
+    for rank, (exit_code, has_file) in codes.items():
+        if has_file:
+            (tmp_path / str(rank)).write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1"}}}))
+        failures[rank] = ProcessFailure(rank, rank + 100, exit_code, str(tmp_path / str(rank)))
+    assert launcher_exit.is_explained(ChildFailedError("recipe.py", failures), code) == is_explained
+
+
 def test_ctrl_c_ends_the_doctor_immediately_without_a_traceback():
     command = [*DOCTOR, "--num_machines", "2", "--main_process_port", str(free_port())]
     running = Running([command], [clean_environment()])

@@ -19,7 +19,8 @@ def test_a_program_without_run_ends_normally_on_every_rank_and_a_hook_of_one_ran
     for rank, text in enumerate(ended.texts):
         assert f"rank {rank} ended its runs after the steps [0, 2, 6]" in text
         assert f"rank {rank} has 0 models in memory" in text, "the memory of a GPU is free for what follows"
-        assert "\n0 threads of gloo are left" in text, "they may abort an interpreter that ends"
+        first, last = re.findall(r"there are (\d+) threads of gloo", text)
+        assert int(first) > int(last) == 0, "threads may abort an interpreter that ends"
     assert "rank 0 ends" in ended.texts[0]
     assert "died" not in ended.text
     assert "error" not in ended.text

@@ -2,17 +2,27 @@
 
 A scheduler sees only the exit code of the launcher. With the code of the ranks it can tell a user's mistake (2), which must not be
 started again, from a stop with a checkpoint (75), which can be continued.
+
+After a mistake or a stop, the launchers also print for each rank that they end it, and a report that the script has FAILED. These
+lines are left out, because the ranks have printed in a line or two why they end.
 """
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from types import TracebackType
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR
 
-EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)  # exit codes of ranks that have printed in a line or two why they ended
+EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)
+_NOT_LOGGED = (
+    *(f"failed (exitcode: {code})" for code in (*EXPLAINED, -signal.SIGTERM)),
+    "no error file defined for parent",  # for launchers inside of launchers
+    "closing signal",
+    "death signal, shutting down",
+)
 
 
 def return_exit_code_of_ranks() -> None:
@@ -23,19 +33,20 @@ def return_exit_code_of_ranks() -> None:
         code = _find_exit_code(error, trace)
         if not code:
             return hook_before(kind, error, trace)
-        # torch's report contains what the rank has printed. The traceback of the launcher would only hide it.
-        if not _is_explained(error, code) or _hides_output(trace):
-            print(error, file=sys.stderr, flush=True)
+        if not is_explained(error, code) or _hides_output(trace):
+            print(
+                error, file=sys.stderr, flush=True
+            )  # torch's report, without the traceback of the launcher, which would hide it
         raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
 
-    def is_shown(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        # The second message is about launchers inside of launchers.
-        return not text.startswith((*(f"failed (exitcode: {code})" for code in EXPLAINED), "no error file defined for parent"))
-
-    for name in ("api", "errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_shown)
     sys.excepthook = end
+    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_logged)
+
+
+def _is_logged(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not any(part in text for part in _NOT_LOGGED)
 
 
 def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
@@ -56,19 +67,23 @@ def choose_exit_code(codes: Iterable[int | None]) -> int:
     return next((code for code in codes if code is not None and code > 0), 0)
 
 
-def _is_explained(error: BaseException, code: int) -> bool:
-    """Return whether the ranks have printed why they ended. After a stop, torch's report that the script has FAILED is wrong."""
-    if code not in EXPLAINED:
+def is_explained(error: BaseException, code: int) -> bool:
+    """Return whether the first rank of this node has printed why the ranks end, and no rank has ended for another reason."""
+    failures = list(getattr(error, "failures", {}).values())
+    if code not in EXPLAINED or any(one.exitcode not in (*EXPLAINED, -signal.SIGTERM) for one in failures):
         return False
-    failures = getattr(error, "failures", None)  # of a SignalException there are none: the ranks have saved a checkpoint
-    return not failures or any(one.exitcode == code and os.path.isfile(one.error_file) for one in failures.values())
+    if not failures:  # a SignalException: the ranks have reported the stop
+        return True
+    return any(
+        one.local_rank == 0 and os.path.isfile(one.error_file) for one in failures
+    )  # it prints first, and then writes this
 
 
 def _hides_output(trace: TracebackType | None) -> bool:
-    """Return whether the launcher writes the output of ranks to files, with `--redirects`."""
+    """Return whether the output of some ranks is not shown, because of `--redirects` or `--local_ranks_filter` of torchrun."""
     while trace:
         if specs := getattr(trace.tb_frame.f_locals.get("config"), "logs_specs", None):
-            return bool(getattr(specs, "_redirects", False))
+            return bool(getattr(specs, "_redirects", False) or getattr(specs, "_local_ranks_filter", None))
         trace = trace.tb_next
     return False
 

@@ -1,11 +1,9 @@
 """Runs `accelerate launch` and waits for its rank after a Ctrl-C: `python -m ... accelerate.commands.launch OPTIONS RECIPE`.
 
 Without this, `accelerate launch` of a single process ends with a traceback at Ctrl-C. The traceback overwrites the panel of the
-rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler, and
-prints for each rank that it passes the signal on, over the panel too. These lines are left out, because the ranks report the stop.
+rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler.
 """
 
-import logging
 import runpy
 import signal
 import sys
@@ -21,13 +19,7 @@ def _wait_for_the_rank(number: int, frame: FrameType | None) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _is_no_passed_signal(record: logging.LogRecord) -> bool:
-    return not any(text in str(record.msg) for text in ("death signal, shutting down", "closing signal"))
-
-
 if __name__ == "__main__":
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_no_passed_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background of a shell ignores Ctrl-C
         signal.signal(signal.SIGINT, _wait_for_the_rank)
     sys.argv = sys.argv[1:]

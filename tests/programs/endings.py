@@ -7,6 +7,7 @@
 """
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import os
@@ -46,8 +47,11 @@ class EndsRun(Hook):
 
 
 def print_threads_of_gloo() -> None:
-    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
-    print(f"{sum('gloo' in name for name in names)} threads of gloo are left", flush=True)
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((thread / "comm").read_text())
+    print(f"there are {sum('gloo' in name for name in names)} threads of gloo", flush=True)
 
 
 def main(cfg: Config) -> None:
@@ -55,6 +59,7 @@ def main(cfg: Config) -> None:
 
     atexit.register(print_threads_of_gloo)  # it is called after the handler of `start`
     accelerator = accel_ddp.start(cfg)
+    print_threads_of_gloo()
     is_main, is_last = accelerator.is_main_process, accelerator.is_last_process
     models = []
 

@@ -185,7 +185,7 @@ class _Rsync(_Copier):
     async def copy(self, node: Node) -> None:
         # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
         # option. The protection is against users who can write into the folder. They could as well change the code that is run.
-        find_option = '"$(rsync --help | grep -o -e --insecure-links)"'
+        find_option = '"$(rsync --help | grep -q -e --insecure-links && echo --insecure-links)"'
         ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
         folder, option, *copied_before = await self.run_on(node, f"{self.prepare(node)}; {ready}")
         there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
