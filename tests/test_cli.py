@@ -213,33 +213,10 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
 
 
 def test_launchers_of_several_ranks_print_one_line_for_a_wrong_option_and_a_report_after_a_failure(tmp_path):
-    torchrun = [BIN / "torchrun", "--nproc_per_node", "2"]
-    commands = [
-        [*torchrun, "--master_port", free_port(), PROGRAMS / "trains.py", "--lr", "high"],
-        [
-            *torchrun,
-            "--master_port",
-            free_port(),
-            "--redirects",
-            "3",
-            "--log_dir",
-            tmp_path,
-            PROGRAMS / "trains.py",
-            "--lr",
-            "high",
-        ],
-        [
-            *torchrun,
-            "--master_port",
-            free_port(),
-            PROGRAMS / "endings.py",
-            "--uses_run",
-            "--how",
-            "raise",
-            "--output_dir",
-            tmp_path,
-        ],
-    ]
+    torchrun = lambda *words: [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", free_port(), *words]
+    wrong, to_files = [PROGRAMS / "trains.py", "--lr", "high"], ["--redirects", "3", "--log_dir", tmp_path]
+    fails = [PROGRAMS / "endings.py", "--uses_run", "--how", "raise", "--output_dir", tmp_path / "run"]
+    commands = [torchrun(*wrong), torchrun(*to_files, *wrong), torchrun(*fails)]
     ended = run_all(commands, [clean_environment(OMP_NUM_THREADS="1")] * 3)
     assert ended.codes == [2, 2, 1]
     message = "error: --lr high: must be a number. For example: --lr 0.01."

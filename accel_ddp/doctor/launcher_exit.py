@@ -34,9 +34,8 @@ def return_exit_code_of_ranks() -> None:
         if not code:
             return hook_before(kind, error, trace)
         if not is_explained(error, code) or _hides_output(trace):
-            print(
-                error, file=sys.stderr, flush=True
-            )  # torch's report, without the traceback of the launcher, which would hide it
+            # This is torch's report. The traceback of the launcher, which would hide it, is left out.
+            print(error, file=sys.stderr, flush=True)
         raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
 
     sys.excepthook = end
