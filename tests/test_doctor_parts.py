@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -151,10 +152,10 @@ def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
         ({0: (75, True), 1: (1, True)}, 75, False),
         ({0: (1, True)}, 1, False),
         ({0: (2, False)}, 2, False),  # by sys.exit(2) of a program
-        ({}, 75, True),
     ],
 )
 def test_the_report_of_a_launcher_is_left_out_if_the_first_rank_has_printed_why_all_end(codes, code, is_explained, tmp_path):
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     failures = {}
@@ -163,6 +164,7 @@ def test_the_report_of_a_launcher_is_left_out_if_the_first_rank_has_printed_why_
             (tmp_path / str(rank)).write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1"}}}))
         failures[rank] = ProcessFailure(rank, rank + 100, exit_code, str(tmp_path / str(rank)))
     assert launcher_exit.is_explained(ChildFailedError("recipe.py", failures), code) == is_explained
+    assert launcher_exit.is_explained(SignalException("the launcher was told to stop", signal.SIGTERM), 75)
 
 
 def test_ctrl_c_ends_the_doctor_immediately_without_a_traceback():
