@@ -2,6 +2,7 @@
 
 import argparse
 import filecmp
+import itertools
 import os
 import shlex
 import shutil
@@ -19,6 +20,7 @@ NODE_OPTIONS = (
     "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
     "rdzv_backend",
 )  # fmt: skip
+SMALLEST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}  # of the options that are numbers
 
 
 def main(words: list[str] | None = None) -> int:
@@ -76,6 +78,7 @@ def _run(words: list[str]) -> int:
         print(_RUN_HELP, file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     launch, recipe, options = split_run(words)
+    _check_numbers(launch)
     script = recipe_files.recipe_path(recipe)
     _warn_of_edited_copy(recipe, script)
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
@@ -120,6 +123,15 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
         else:
             raise UserError(f"{word} needs a value.")
     return launch, recipe, options
+
+
+def _check_numbers(launch: list[str]) -> None:
+    """Raise UserError for an option of `accelerate launch` that must be a number. Accelerate prints 100 lines or a traceback."""
+    words = [part for word in launch for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for word, value in itertools.pairwise(words):
+        name = _name(word)
+        if name in SMALLEST and not (value.isdecimal() and int(value) >= SMALLEST[name]):
+            raise UserError(f"--{name} {value}: must be a whole number, {SMALLEST[name]} or more.")
 
 
 def with_config(launch: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     argv = list(sys.argv[1:] if argv is None else argv)
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     types, properties = typing.get_type_hints(cls), properties_of(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     arguments: list[str] = []
     while "--config" in argv:
         at = argv.index("--config")
@@ -41,7 +42,12 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
         for name, value in _read_yaml(argv[at + 1]).items():
             if name not in properties:
                 raise UserError(f"{argv[at + 1]}: there is no option {name!r}.{_suggest(str(name), properties)}")
-            arguments += _as_arguments(argv[at + 1], name, value, types[name])
+            words = _as_arguments(argv[at + 1], name, value, types[name])
+            try:
+                _check_values(words, types, defaults)
+            except UserError as error:
+                raise UserError(f"{argv[at + 1]}: {error}") from None
+            arguments += words
         del argv[at : at + 2]
     _check_names(argv, types, properties)
     # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
@@ -50,8 +56,9 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
             at = argv.index(option)
             if at + 1 == len(argv) or argv[at + 1].startswith("--"):
                 argv.insert(at + 1, value)
-    arguments += _normalize_flags(argv, types)
-    _check_values(arguments, types, {field.name: field.default for field in dataclasses.fields(cls)})
+    given = _normalize_flags(argv, types)
+    _check_values(given, types, defaults)
+    arguments += given
 
     description = sys.modules[cls.__module__].__doc__
     # Every rank parses the same words, and one message per node is enough. tyro prints errors even without `console_outputs`.
@@ -197,7 +204,9 @@ def _read_yaml(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: is not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}: {error.problem}" if mark else f": {error}"  # the whole text has eight lines
+        raise UserError(f"--config {path}: is not valid YAML{where}.") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must contain lines of `option: value`, but is a {type(values).__name__}.")
     return values
@@ -215,7 +224,9 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
         if typing.get_origin(kind) is not tuple:
             raise UserError(f"{path}: {name}: is a list, but takes one value.")
         return [f"--{name}", *map(str, value)]
-    if kind is str and value is None:
+    if value is None and kind is not str:
+        raise UserError(f"{path}: {name}: needs a value.")
+    if value is None:
         value = ""
     if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
         value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)

@@ -51,6 +51,8 @@ def test_the_version_is_printed(capsys):
         (["run", "--steps"], "needs a recipe"),
         (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, type `classify`."),
         (["run", "classify", "--num_processes"], "--num_processes needs a value"),
+        (["run", "classify", "--num_processes", "two"], "--num_processes two: must be a whole number, 1 or more"),
+        (["run", "--num-processes=0", "classify"], "--num_processes 0: must be a whole number, 1 or more"),
         (
             ["run", "classify", "--config_file", "3node"],
             "1node.yaml, 2node.yaml, 2node_fsdp.yaml, fsdp.yaml, local.yaml",

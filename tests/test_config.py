@@ -116,7 +116,10 @@ def test_switches_accept_several_spellings():
         ("lr: [1, 2]", "is a list"),
         ("lr: {a: 1}", "has nested lines"),
         ("- a", "must contain lines of `option: value`"),
-        ("a: b: c", "is not valid YAML"),
+        ("a: b: c", r"run.yaml: is not valid YAML in line 1: mapping values are not allowed here\.$"),
+        ("lr: high", r"run.yaml: --lr high: must be a number\."),
+        ("optimizer: adam", r"run.yaml: --optimizer adam: must be one of .*\. Did you mean --optimizer adamw\?"),
+        ("steps:", r"run.yaml: steps: needs a value\."),
     ],
 )
 def test_a_mistake_in_the_file_is_reported(tmp_path, line, message):
