@@ -106,25 +106,10 @@ def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, P
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in known:
             raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
-    _check_number_of_values(argv, types)
-
-
-def _check_number_of_values(argv: list[str], types: dict[str, Any]) -> None:
-    """Raise UserError for a second value of an option that takes one, as in `--report_to wandb tensorboard` of HF Trainer."""
-    option, values = "", list[str]()
-    for word in argv:
-        if word.startswith("--"):
-            name, has_value, value = word.partition("=")
-            option, values = name.removeprefix("--").replace("-", "_"), [value] * bool(has_value)
-            continue
-        values.append(word)
-        if len(values) > 1 and typing.get_origin(types.get(option)) is not tuple:
-            meant = f"Type --report_to {','.join(values)}." if option == "report_to" else "Put a value with spaces into quotes."
-            raise UserError(f"--{option} {' '.join(values)}: is one value too many. {meant}")
 
 
 def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Raise UserError for an option without a value, and for a value that is not of the option's type."""
+    """Raise UserError for an option without a value, with one too many, or with one that is not of the option's type."""
     given: list[tuple[str, list[str]]] = []
     for word in arguments:
         name, has_value, value = word.partition("=")
@@ -137,6 +122,9 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
         example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
         if not values and kind is not bool and typing.get_origin(kind) is not tuple:
             raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
+        if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
+            meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
+            raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
                 example = f" Type --{name} {int(float(value))}."

@@ -193,15 +193,8 @@ class _Rsync(_Copier):
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
         # -K: a link to a folder stays. Without implied folders, their permissions stay too.
         # -s: the folder may contain spaces.
-        words = [
-            "rsync",
-            "-lptKs",
-            "--no-implied-dirs",
-            "--timeout=300",
-            "--from0",
-            "--files-from=-",
-            f"--rsync-path=rsync {option}",
-        ]
+        words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
+        words += [f"--rsync-path=rsync {option}"]
         words += ["-e", " ".join(map(_quote_for_rsync, self.ssh_words(node)[:-1])), "./", f"{_address(node.host)}:{folder}/"]
         code, _, errors = await self.run(words, _joined(self.names))
         if code:
