@@ -15,23 +15,23 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.environment import launcher
-from accel_ddp.environment.output import connect_output
-from accel_ddp.environment.sharding import take_plan
-from accel_ddp.environment.threads import choose_num_threads
-from accel_ddp.environment.topology import describe_ranks
+from accel_ddp.config.option_values import choose_ranks
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.observing.display import share_terminal
-from accel_ddp.profile_window import choose_ranks
-from accel_ddp.ranks import group, logs, signals
+from accel_ddp.nodes import launcher
+from accel_ddp.nodes.cores import choose_num_threads
+from accel_ddp.nodes.sharding_plan import take_plan
+from accel_ddp.nodes.terminal import connect_output
+from accel_ddp.nodes.topology import describe_ranks
+from accel_ddp.observe.display import share_terminal
+from accel_ddp.phases import LOAD
+from accel_ddp.ranks import group, reporting, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.liveness import report_claimed, report_output_dir
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.supervise import supervise_program
-from accel_ddp.saving import restarts, resume, run_folder
+from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
-from accel_ddp.watch.page import LOAD
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     This also chooses and claims the output folder and seeds the initial weights.
     """
     connect_output()  # for a program without `run`
-    logs.configure()
+    reporting.configure()
     supervise_program(cfg)
     _check_accelerate_config()
     process.sharding = process.sharding or take_plan(process.num_ranks)
@@ -143,7 +143,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
     given = cfg.output_dir or resume.folder_of_resume(cfg)
     before = _find_earlier_folder(given)
-    before, cfg.resume = broadcast_object((before, restarts.resume_of_restart(cfg, before)))
+    before, cfg.resume = broadcast_object((before, restart_record.resume_of_restart(cfg, before)))
     if not before:
         process.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
@@ -159,7 +159,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
             _check_hub_token(cfg)
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)
-    restarts.begin_attempt(cfg)
+    restart_record.begin_attempt(cfg)
     if process.sharding:
         run_folder.require_shared(cfg, process.sharding.replicas)
 

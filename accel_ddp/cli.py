@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from accel_ddp import __version__, recipe_files
+from accel_ddp import __version__
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+from accel_ddp.nodes import recipe_files
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
 # `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
@@ -84,7 +85,7 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
         _replace_process([str(script), "--help"])
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
-    launcher = ["-m", "accel_ddp.environment.patient_launch", "accelerate.commands.launch", "-q"]
+    launcher = ["-m", "accel_ddp.nodes.patient_launch", "accelerate.commands.launch", "-q"]
     launch, gpu = _take_single_gpu(launch)
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -229,43 +230,43 @@ def _copy(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    from accel_ddp.doctor.command import main as doctor
+    from accel_ddp.doctor.doctor_command import main as doctor
 
     return doctor(words)
 
 
 def _tune(words: list[str]) -> int:
-    from accel_ddp.tune.command import main as tune
+    from accel_ddp.measure.tune_command import main as tune
 
     return tune(words)
 
 
 def _launch(words: list[str]) -> int:
-    from accel_ddp.launch.command import launch
+    from accel_ddp.launch.launch_command import launch
 
     return launch(words)
 
 
 def _status(words: list[str]) -> int:
-    from accel_ddp.launch.command import status
+    from accel_ddp.launch.launch_command import status
 
     return status(words)
 
 
 def _logs(words: list[str]) -> int:
-    from accel_ddp.launch.command import logs
+    from accel_ddp.launch.launch_command import logs
 
     return logs(words)
 
 
 def _stop(words: list[str]) -> int:
-    from accel_ddp.launch.command import stop
+    from accel_ddp.launch.launch_command import stop
 
     return stop(words)
 
 
 def _report(words: list[str]) -> int:
-    from accel_ddp.report.command import main as report
+    from accel_ddp.report.report_command import main as report
 
     return report(words)
 
@@ -294,19 +295,19 @@ def _verify(words: list[str]) -> int:
 
 
 def _scaling(words: list[str]) -> int:
-    from accel_ddp.scaling.command import main as scaling
+    from accel_ddp.measure.scaling_command import main as scaling
 
     return scaling(words)
 
 
 def _estimate(words: list[str]) -> int:
-    from accel_ddp.estimate.command import main as estimate
+    from accel_ddp.memory.estimate_command import main as estimate
 
     return estimate(words)
 
 
 def _profile(words: list[str]) -> int:
-    from accel_ddp.profiling.command import main as profile
+    from accel_ddp.observe.profile_summary import main as profile
 
     return profile(words)
 
@@ -325,7 +326,7 @@ def _export(words: list[str]) -> int:
     help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
     parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
     given = parser.parse_args(words)
-    from accel_ddp.export import from_checkpoint
+    from accel_ddp.exporting.export import from_checkpoint
 
     from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge, given.weights)
     return 0

@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.doctor import preflight
-from accel_ddp.environment.output import connect_output
-from accel_ddp.environment.sharding import read_plan
-from accel_ddp.environment.threads import set_num_threads
-from accel_ddp.environment.topology import is_local_main
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.doctor import cluster
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
-from accel_ddp.parsing import parse_config
-from accel_ddp.ranks import logs
+from accel_ddp.nodes.cores import set_num_threads
+from accel_ddp.nodes.sharding_plan import read_plan
+from accel_ddp.nodes.terminal import connect_output
+from accel_ddp.nodes.topology import is_local_main
+from accel_ddp.ranks import reporting
 from accel_ddp.ranks.failures import write_error_file
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact
-from accel_ddp.watch.outcome import launcher_pid, write_outcome
+from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -30,24 +30,24 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     connect_output()
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
-    logs.configure()
+    reporting.configure()
     has_valid_options = False
     try:
         cfg = parse_config(cls)
         if read_plan(os.environ, process.num_ranks):
             cfg.validate_sharded()
         has_valid_options = True
-        preflight.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
+        cluster.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
     except UserError as error:
         if is_local_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not has_valid_options:  # otherwise the preflight has already reported it to the other nodes
-            preflight.report_to_other_nodes(str(error))
+            cluster.report_to_other_nodes(str(error))
         _report_user_error(f"error: {error}")
         sys.exit(USER_ERROR)
     except SystemExit as exit:  # raised by tyro, which has printed the reason, or by --help
         if exit.code == USER_ERROR:
-            preflight.report_to_other_nodes("its command line is invalid")
+            cluster.report_to_other_nodes("its command line is invalid")
             _report_user_error("error: invalid command line (see the error above)")
         raise
     except KeyboardInterrupt:

@@ -16,41 +16,36 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.option_values import check_end
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.observing.hook import Hook
-from accel_ddp.profile_window import check_end
-from accel_ddp.profiling.recorder import start_recorder
+from accel_ddp.observe.hook import Hook
+from accel_ddp.observe.recorder import start_recorder
+from accel_ddp.phases import COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import process
-from accel_ddp.records.tables import Table, check_tables
-from accel_ddp.saving import restarts
+from accel_ddp.records.eval_tables import Table, check_tables
+from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
-from accel_ddp.sharding.apply import reshard
 from accel_ddp.speed.attach import Speed, attach
-from accel_ddp.training import compilation
-from accel_ddp.training.breakdown import Breakdown, describe
-from accel_ddp.training.divergence import ParameterCheck
+from accel_ddp.training import run_facts
+from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import broadcast_metrics
-from accel_ddp.training.late_reader import LateReader, Numbers
-from accel_ddp.training.nonfinite import NonfiniteSteps
+from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.own_time import OwnTime, Part
-from accel_ddp.training.padding import require_independence
-from accel_ddp.training.rank_sample import RankSample
+from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_facts import describe_memory, describe_run, measure_memory
+from accel_ddp.training.sharding import prepare, reshard
+from accel_ddp.training.step_numbers import Breakdown, LateReader, Numbers, RankSample, Throughput, describe
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.system_sample import SystemSample
-from accel_ddp.training.throughput import Throughput
 from accel_ddp.training.update import Count, update
-from accel_ddp.training.whole_batch import LossSum, WholeBatch
-from accel_ddp.training.wrapping import prepare
-from accel_ddp.watch.page import COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS
 
 
 class Outcome(NamedTuple):
@@ -132,12 +127,12 @@ def fit(
             if seconds is not None:
                 for hook in hooks:
                     hook.on_warm_up(step, seconds)
-            if restart := restarts.begin_training(cfg, step, saved.resumed_from):
+            if restart := restart_record.begin_training(cfg, step, saved.resumed_from):
                 for hook in hooks:
                     hook.on_restart(step, restart)
             pace.restart()
             own_time.restart()
-        with compilation.published():
+        with run_facts.published():
             while run.continues():
                 if recorder and recorder.begin_step(run.step + 1):
                     run.receive(reader.pop(wait_for_all=True))
@@ -343,7 +338,7 @@ class _Run:
         self.nonfinite.print_summary(self.step - self.first)
         reason = signals.gather_reason() if self.is_stopping else ""
         now = self.metrics if self.step in saved.evaluations else {}  # not those of an earlier step
-        goodput = restarts.goodput(cfg)
+        goodput = restart_record.goodput(cfg)
         if goodput is not None:
             print(f"goodput: {goodput:.1%} of the time since the first attempt began was spent on steps that count.", flush=True)
         more = {"stopped": reason} if reason else {}

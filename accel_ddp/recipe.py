@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from accel_ddp import export
 from accel_ddp.accelerator import start
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.exporting import export
 from accel_ddp.loop import Outcome, fit
 from accel_ddp.memory import at_start
-from accel_ddp.observing import hooks
+from accel_ddp.observe import hooks
 from accel_ddp.training import optim
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
-from accel_ddp.environment.mpi import remove_mpi_variables
 from accel_ddp.errors import USER_ERROR, UserError
-from accel_ddp.saving import format
-from accel_ddp.saving.difference import is_identical, largest_difference
+from accel_ddp.nodes.launcher import remove_mpi_variables
+from accel_ddp.saving import checkpoint_format
+from accel_ddp.saving.pieces import is_identical, largest_difference
 
 # SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
 # micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
@@ -112,7 +112,7 @@ class _Verification:
         if ranks and self.shards:
             lines += self.compare_sharded(one, ranks, gpus)
         lines += [self.identical(straight, killed)]
-        last_two = format.list_checkpoints(one.path.parent)[-2:]
+        last_two = checkpoint_format.list_checkpoints(one.path.parent)[-2:]
         self.show(lines, precision, device, moved=largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Another number of ranks was not compared, because there is only one GPU.")
@@ -135,10 +135,10 @@ class _Verification:
             copies = self.run("copies", four, self.steps, *EXACT, env=TWO_COPIES)
             lines.append(self.within(f"{_describe(copies)} and 1 rank", one, copies))
         for name, before, env in (("fsdp_to_ddp", fsdp, None), ("ddp_to_fsdp", ddp, FSDP)):
-            middle = format.list_checkpoints(before.path.parent)[-2]
+            middle = checkpoint_format.list_checkpoints(before.path.parent)[-2]
             after = self.run(name, several, self.steps, *EXACT, "--resume", str(middle), env=env)
             kinds = ["FSDP", "DDP"] if env is None else ["DDP", "FSDP"]
-            step = format.step_of(middle)
+            step = checkpoint_format.step_of(middle)
             lines.append(self.within(f"{kinds[0]} until step {step}, then {kinds[1]}", one, after, since=step))
         return lines
 
@@ -194,12 +194,12 @@ class _Verification:
         fixed = self.steps + 20 if self.launch else 0
         started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
         while any(process.poll() is None for process in started):
-            if self.node == 0 and format.list_checkpoints(self.place / name):
+            if self.node == 0 and checkpoint_format.list_checkpoints(self.place / name):
                 for process in started:
                     _kill(process)
             time.sleep(0.002)
-        before = format.list_checkpoints(self.place / name)
-        at = format.step_of(before[-1]) if before else 0
+        before = checkpoint_format.list_checkpoints(self.place / name)
+        at = checkpoint_format.step_of(before[-1]) if before else 0
         end = fixed or at + 4
         if not before and self.node == 0:  # the run failed by itself
             return self.result(name, started, end), end
@@ -212,11 +212,11 @@ class _Verification:
         return result, end
 
     def result(self, name: str, started: list[subprocess.Popen], end: int) -> "_Run":
-        found = format.list_checkpoints(self.place / name)
+        found = checkpoint_format.list_checkpoints(self.place / name)
         if self.node > 0:
             return _Run(Path(), {}, {})
-        problem = format.find_problem(found[-1]) if found else "there is no checkpoint"
-        run = format.read_run(found[-1]) if found and not problem else {}
+        problem = checkpoint_format.find_problem(found[-1]) if found else "there is no checkpoint"
+        run = checkpoint_format.read_run(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
             problem = f"it ended at step {run['step']} instead of {end}"
         if problem:
@@ -244,7 +244,9 @@ class _Verification:
         )
 
     def identical(self, a: "_Run", b: "_Run") -> Line:
-        files = [name for name in (format.MODEL, format.OPTIMIZER) if not is_identical(a.path, b.path, name)]
+        files = [
+            name for name in (checkpoint_format.MODEL, checkpoint_format.OPTIMIZER) if not is_identical(a.path, b.path, name)
+        ]
         difference = largest_difference(a.path, b.path)[0]
         same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
         problem = (

@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accel_ddp.saving.difference import is_identical
-from accel_ddp.saving.format import MODEL, OPTIMIZER, list_checkpoints
+from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER, list_checkpoints
+from accel_ddp.saving.pieces import is_identical
 from tests.jobs import Job, Jobs, kill
 from tests.nodes import Nodes
 

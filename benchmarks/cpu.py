@@ -32,7 +32,7 @@ def prepare(work: Path, words: list[str]) -> str:
     sys.path.append(str(vs_trainer.ROOT / "recipes"))
     import classify
 
-    from accel_ddp.parsing import parse_config
+    from accel_ddp.config.parsing import parse_config
     from accel_ddp.sources.models import load_tokenizer, locate
 
     cfg = parse_config(classify.Config, words)

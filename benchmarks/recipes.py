@@ -34,7 +34,7 @@ from seqeval.metrics import f1_score
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 
-from accel_ddp.parsing import parse_config
+from accel_ddp.config.parsing import parse_config
 from accel_ddp.sources.models import load_tokenizer, locate
 from accel_ddp.tasks.masking import MaskedBlocks
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification

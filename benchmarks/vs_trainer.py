@@ -80,7 +80,7 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
     sys.path.append(str(ROOT / "recipes"))
     from importlib import import_module
 
-    from accel_ddp.parsing import parse_config
+    from accel_ddp.config.parsing import parse_config
     from accel_ddp.sources.models import load_tokenizer
 
     recipe = import_module(job.recipe)

@@ -65,13 +65,12 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     """Run tests/programs/faulty.py with a timer around everything that is measured, and write the sums to a file."""
     import runpy
 
-    from accel_ddp.observing.log import JsonlLog
-    from accel_ddp.training import late_reader, update
-    from accel_ddp.training.breakdown import Breakdown
+    from accel_ddp.observe.log_hook import JsonlLog
+    from accel_ddp.phases import Heartbeat
+    from accel_ddp.training import step_numbers, update
     from accel_ddp.training.own_time import OwnTime
-    from accel_ddp.training.rank_sample import RankSample
+    from accel_ddp.training.step_numbers import Breakdown, RankSample
     from accel_ddp.training.system_sample import SystemSample
-    from accel_ddp.watch.page import Heartbeat
 
     calls, spent, depth = {}, {"heartbeat": 0, "breakdown": 0, "thread": 0}, 0
 
@@ -110,7 +109,7 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     Breakdown.add = timed("Breakdown.add", "breakdown", Breakdown.add)
     JsonlLog._write_ranks = timed("JsonlLog._write_ranks", "breakdown", JsonlLog._write_ranks)
     update._append_sample = timed("_append_sample", "breakdown", update._append_sample)
-    late_reader.split_samples = timed("split_samples", "breakdown", late_reader.split_samples)
+    step_numbers.split_samples = timed("split_samples", "breakdown", step_numbers.split_samples)
     SystemSample._measure = timed_in_thread(SystemSample._measure)
     began = time.thread_time_ns()
     for _ in range(10_000):
@@ -179,15 +178,15 @@ def measure_run(options: argparse.Namespace) -> None:
 
 def cost_of_a_call() -> float:
     """Return the CPU time of one change of the phase, in a loop. Changes of the phase are the most frequent calls."""
-    from accel_ddp.watch import page
+    from accel_ddp import phases
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        heartbeat = page.Heartbeat()
+        heartbeat = phases.Heartbeat()
         heartbeat.publish(Path(folder, "page"))
         began = time.thread_time()
         for _ in range(50_000):
-            heartbeat.enter(page.FORWARD)
-            heartbeat.enter(page.BACKWARD)
+            heartbeat.enter(phases.FORWARD)
+            heartbeat.enter(phases.BACKWARD)
         return (time.thread_time() - began) / 100_000
 
 
@@ -263,7 +262,7 @@ def raise_file_limit(number: int) -> None:
 
 def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str, float]:
     """Run the monitor of node 0 beside simulated nodes. Return its memory, CPU time and messages per second."""
-    from accel_ddp.watch import page
+    from accel_ddp import phases
 
     token = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +289,7 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
         # The ranks of node 0 are this process.
         beats, connections = [], []
         for rank in range(ranks_per_node):
-            heartbeat = page.Heartbeat()
+            heartbeat = phases.Heartbeat()
             heartbeat.publish(Path(folder, f"page-{rank}"))
             beats.append(heartbeat)
             connection = socket.socket(socket.AF_UNIX)
@@ -312,8 +311,8 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
             while time.monotonic() < end:
                 step += 1
                 for heartbeat in beats:
-                    heartbeat.enter(page.FORWARD)
-                    heartbeat.enter(page.BACKWARD)
+                    heartbeat.enter(phases.FORWARD)
+                    heartbeat.enter(phases.BACKWARD)
                     heartbeat.advance(step)
                     heartbeat.report_timing(timing_of(step))
                 if measured is None and time.monotonic() > end - seconds:  # after the first connections
@@ -333,15 +332,15 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
 
 def heartbeat_of(rank: int, step: int) -> list:
     """Return what a monitor sends about one rank, as `Monitor._send_beat` does."""
-    from accel_ddp.watch import page
+    from accel_ddp import phases
 
-    return [rank, step, page.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing_of(step)]
+    return [rank, step, phases.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing_of(step)]
 
 
 def timing_of(step: int):
-    from accel_ddp.watch import page
+    from accel_ddp import phases
 
-    return page.Timing(step, *[0.1234] * (len(page.Timing._fields) - 1))
+    return phases.Timing(step, *[0.1234] * (len(phases.Timing._fields) - 1))
 
 
 def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
@@ -351,7 +350,7 @@ def simulate_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
 
 
 async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes, ready, counted) -> None:
-    from accel_ddp.net import messages
+    from accel_ddp.nodes import messages
 
     connected = 0
     gate = asyncio.Semaphore(16)

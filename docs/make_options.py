@@ -22,9 +22,9 @@ for variable in ("ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS"):
     os.environ.pop(variable, None)
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
-from accel_ddp import recipe_files  # noqa: E402
-from accel_ddp.config import RecipeConfig, TrainConfig  # noqa: E402
-from accel_ddp.options import GROUPS, properties_of  # noqa: E402
+from accel_ddp.config.options import GROUPS, properties_of  # noqa: E402
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig  # noqa: E402
+from accel_ddp.nodes import recipe_files  # noqa: E402
 
 HEAD = """# Options
 

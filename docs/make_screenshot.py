@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from accel_ddp.report.page import write_page
-from accel_ddp.report.runs import read_run
+from accel_ddp.report.run_reader import read_run
 from tests.report_runs import write_run
 from tests.test_report_page import Browser
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import ScoredConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -59,9 +59,9 @@ class Task:
             train_rows, self.eval_rows, self.labels, self.eval_texts = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
             self.model = build_model(cfg, accelerator, self.processor, self.labels)
-            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
-        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.weights = None
@@ -158,8 +158,8 @@ def build_data(cfg: Config, tokenizer):
         return {**tokens, "labels": labels.encode(rows), "problem": problems}
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.max_length, labels.identity]
-    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
+    usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     labels.report_classes(usable)
     return (*usable, labels, accel_ddp.data.select_sources(test, usable[1]))
 

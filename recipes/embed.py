@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -94,8 +94,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
             train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
             self.dimension = self.model.config.hidden_size
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
@@ -186,8 +186,8 @@ def build_data(cfg: Config, tokenizer):
 
     scores = [cfg.score_column, cfg.min_score, cfg.max_score]
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length, scores]
-    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    usable = accel_ddp.tokenisation.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))
 
 

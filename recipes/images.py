@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import ScoredConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -141,7 +141,7 @@ def logits(model, batch):
 
 def build_data(cfg: Config):
     """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
-    tables = accel_ddp.image_files.load_images(cfg)
+    tables = accel_ddp.vision.load_images(cfg)
     labels = accel_ddp.labels.Labels.from_rows(
         *tables, cfg.label_column, use_both=accel_ddp.labels.may_lack_classes(cfg, tables[0])
     )

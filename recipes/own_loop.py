@@ -18,7 +18,7 @@ def main(cfg: Config):
     optimizer = accel_ddp.optim.build(task.model, cfg)
     total_steps = cfg.total_steps(len(task.train))
 
-    accel_ddp.padding.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
+    accel_ddp.padding_check.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
@@ -29,8 +29,8 @@ def main(cfg: Config):
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
     updates = task.train.starting_at(first, accelerator, cfg)
-    reader = accel_ddp.late_reader.LateReader(accelerator.device)
-    nonfinite = accel_ddp.nonfinite.NonfiniteSteps(accelerator, cfg, saved)
+    reader = accel_ddp.step_numbers.LateReader(accelerator.device)
+    nonfinite = accel_ddp.divergence.NonfiniteSteps(accelerator, cfg, saved)
     model.train(cfg.dropout)
     speed.warm_up()
     for step in range(first, total_steps):

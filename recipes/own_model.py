@@ -8,7 +8,7 @@ The model learns a sine wave. Everything works as in the other recipes: any numb
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 

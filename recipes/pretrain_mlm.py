@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -114,11 +114,11 @@ def build_data(cfg: Config, tokenizer):
     block_tokenizer = accel_ddp.text_blocks.BlockTokenizer(tokenizer, cfg.model, cfg.max_length)
     if cfg.streaming:
         return accel_ddp.text_blocks.stream_blocks(cfg, block_tokenizer)
-    tables = accel_ddp.text_files.load_texts(cfg)
+    tables = accel_ddp.text_blocks.load_texts(cfg)
     accel_ddp.data.require_texts({"text_column": cfg.text_column}, *tables)
-    tables = accel_ddp.text_files.drop_other_values(tables, cfg)
+    tables = accel_ddp.text_blocks.drop_other_values(tables, cfg)
     blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
-    return (*blocks, [accel_ddp.tokenisation.fingerprint(part) for part in blocks])
+    return (*blocks, [accel_ddp.tokenization.fingerprint(part) for part in blocks])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config import ScoredConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -68,8 +68,8 @@ class Task:
             train_rows, self.eval_rows = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows)
         multiple = 8 if accelerator.device.type == "cuda" else None
         collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
@@ -147,7 +147,7 @@ def build_data(cfg: Config, tokenizer):
         }
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
-    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     return accel_ddp.generation_metrics.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg)
 
 

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -65,9 +65,9 @@ class Task:
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(eval_rows)
-        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator, per_token=("labels",))
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
@@ -130,7 +130,7 @@ def build_data(cfg: Config, tokenizer):
         return form.encode(rows)
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
-    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
     return (*usable, samples, form.first_prompt(tables[1]))

@@ -11,9 +11,9 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import ScoredConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)
@@ -52,9 +52,9 @@ class Task:
             self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
             self.more_metrics.try_out(self.references)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
-            fingerprint = accel_ddp.tokenisation.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenisation.fingerprint(self.eval_rows)
-        collate = accel_ddp.tokenisation.pad_collate(self.processor, accelerator, per_token=("labels",))
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -118,7 +118,7 @@ def build_data(cfg: Config, tokenizer):
         return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
-    encoded = [accel_ddp.tokenisation.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     rows = test
     train, test = accel_ddp.data.drop_broken(encoded, cfg)
     accel_ddp.tagging.report_truncated(train, test, cfg.max_length)

@@ -220,7 +220,7 @@ def tiny_model(tmp_path_factory) -> str:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from accel_ddp.config import RecipeConfig
+    from accel_ddp.config.train_config import RecipeConfig
     from accel_ddp.sources import models
 
     folder = tmp_path_factory.mktemp("tiny")

@@ -5,7 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from accel_ddp.records.lines import read_objects
+from accel_ddp.records.files import read_objects
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "log.md"

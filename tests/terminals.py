@@ -12,7 +12,7 @@ import time
 
 import pyte
 
-from accel_ddp.environment.terminal import BEGIN_FRAME, END_FRAME, without_controls
+from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, without_controls
 
 
 class UserTerminal:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, builtin_data, data, models, packages, standard_library, tokenisation
+from accel_ddp.sources import builtin, builtin_data, data, models, places, tokenization
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
@@ -116,7 +116,7 @@ def test_rows_are_correct(splits):
             for before, tag in zip(["O", *row["tags"]], row["tags"]):
                 assert not tag.startswith("I-") or before[2:] == tag[2:], row
     line, roles = "async def run(self, *args):", {10: ("run", "FUNC"), 14: ("self", "ARG"), 21: ("args", "ARG")}
-    assert standard_library.tag_line(f"{line}  # now", roles)[1] == [
+    assert builtin_data.tag_line(f"{line}  # now", roles)[1] == [
         "O",
         "O",
         "B-FUNC",
@@ -184,7 +184,7 @@ def test_another_process_has_the_same_rows_and_models(splits, cache, elsewhere):
         files = sorted(file for file in (folder / "models").rglob("*") if file.is_file())
         return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
-    here = {name: [tokenisation.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
+    here = {name: [tokenization.fingerprint(part) for part in parts.values()] for name, parts in splits.items()}
     printed, _ = elsewhere.communicate(timeout=300)
     assert json.loads(printed.splitlines()[-1]) == here
     assert elsewhere.returncode == 0
@@ -199,7 +199,7 @@ def test_unknown_names_and_a_cache_that_cannot_be_written_are_rejected(tmp_path)
     with pytest.raises(UserError, match=r"builtin:gpt: .*builtin:all-MiniLM-L6-v2, builtin:tiny-llama"):
         builtin.model_folder("builtin:gpt", str(tmp_path))
     with pytest.raises(UserError, match=r"'no_such_package'.*\.\[demo\].*your own --model"):
-        packages.path_in_package("--model", "builtin:x", "no_such_package", "model")
+        places.path_in_package("--model", "builtin:x", "no_such_package", "model")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
         builtin.model_folder("builtin:tiny-t5", str(tmp_path / "file"))

@@ -303,7 +303,7 @@ import time
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 import torch
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.training.stream import TrainBatches
 accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
 cfg = TrainConfig(global_batch_size=32, micro_batch_size=32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from accel_ddp.records.tables import file_of, read_tables
+from accel_ddp.records.eval_tables import file_of, read_tables
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
 from tests.log_schema import require_documented
 

@@ -11,8 +11,9 @@ import sys
 import psutil
 import pytest
 
-from accel_ddp import __version__, cli, recipe_files
+from accel_ddp import __version__, cli
 from accel_ddp.errors import UserError
+from accel_ddp.nodes import recipe_files
 from tests.conftest import BIN, PROGRAMS, ROOT, SINGLE, Running, clean_environment, free_port, run_all
 
 ACCEL_DDP = BIN / "accel-ddp"

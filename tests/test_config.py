@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config import RecipeConfig, TrainConfig, options_that_keep_the_result, options_that_must_match
+from accel_ddp.config.options import GROUPS, option, properties_of
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig, options_that_keep_the_result, options_that_must_match
 from accel_ddp.errors import UserError
-from accel_ddp.options import GROUPS, option, properties_of
-from accel_ddp.parsing import parse_config
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.tokenisation import fingerprint, map_once, pad_collate
+from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
 from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
@@ -128,7 +128,15 @@ def test_data_are_tokenised_again_only_if_code_that_tokenises_has_changed(tmp_pa
     (tmp_path / "keys.py").write_text(CACHE_KEYS)
     for name, change in (("one", ""), ("two", ""), ("three", "[::-1]")):
         (tmp_path / f"{name}.py").write_text(f"def encode(rows):\n    return {{'n': list(map(len, rows['text'])){change}}}\n")
-    same = ["doctor/command.py", "training/stream.py", "speed/attach.py", "config.py", "cli.py", "recipe.py", "doctor/new.py"]
+    same = [
+        "doctor/doctor_command.py",
+        "training/stream.py",
+        "speed/attach.py",
+        "config.py",
+        "cli.py",
+        "recipe.py",
+        "doctor/new.py",
+    ]
     other = ["sources/data.py", "tasks/labels.py", "tasks/chat.py", "seeds.py", "tasks/new.py"]
     command = [sys.executable, tmp_path / "keys.py", package, *same, *other]
     env = clean_environment(PYTHONPATH=str(tmp_path))

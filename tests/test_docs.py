@@ -24,15 +24,16 @@ from typing import NamedTuple
 
 import pytest
 
-from accel_ddp import cli, recipe_files
-from accel_ddp.doctor.codes import CODES
-from accel_ddp.doctor.command import add_options
-from accel_ddp.doctor.options import load_recipe_config
-from accel_ddp.estimate.command import build_parser as build_estimate_parser
-from accel_ddp.options import properties_of
-from accel_ddp.report.command import build_parser as build_report_parser
-from accel_ddp.scaling import options as scaling_options
-from accel_ddp.tune.options import build_parser
+from accel_ddp import cli
+from accel_ddp.config.options import properties_of
+from accel_ddp.doctor.check_options import load_recipe_config
+from accel_ddp.doctor.doctor_command import add_options
+from accel_ddp.doctor.findings import CODES
+from accel_ddp.measure import scaling_plan as scaling_options
+from accel_ddp.measure.tune_options import build_parser
+from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
+from accel_ddp.nodes import recipe_files
+from accel_ddp.report.report_command import build_parser as build_report_parser
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -272,7 +273,7 @@ def test_options_in_the_text_exist():
     parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
     parsers += [build_estimate_parser(), *launcher_parsers().values()]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
-    for file in ("cli.py", "launch/command.py", "profiling/command.py"):
+    for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs

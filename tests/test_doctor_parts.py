@@ -18,23 +18,22 @@ import pytest
 
 from accel_ddp.doctor import (
     at_launch,
-    command,
-    compare,
-    connect,
+    compare_nodes,
     facts,
-    gpus,
+    findings,
     host,
     launcher_exit,
+    node_client,
     paths,
-    platforms,
-    report,
-    sanitize,
 )
-from accel_ddp.doctor.codes import CODES
-from accel_ddp.environment.launcher import read_accelerate_config
-from accel_ddp.environment.topology import _VARIABLES, Topology, find_topology, topology_of_this_rank
+from accel_ddp.doctor import (
+    doctor_command as command,
+)
+from accel_ddp.doctor.findings import CODES
 from accel_ddp.errors import UserError
-from accel_ddp.net import messages
+from accel_ddp.nodes import messages
+from accel_ddp.nodes.launcher import read_accelerate_config
+from accel_ddp.nodes.topology import _VARIABLES, Topology, find_topology, topology_of_this_rank
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_all
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
@@ -131,10 +130,10 @@ def test_a_running_rendezvous_is_told_apart_from_other_programs():
 
     for use_libuv in (True, False):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
-        assert asyncio.run(connect.is_torch_store("127.0.0.1", store.port))
+        assert asyncio.run(node_client.is_torch_store("127.0.0.1", store.port))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not asyncio.run(connect.is_torch_store("127.0.0.1", silent.getsockname()[1]))
-    assert not asyncio.run(connect.is_torch_store("127.0.0.1", free_port()))
+        assert not asyncio.run(node_client.is_torch_store("127.0.0.1", silent.getsockname()[1]))
+    assert not asyncio.run(node_client.is_torch_store("127.0.0.1", free_port()))
 
 
 def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
@@ -185,12 +184,12 @@ def test_advice_about_firewalls_depends_on_the_platform(tmp_path, environment):
         ("ACME", ""),
     ):
         (tmp_path / "sys_vendor").write_text(words)
-        assert platforms.detect_platform(tmp_path) == name
-    assert "inbound rule `All traffic` whose source is that same group" in platforms.firewall_advice("TCP 29500", "ec2")
+        assert host.detect_platform(tmp_path) == name
+    assert "inbound rule `All traffic` whose source is that same group" in host.firewall_advice("TCP 29500", "ec2")
     environment(SLURM_JOB_ID="1")
-    assert platforms.detect_platform(tmp_path) == "slurm"
+    assert host.detect_platform(tmp_path) == "slurm"
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
-    assert platforms.detect_platform(tmp_path) == "kubernetes"
+    assert host.detect_platform(tmp_path) == "kubernetes"
 
 
 def test_files_have_the_same_hash_if_and_only_if_they_are_the_same(tmp_path):
@@ -258,7 +257,7 @@ def test_gpus_that_are_faulty_busy_or_missing_are_reported(tmp_path, environment
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if wanted is None and "CUDA_VISIBLE_DEVICES" in os.environ else None
         if wanted is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
-        return {finding.code: finding.saw for finding in gpus.check_gpus(topology, *gpus.query_driver())[1]}
+        return {finding.code: finding.saw for finding in facts.check_gpus(topology, *facts.query_driver())[1]}
 
     found = codes()
     assert "GPU 1 (NVIDIA H200) has 3 uncorrectable memory errors" in found["E_GPU_ECC"]
@@ -271,9 +270,9 @@ def test_gpus_that_are_faulty_busy_or_missing_are_reported(tmp_path, environment
     for none in ("", "-1", "NoDevFiles"):  # the user asks for training on the CPU
         assert codes(none) == {}
     driver(tmp_path, SMI, seconds=30)
-    assert "does not answer within 1 s" in gpus.query_driver(seconds=1)[2]
+    assert "does not answer within 1 s" in facts.query_driver(seconds=1)[2]
     driver(tmp_path, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", exit_code=9)
-    assert "couldn't communicate with the NVIDIA driver" in gpus.query_driver()[2]
+    assert "couldn't communicate with the NVIDIA driver" in facts.query_driver()[2]
 
 
 def test_a_full_or_read_only_disk_and_a_wrong_clock_are_reported(tmp_path):
@@ -282,11 +281,11 @@ def test_a_full_or_read_only_disk_and_a_wrong_clock_are_reported(tmp_path):
         return {**hello, "nodes": 2, "ranks": 2, "local_ranks": 1}
 
     both = [member(0), member(1, 83.0)]
-    found, _ = compare.compare_facts(both)
+    found, _ = compare_nodes.compare_facts(both)
     assert [finding.code for finding in found] == ["W_CLOCK"]
     assert "differs by +83 s" in found[0].saw
     seen = {0: {"folder": "/out", "error": "Permission denied", "free": 1 << 20, "sees": []}, 1: {"folder": "/out", "sees": []}}
-    found, words = compare.check_storage(both, seen, needed=1 << 30)
+    found, words = compare_nodes.check_storage(both, seen, needed=1 << 30)
     assert {finding.code for finding in found} == {"E_OUTPUT_DIR", "E_DISK"}
     assert "is not shared" in words
     readonly = tmp_path / "no"
@@ -296,12 +295,12 @@ def test_a_full_or_read_only_disk_and_a_wrong_clock_are_reported(tmp_path):
 
 def test_text_from_other_nodes_cannot_move_the_cursor():
     malicious = {"code": "E_X", "saw": "\x1b[2J\x07 gone", "fix": "a\nb", "host": "h", "node": 1}
-    text = report.format_findings([sanitize.clean_finding(malicious)])
+    text = findings.format_findings([paths.clean_finding(malicious)])
     assert "\x1b" not in text
     assert "\x07" not in text
     for bad in ({"code": "X"}, [], {"code": "E_X", "saw": 1}, {"code": "E_X", "node": "0"}, {"code": "E_X", "rank": -1}):
         with pytest.raises(ValueError, match="not a"):
-            sanitize.clean_finding(bad)
+            paths.clean_finding(bad)
 
 
 # ---- untrusted peers
@@ -438,7 +437,7 @@ def test_findings_about_hundreds_of_nodes_are_short():
          "interface": "eth0", "open": ""}
         for n in range(256)
     ]  # fmt: skip
-    found, lines = compare.compare_facts(members)
+    found, lines = compare_nodes.compare_facts(members)
     assert found[0].saw.startswith("--lr differs: 0.001 on node100 (machine_rank 100); 0.0001 on node0")
     assert len(found[0].saw) < 300
     assert "100 node100" in lines[0]

@@ -129,7 +129,7 @@ def test_torchrun_does_not_undo_a_stop_of_a_single_rank(tmp_path):
     ],
 )
 def test_the_users_number_of_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch, given, variables, ranks, expected):
-    from accel_ddp.environment import threads
+    from accel_ddp.nodes import cores as threads
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)

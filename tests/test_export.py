@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from accel_ddp import export, model_card
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.parsing import parse_config
+from accel_ddp.exporting import export, export_files
 from accel_ddp.sources import models
 from accel_ddp.tasks import examples
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
@@ -65,10 +65,10 @@ def test_a_model_card_attributes_metrics_to_the_evaluation_data_and_contains_no_
         "dataset": "",
         **options,
     }
-    public = model_card.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path), "metrics": "f1 /home/secret/mine"})
+    public = export_files.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path), "metrics": "f1 /home/secret/mine"})
     assert public["metrics"] == "f1 mine"
     assert (public["prefix"], public["own"], public["model"]) == ("a/b: ", tmp_path.name, "base")
-    text = model_card.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
+    text = export_files.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
     assert "secret" not in text
     assert words in text
     head = yaml.safe_load(text.split("---")[1])
@@ -223,5 +223,5 @@ def test_adapters_that_do_not_fit_are_refused_with_what_to_type(adapters, tmp_pa
 
 def test_paths_inside_of_parts_of_a_config_are_not_published():
     config = {"text_config": {"_name_or_path": "/home/secret/base", "hidden_size": 8}, "vocab_file": "/home/secret/vocab.txt"}
-    published = json.loads(model_card.without_paths(json.dumps(config).encode()))
+    published = json.loads(export_files.without_paths(json.dumps(config).encode()))
     assert published == {"text_config": {"_name_or_path": "base", "hidden_size": 8}, "vocab_file": "vocab.txt"}

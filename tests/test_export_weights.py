@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_ddp import export, export_weights
-from accel_ddp.saving import format, pieces
-from accel_ddp.saving.tensors import to_save
+from accel_ddp.exporting import export, export_files
+from accel_ddp.saving import checkpoint_format, pieces
+from accel_ddp.saving.state_tensors import to_save
 from tests.conftest import clean_environment
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
@@ -41,7 +41,7 @@ def write_checkpoint(model, path: Path, shards: int) -> None:
     }  # fmt: skip
     weights, files = to_save(model), {"config.json": model.config.to_json_string().encode()}
     if not shards:
-        format.write(path, {format.MODEL: weights, format.OPTIMIZER: {}}, run, files)
+        checkpoint_format.write(path, {checkpoint_format.MODEL: weights, checkpoint_format.OPTIMIZER: {}}, run, files)
         return
     partial, written = path.with_name(".partial"), {}
     (partial / "model").mkdir(parents=True)
@@ -57,7 +57,7 @@ def write_checkpoint(model, path: Path, shards: int) -> None:
             offsets |= {name: [] for name, tensor in weights.items() if not tensor.dim()}
         name = f"model/{pieces.file_name(rank)}"
         written[name] = pieces.write_file(partial / name, own, pieces.describe(offsets, run="r", step="1"))
-    format.complete(partial, path, run, files, written)
+    checkpoint_format.complete(partial, path, run, files, written)
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_exported_weights_are_those_that_save_pretrained_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_weights.write_weights, "__defaults__", (5_000,))  # bytes of a file
+    monkeypatch.setattr(export_files.write_weights, "__defaults__", (5_000,))  # bytes of a file
     streamed = {}
     for name, model in models().items():
         folder = tmp_path / name.replace(" ", "_")
@@ -82,7 +82,7 @@ def test_exported_weights_are_those_that_save_pretrained_writes(tmp_path, monkey
             again = type(model).from_pretrained(out)
             assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values())), name
             if streamed[name]:
-                index = json.loads((out / export_weights.INDEX).read_text())
+                index = json.loads((out / export_files.INDEX).read_text())
                 assert index["weight_map"].keys() == expected.keys()
                 assert len(set(index["weight_map"].values())) > 1
     assert streamed == {"tied": True, "not tied": True, "masked": True, "gpt2": True, "experts": False, "images": True}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from accel_ddp.records.incidents import read_incidents
-from accel_ddp.saving.format import find_problem, list_checkpoints
+from accel_ddp.saving.checkpoint_format import find_problem, list_checkpoints
 from tests.jobs import Diagnosis, HangingDisk, Job, Jobs, children, kill, remove_memory_limits, shape_link
 from tests.log_schema import require_documented
 from tests.nodes import Nodes, NotPossible

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import data
 from accel_ddp.sources.data import load_rows
-from accel_ddp.sources.files import load_file
+from accel_ddp.sources.table_files import load_file
 from accel_ddp.tasks.labels import Labels
 from tests.test_data import table
 

@@ -20,7 +20,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from accel_ddp.records.incidents import read_incidents
-from accel_ddp.records.log import read_log
+from accel_ddp.records.run_log import read_log
 from tests.conftest import BIN, PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
 from tests.test_comm_hooks import COMPRESSED, assert_compressed
 
@@ -503,7 +503,7 @@ def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(s
 
 
 def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_wait_for_it():
-    from accel_ddp.training.rank_sample import SYSTEM
+    from accel_ddp.training.step_numbers import SYSTEM
     from accel_ddp.training.system_sample import SystemSample
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -602,7 +602,7 @@ def test_a_profile_does_not_change_what_two_nccl_nodes_learn(profile_of_two_node
 
 
 def test_the_merged_profile_of_two_nccl_nodes_has_their_all_reduces_at_the_same_time(profile_of_two_nodes):
-    from accel_ddp.profiling.traces import read_trace
+    from accel_ddp.observe.traces import read_trace
 
     assert "largest kernels" in profile_of_two_nodes["text"]
     assert "largest gaps in which a GPU was idle" in profile_of_two_nodes["text"]
@@ -628,7 +628,7 @@ def test_a_profile_contains_the_kernels_of_cuda_graphs(tmp_path):
     ]  # fmt: skip
     ended = run_all([[sys.executable, PROGRAMS / "speedups.py", *options]], [on_gpu()]).well()
     assert "layers are captured as CUDA graphs" in ended.text
-    from accel_ddp.profiling.traces import read_trace
+    from accel_ddp.observe.traces import read_trace
 
     calls = {}
     for name in ("plain", "fast"):

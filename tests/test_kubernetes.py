@@ -21,9 +21,9 @@ import yaml
 
 from accel_ddp import cli
 from accel_ddp.errors import UserError
-from accel_ddp.launch.commands import make_job
 from accel_ddp.launch.description import read_description
-from accel_ddp.launch.kubernetes.backend import render
+from accel_ddp.launch.job_commands import make_job
+from accel_ddp.launch.kubernetes import render
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_ranks
 from tests.kubernetes_api import TRAINER, Api, typed_errors
 
@@ -416,7 +416,7 @@ def test_the_folder_that_docker_copies_has_what_the_package_needs_and_nothing_pr
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "dist"]
     subprocess.run(build, cwd=copy_folder, check=True, timeout=300, capture_output=True)
     files = set(zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))).namelist())
-    assert {"accel_ddp/launch/kubernetes/backend.py", "accel_ddp/recipes/classify.py"} <= files
+    assert {"accel_ddp/launch/kubernetes.py", "accel_ddp/recipes/classify.py"} <= files
     for name in ("recipes/classify.py", "accelerate_configs/2node.yaml", "constraints.txt"):
         assert (copy_folder / name).is_file()
 

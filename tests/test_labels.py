@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import load_rows
-from accel_ddp.sources.files import load_file
+from accel_ddp.sources.table_files import load_file
 from accel_ddp.tasks.labels import Labels, may_lack_classes, report_classes
 from tests.test_data import table
 

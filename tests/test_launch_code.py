@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_ddp.launch.code import compare_code, describe_code, list_files
+from accel_ddp.launch.code_files import compare_code, describe_code, list_files
 from tests.ssh_nodes import Machine, Machines
 
 COPY = """
 import asyncio, os, sys
 from accel_ddp.errors import UserError
-from accel_ddp.launch.hosts.copying import copy_code, find_source
+from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import read_description
-from accel_ddp.launch.hosts.ssh import ssh_words
+from accel_ddp.launch.connection import ssh_words
 cluster = read_description("cluster.yaml")
 try: asyncio.run(copy_code(cluster, find_source(sys.argv[1], cluster.copy), lambda node: ssh_words(cluster, node)))
 except UserError as error: sys.exit(f"error: {error}")

@@ -7,8 +7,10 @@ import pytest
 import yaml
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.command import launch
-from accel_ddp.launch.commands import (
+from accel_ddp.launch import kubernetes, slurm
+from accel_ddp.launch.description import read_description
+from accel_ddp.launch.guard import expand_run_folder
+from accel_ddp.launch.job_commands import (
     Shell,
     config_word,
     launcher_words,
@@ -18,11 +20,8 @@ from accel_ddp.launch.commands import (
     used_config,
     uses_torchrun,
 )
-from accel_ddp.launch.description import read_description
-from accel_ddp.launch.hosts.session import dry_run
-from accel_ddp.launch.kubernetes import backend as kubernetes
-from accel_ddp.launch.node.guard import expand_run_folder
-from accel_ddp.launch.slurm import backend as slurm
+from accel_ddp.launch.launch_command import launch
+from accel_ddp.launch.session import dry_run
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
 SECRET = "wandb-0123456789"

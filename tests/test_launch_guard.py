@@ -21,7 +21,7 @@ def start_guard(folder: Path, program: str) -> subprocess.Popen:
         "time_limit": None, "spot": "none", "terminal": None,
     }  # fmt: skip
     guard = subprocess.Popen(
-        [sys.executable, "-m", "accel_ddp.launch.node.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=clean_environment(),
     )  # fmt: skip
 

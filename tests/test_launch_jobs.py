@@ -12,7 +12,7 @@ import pexpect
 import pytest
 import yaml
 
-from accel_ddp.launch.node.record import LogFile, Record, find_records, store_place
+from accel_ddp.launch.job_record import LogFile, Record, find_records, store_place
 from tests.conftest import BIN, ROOT, Running, clean_environment, free_port
 from tests.ssh_nodes import Machine, Machines
 
@@ -165,7 +165,7 @@ def test_the_main_rank_has_a_terminal_that_follows_the_size_of_the_terminal_of_t
     """The script does not use the package otherwise, so that it starts without torch."""
     script = """
 import os, sys, time
-from accel_ddp.environment.output import connect_output
+from accel_ddp.nodes.terminal import connect_output
 connect_output()
 size = os.get_terminal_size(2)
 print(f"columns: {size.columns}", sys.stderr.isatty(), os.environ["TERM"])

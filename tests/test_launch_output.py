@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.launch.node.output import RankOutputs
+from accel_ddp.launch.node_output import RankOutputs
 from tests.conftest import ROOT, clean_environment
 
-CONNECT = "import os, subprocess, sys, time; from accel_ddp.environment.output import connect_output; print('before')\n"
+CONNECT = "import os, subprocess, sys, time; from accel_ddp.nodes.terminal import connect_output; print('before')\n"
 
 
 @pytest.fixture

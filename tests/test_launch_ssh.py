@@ -412,7 +412,7 @@ def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
     following.until("rank 2 prints an error")
     given_up = elsewhere.start_command(accel_ddp("logs", "-f", file, "--name", "long"))
     given_up.until("rank 2 prints an error")
-    guards = lambda: len([line for line in machines.processes() if line.endswith("accel_ddp.launch.node.guard")])
+    guards = lambda: len([line for line in machines.processes() if line.endswith("accel_ddp.launch.guard")])
     assert guards() == 4
     given_up.processes[0].kill()
     machines.until(lambda: guards() == 2, 5, "the end of the guards of `logs -f`")
@@ -544,7 +544,7 @@ def test_the_ranks_save_if_the_terminal_is_closed_and_sighup_comes_twice(machine
 def test_a_guard_that_is_killed_ends_the_job_on_all_nodes(machines):
     running = start(machines, machines.describe(), TRAINS, *SLOW_STEPS)
     running.until("step   3/400")
-    (guard,) = [pid for pid, words in machines.nodes[1].processes().items() if words.endswith("accel_ddp.launch.node.guard")]
+    (guard,) = [pid for pid, words in machines.nodes[1].processes().items() if words.endswith("accel_ddp.launch.guard")]
     os.kill(guard, signal.SIGKILL)
     ended = running.ended(60)
     assert ended.codes[0] != 0, ended.text

@@ -11,83 +11,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "accel_ddp"
 RECIPES = ROOT / "recipes"
 
-# Each package and module at the top of accel_ddp/, from the lowest to the highest, and what it may import.
-LOWEST = [
-    "errors",
-    "seeds",
-    "environment",
-    "net",
-    "options",
-    "optimizer_options",
-    "output_options",
-    "multi_node_options",
-    "best_metric",
-    "profile_window",
-    "config",
-    "parsing",
-]
-ALLOWED = {
-    "errors": [],
-    "seeds": [],
-    "environment": ["errors"],
-    "net": ["errors"],
-    "options": ["errors"],
-    "optimizer_options": ["errors", "options"],
-    "output_options": ["options"],
-    "multi_node_options": ["options"],
-    "best_metric": ["errors"],
-    "profile_window": ["errors"],
-    "config": [
-        "errors",
-        "options",
-        "optimizer_options",
-        "output_options",
-        "multi_node_options",
-        "best_metric",
-        "profile_window",
-    ],
-    "parsing": ["errors", "environment", "options", "config"],
-    "records": ["errors"],
-    "watch": ["errors", "net", "records", "environment"],
-    "doctor": [*LOWEST, "records", "watch"],
-    "tune": [*LOWEST, "doctor"],
-    "ranks": [*LOWEST, "records", "watch"],
-    "sharding": [*LOWEST, "records", "watch", "ranks"],
-    "saving": [*LOWEST, "records", "watch", "ranks", "sharding"],
-    "training": [*LOWEST, "records", "watch", "ranks", "sharding", "saving"],
-    "observing": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training"],
-    "speed": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training"],
-    "profiling": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training"],
-    "sources": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training"],
-    "tasks": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training", "sources"],
-    "memory": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training", "speed", "sources", "tasks"],
-    "accelerator": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "observing"],
-    "report": ["errors", "records", "saving"],
-    "model_card": ["sources"],
-    "export_weights": ["saving"],
-    "export": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "sources", "tasks", "model_card", "export_weights"],
-    "loop": [*LOWEST, "records", "watch", "ranks", "sharding", "saving", "training", "observing", "speed", "profiling"],
-    "recipe": [*LOWEST, "training", "observing", "memory", "accelerator", "export", "loop"],
-    "entry": [*LOWEST, "records", "watch", "doctor", "ranks"],
-    "verify": [*LOWEST, "saving"],
-    "recipe_files": ["errors"],
-    "launch": [*LOWEST, "records", "watch", "doctor", "recipe_files"],
-    "scaling": [*LOWEST, "records", "report", "doctor", "recipe_files", "launch"],
-    "estimate": [*LOWEST, "recipe_files", "memory"],
-    "cli": [
-        "errors",
-        "recipe_files",
-        "doctor",
-        "tune",
-        "launch",
-        "export",
-        "verify",
-        "report",
-        "scaling",
-        "profiling",
-        "estimate",
-    ],
-}
+# The packages and the modules at the top of accel_ddp/, from the lowest to the highest. Each may import only those before it.
+ORDER = [
+    "errors", "seeds", "compat", "nodes", "config", "records", "phases", "watch", "doctor", "ranks", "saving", "report", "launch",
+    "measure", "verify", "training", "speed", "sources", "tasks", "memory", "observe", "exporting", "accelerator", "loop", "recipe",
+    "entry", "cli",
+]  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
@@ -124,17 +53,23 @@ GRAPH = {name: imports(path, modules()) for name, path in modules().items()}
 
 
 def test_every_package_imports_only_what_is_below_it():
-    tops = {name.split(".")[0] for name in GRAPH}
-    assert tops == ALLOWED.keys(), "each package and module at the top needs its place in ALLOWED"
-    for number, (top, allowed) in enumerate(ALLOWED.items()):
-        assert set(allowed) <= set(list(ALLOWED)[:number]), f"ALLOWED is not in order at {top}"
+    assert {name.split(".")[0] for name in GRAPH} == set(ORDER), "each package and module at the top needs its place in ORDER"
     wrong = [
         f"accel_ddp.{name} imports {used}"
         for name, uses in GRAPH.items()
         for used in uses
-        if used.split(".")[0] not in [name.split(".")[0], *ALLOWED[name.split(".")[0]]]
+        if ORDER.index(used.split(".")[0]) > ORDER.index(name.split(".")[0])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_few_packages_few_modules_at_the_top_and_no_file_name_twice():
+    packages = [path.parent.name for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
+    assert len(packages) <= 17
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
+    names = [path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    assert not {name for name in names if names.count(name) > 1}
+    assert not {name.removesuffix(".py") for name in names} & set(packages), "a module and a package have the same name"
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -179,7 +114,8 @@ def test_the_doctor_tune_and_launch_start_without_torch():
     names = [
         name
         for name in GRAPH
-        if name.split(".")[0] in ("doctor", "tune", "launch", "environment", "net", "watch") and not name.endswith("__main__")
+        if name.split(".")[0] in ("doctor", "measure", "launch", "nodes", "watch", "phases", "records")
+        and not name.endswith("__main__")
     ]
     code = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(f'accel_ddp.{{name}}')\n"
@@ -231,8 +167,8 @@ def test_in_a_run_only_update_writes_gradients_clips_and_steps():
     The doctor and tune measure torch's own DDP in processes of their own. They train nothing. Two optimizers use others.
     """
     update = PACKAGE / "training" / "update.py"
-    inner = {"muon": ["self._adamw(others).step()"], "adamw8bit": ["super().step()"]}
-    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("doctor", "tune")]
+    inner = {"optim": ["self._adamw(others).step()", "super().step()"]}
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("doctor", "measure")]
     for path in [*paths, *RECIPES.glob("*.py")]:
         assert path == update or writes_gradients(path.read_text()) == inner.get(path.stem, []), path
     kinds = ("backward(", "clip_grad_norm_", "stepper.step()", "stepper.zero_grad", "parameter.grad")
@@ -256,7 +192,7 @@ def test_every_way_to_write_gradients_is_found(code):
     )
 
 
-@pytest.mark.parametrize("name", ["update", "evaluation", "current_batch"])
+@pytest.mark.parametrize("name", ["update", "evaluation", "losses"])
 def test_the_core_does_not_depend_on_the_speed_package(name):
     todo, seen = {f"training.{name}"}, set()
     while todo:
@@ -269,7 +205,7 @@ def test_the_core_does_not_depend_on_the_speed_package(name):
 def test_options_are_parsed_without_torch():
     code = (
         "import importlib, sys; sys.argv = ['recipe.py']; sys.path.insert(0, 'recipes')\n"
-        "from accel_ddp.parsing import parse_config\n"
+        "from accel_ddp.config.parsing import parse_config\n"
         f"for name in {sorted(path.stem for path in RECIPES.glob('*.py'))}: parse_config(importlib.import_module(name).Config)\n"
         "assert not {'torch', 'accelerate', 'transformers', 'datasets'} & set(sys.modules)"
     )

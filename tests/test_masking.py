@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
-from accel_ddp.tasks import masking, text_blocks, text_files
+from accel_ddp.tasks import masking, text_blocks
 from accel_ddp.training.stream import _SeededItems
 
 TEXT = "the unbelievable tokenizer splits extraordinarily long words, and [MASK] is text like any other: naïve 東京 ok"
@@ -247,7 +247,7 @@ def test_errors_name_the_file_that_cannot_be_used(tokens, tmp_path):
 
     def whole(place):
         cfg = RecipeConfig(train_file=place, cache_dir=str(tmp_path / "cache"))
-        return text_blocks.cut_into_blocks(text_files.load_texts(cfg)[0], "text", tokens, cfg)
+        return text_blocks.cut_into_blocks(text_blocks.load_texts(cfg)[0], "text", tokens, cfg)
 
     bad = good * 200_000 + b"caf\xe9 " + good  # longer than the pieces in which a file is read
     cases = [
@@ -275,9 +275,9 @@ def test_the_last_tenth_of_the_lines_is_set_aside_in_their_order(tmp_path):
     for number in (0, 1):
         (tmp_path / f"{number}.txt").write_text("".join(f"{number} line {i}\n" for i in range(50)))
     lines = [f"{number} line {i}" for number in (0, 1) for i in range(50)]
-    train, test = text_files.load_texts(RecipeConfig(train_file=str(tmp_path)))
+    train, test = text_blocks.load_texts(RecipeConfig(train_file=str(tmp_path)))
     assert (train["text"][:], test["text"][:]) == (lines[:90], lines[90:])
-    train, test = text_files.load_texts(
+    train, test = text_blocks.load_texts(
         RecipeConfig(train_file=str(tmp_path), eval_file=str(tmp_path / "0.txt"), max_eval_items=7)
     )
     assert train["text"][:] == lines

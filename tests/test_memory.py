@@ -11,15 +11,13 @@ import yaml
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.estimate import command
-from accel_ddp.memory import at_start, tracker
-from accel_ddp.memory.advice import Estimator, fits
-from accel_ddp.memory.estimate import GIB, needed
-from accel_ddp.memory.states import count_states
-from accel_ddp.parsing import parse_config
+from accel_ddp.memory import at_start, estimate_command, step_trace
+from accel_ddp.memory.estimate import GIB, Estimator, fits, needed
+from accel_ddp.memory.fake_model import count_states
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import process
 from accel_ddp.training import optim
 from accel_ddp.training.ema import Ema
@@ -68,7 +66,7 @@ def model(tmp_path_factory) -> str:
 
 
 def sft(model: str, *words: str):
-    recipe = command.load_recipe(ROOT / "recipes" / "sft.py")
+    recipe = estimate_command.load_recipe(ROOT / "recipes" / "sft.py")
     return parse_config(recipe.Config, ["--model", model, "--max_length", "512", "--mixed_precision", "bf16", *words])
 
 
@@ -168,7 +166,7 @@ def test_a_run_prints_the_estimate_and_its_random_numbers_stay_the_same(model, e
 
 
 def test_a_model_that_takes_too_long_to_trace_is_judged_by_its_states(model, estimator, monkeypatch):
-    monkeypatch.setattr(tracker, "LIMIT_SECONDS", -1)
+    monkeypatch.setattr(step_trace, "LIMIT_SECONDS", -1)
     slow = Estimator(sft(model), CAUSAL, "bf16")
     found = at_start.judge(slow, 2, None, 80 * GIB, 80 * GIB)
     assert slow.estimate(2).states == estimator.estimate(2).states
@@ -194,7 +192,7 @@ def test_the_activations_of_many_architectures_are_estimated(recipe, kind, shape
     from transformers import AutoConfig
 
     AutoConfig.for_model(kind, **shape).save_pretrained(tmp_path)
-    module = command.load_recipe(ROOT / "recipes" / f"{recipe}.py")
+    module = estimate_command.load_recipe(ROOT / "recipes" / f"{recipe}.py")
     has_adapters = recipe != "images" and kind != "mixtral"  # whose experts are no linear layers
     for options in ([], *([["--lora_r", "8"]] if has_adapters else [])):
         cfg = parse_config(module.Config, ["--model", str(tmp_path), *options])
@@ -207,12 +205,12 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
     config = yaml.safe_load((ROOT / "accelerate_configs" / "2node_fsdp.yaml").read_text()) | {"num_processes": 4}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     words = ["--json", "sft", "--model", model, "--max_length", "64"]
-    assert command.main(["--config_file", str(tmp_path / "config.yaml"), *words]) == 0
+    assert estimate_command.main(["--config_file", str(tmp_path / "config.yaml"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     ddp, fsdp = printed["estimates"]
     assert (printed["precision"], ddp["kind"], fsdp["kind"], fsdp["ranks"]) == ("no", "DDP", "FSDP", 4)
     assert fsdp["optimizer"] == -(-ddp["optimizer"] // 2), "one copy on each of two nodes"
-    command.main(["--gpus", "1", "2", "--memory", "80", *words[1:]])
+    estimate_command.main(["--gpus", "1", "2", "--memory", "80", *words[1:]])
     table = capsys.readouterr().out
     assert table.splitlines()[0].split("  ")[-3:] == ["one GPU", "DDP x 2", "FSDP x 2"]
     for row in ("weights", "gradients", "optimizer state", "gathered weights", "activations", "vocabulary loss", "total"):
@@ -243,6 +241,6 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
 )
 def test_wrong_input_of_the_command_is_one_message(words, message):
     with pytest.raises(UserError) as error:
-        command.main(words)
+        estimate_command.main(words)
     assert message in str(error.value)
     assert "\n" not in str(error.value)

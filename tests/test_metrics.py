@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.parsing import parse_config
 from accel_ddp.tasks import metrics
 from accel_ddp.tasks.generation_metrics import text_metric
 from accel_ddp.tasks.metrics import MoreMetrics, class_metrics

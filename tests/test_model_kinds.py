@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import model_kinds, models
 

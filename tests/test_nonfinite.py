@@ -7,12 +7,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.observe.hooks import LossSpikes
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
-from accel_ddp.training.loss_spikes import LossSpikes
 from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, run_ranks
 

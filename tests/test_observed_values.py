@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_ddp.training import system_sample
-from accel_ddp.training.rank_sample import SYSTEM, RankSample, split_samples
+from accel_ddp.training.step_numbers import SYSTEM, RankSample, split_samples
 from accel_ddp.training.system_sample import SystemSample, _Gpu
 
 CPU = torch.device("cpu")
@@ -102,11 +102,10 @@ def test_a_measurement_takes_less_than_a_thousandth_of_its_interval_in_cpu_time(
 
 def test_lines_about_1000_ranks_are_rare_and_include_all_steps(tmp_path):
     """A line of 190 KB in every step would take 4 % of steps of 0.5 s on the main rank, for which all others wait."""
-    from accel_ddp.config import TrainConfig
-    from accel_ddp.observing.log import JsonlLog
-    from accel_ddp.records.log import read_log
-    from accel_ddp.training.late_reader import Numbers
-    from accel_ddp.training.throughput import Pace
+    from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.observe.log_hook import JsonlLog
+    from accel_ddp.records.run_log import read_log
+    from accel_ddp.training.step_numbers import Numbers, Pace
 
     for ranks, expected in ((1000, [1, 50]), (64, list(range(1, 51)))):
         (tmp_path / str(ranks)).mkdir()
@@ -141,13 +140,13 @@ def test_the_sum_of_all_ranks_contains_the_sample_of_each():
 def test_warnings_of_the_library_are_incidents_and_reports_of_waits_are_not(tmp_path, monkeypatch, capsys):
     import logging
 
-    from accel_ddp.ranks import logs
-    from accel_ddp.ranks.incidents import warn_on_main
+    from accel_ddp.ranks import reporting
     from accel_ddp.ranks.process import process
+    from accel_ddp.ranks.reporting import warn_on_main
     from accel_ddp.records.incidents import IncidentWriter, read_incidents
 
     monkeypatch.setattr(process, "incidents", IncidentWriter())
-    logs.configure()
+    reporting.configure()
     logging.getLogger("accel_ddp.speed.attach").warning("the layers cannot be compiled: %s", "no compiler")
     with (tmp_path / ".lock").open("w") as lock:  # before, the folder may belong to another run
         monkeypatch.setattr(process, "run_folder_lock", lock)

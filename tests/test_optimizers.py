@@ -10,19 +10,18 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_ddp.config import RecipeConfig, TrainConfig, as_plain_dict
+from accel_ddp.config.optimizer_options import ema_bytes
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.export import files_of, from_checkpoint
-from accel_ddp.optimizer_options import ema_bytes
-from accel_ddp.parsing import parse_config
-from accel_ddp.saving import format
-from accel_ddp.saving.tensors import to_save, versions
+from accel_ddp.exporting.export import files_of, from_checkpoint
+from accel_ddp.saving import checkpoint_format
+from accel_ddp.saving.state_tensors import to_save, versions
 from accel_ddp.training import ema as ema_module
 from accel_ddp.training import optim
 from accel_ddp.training import update as update_module
 from accel_ddp.training.ema import Ema
-from accel_ddp.training.muon import hidden_matrices, orthogonalize
-from accel_ddp.training.optim import lr_at, set_lr
+from accel_ddp.training.optim import hidden_matrices, lr_at, orthogonalize, set_lr
 from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 
@@ -279,8 +278,11 @@ def test_the_averages_and_the_weights_of_a_checkpoint_can_be_exported(tmp_path, 
     facts |= {"run": "1", "values": {}, "evaluations": {}}
     for number, tensors in enumerate((averages, {})):
         path = tmp_path / f"step_0000000{number}"
-        format.write(
-            path, {format.MODEL: weights, format.OPTIMIZER: tensors}, {**facts, "step": number}, files_of(model, tokenizer)
+        checkpoint_format.write(
+            path,
+            {checkpoint_format.MODEL: weights, checkpoint_format.OPTIMIZER: tensors},
+            {**facts, "step": number},
+            files_of(model, tokenizer),
         )
     first, name = tmp_path / "step_00000000", "classifier.weight"
     for choice, expected in (("auto", 1), ("ema", 1), ("raw", 0)):

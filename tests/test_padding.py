@@ -10,8 +10,8 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.training import padding
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.training import padding_check
 from accel_ddp.training.stream import TrainBatches
 from tests.conftest import clean_environment
 from tests.test_padding_free import KINDS, LENGTHS, POSITIONS, SHAPE, a_batch, loss_of
@@ -22,7 +22,7 @@ def padding_difference(model, loss=loss_of, lengths=LENGTHS) -> str:
     rows = [{name: tensor[0, :length] for name, tensor in a_batch(lengths=[max(lengths)]).items()} for length in lengths]
     pad = lambda some, name: nn.utils.rnn.pad_sequence([row[name] for row in some], batch_first=True)
     collate = lambda some: {name: pad(some, name) for name in ("input_ids", "attention_mask", "labels")}
-    return padding.difference(Accelerator(cpu=True), TrainConfig(), model, TrainBatches(rows, collate), loss)
+    return padding_check.difference(Accelerator(cpu=True), TrainConfig(), model, TrainBatches(rows, collate), loss)
 
 
 class MixesPadding(nn.Module):
@@ -66,14 +66,14 @@ def test_the_checks_compute_without_tf32_and_accept_programs_that_use_the_newer_
     before = read()
     torch.set_float32_matmul_precision("high")
     try:
-        with padding.without_tf32():
+        with padding_check.without_tf32():
             assert read() == ("highest", False)
         assert read() == ("high", before[1])
     finally:
         torch.set_float32_matmul_precision(before[0])
     code = """
 import torch
-from accel_ddp.training.padding import without_tf32
+from accel_ddp.training.padding_check import without_tf32
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 with without_tf32():
     print("computed")
@@ -85,13 +85,13 @@ assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def test_the_padding_check_does_not_use_more_memory_than_there_is():
-    padding._require_memory(1, torch.device("cpu"))
+    padding_check._require_memory(1, torch.device("cpu"))
     with pytest.raises(MemoryError):
-        padding._require_memory(2**60, torch.device("cpu"))
+        padding_check._require_memory(2**60, torch.device("cpu"))
 
 
 def test_the_padding_check_compares_embeddings_of_a_loss_over_the_whole_batch():
-    from accel_ddp.training.whole_batch import WholeBatch
+    from accel_ddp.training.losses import WholeBatch
 
     model = transformers.BertModel(transformers.BertConfig(**SHAPE, **POSITIONS))
 

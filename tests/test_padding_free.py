@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from accel_ddp.speed import flops, linear_cross_entropy, padding_free
+from accel_ddp.speed import attach, linear_cross_entropy, padding_free
 from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses
-from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
@@ -235,7 +235,7 @@ def test_adapters_and_copies_of_a_padding_free_model():
     assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3
     assert model.generate(input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert copy.deepcopy(model).merge_and_unload() is not None
-    counter = flops.FlopCounter(model)
+    counter = attach.FlopCounter(model)
     frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
     assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from accel_ddp import cli
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.option_values import Window, choose_ranks, choose_window
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.parsing import parse_config
-from accel_ddp.profile_window import Window, choose_ranks, choose_window
-from accel_ddp.profiling import summary, traces
-from accel_ddp.profiling.advice import recommend
-from accel_ddp.profiling.analysis import analyse
-from accel_ddp.profiling.clocks import between
+from accel_ddp.observe import profile_summary, traces
+from accel_ddp.observe.profile_advice import recommend
+from accel_ddp.observe.recorder import between
+from accel_ddp.observe.trace_analysis import analyse
 from tests.conftest import PROGRAMS, ROOT, node_environments, run_all
 
 PROFILED = PROGRAMS / "profiled.py"
@@ -202,7 +202,7 @@ def test_own_times_of_operations_exclude_those_that_they_call():
 
 RUN = {
     "steps": [7, 8], "num_ranks": 2, "num_nodes": 2, "device": "NVIDIA H200", "precision": "no", "micro_batch_size": 4,
-    "accumulation": 2, "gradient_bytes": 400 << 20, "options": {name: getattr(TrainConfig, name) for name in summary.OPTIONS},
+    "accumulation": 2, "gradient_bytes": 400 << 20, "options": {name: getattr(TrainConfig, name) for name in profile_summary.OPTIONS},
 }  # fmt: skip
 BREAKDOWN = dict.fromkeys(("data", "forward", "backward", "optimizer", "other", "communication"), 0.0001)
 
@@ -214,7 +214,7 @@ def two_ranks(**of_second: float) -> list[dict[str, Any]]:
 
 
 def test_recommendations_name_existing_options_and_the_numbers_behind_them():
-    made = summary.summarize(RUN, two_ranks())
+    made = profile_summary.summarize(RUN, two_ranks())
     found = made["recommendations"]
     assert [one["saves"] for one in found] == sorted((one["saves"] for one in found), reverse=True)
     by_option = {one["option"]: one["text"] for one in found}
@@ -229,7 +229,7 @@ def test_recommendations_name_existing_options_and_the_numbers_behind_them():
         if option.startswith("--"):
             parse_config(TrainConfig, option.split())
             assert option.split()[0].removeprefix("--") in fields
-    text = summary.format_text(made, "runs/mine")
+    text = profile_summary.format_text(made, "runs/mine")
     assert "1 (node1)" in text
     assert "62% of it overlaps" in text
     assert "Clocks of hosts are aligned to 21 us" in text
@@ -239,14 +239,14 @@ def test_recommendations_name_existing_options_and_the_numbers_behind_them():
 def test_nothing_is_recommended_that_is_set_or_too_small_or_caused_by_another_rank():
     options = RUN["options"] | {"comm_hook": "bf16", "compile": "on", "num_workers": 2}
     tuned = RUN | {"options": options, "precision": "bf16", "accumulation": 1, "compiled": True}
-    overall = summary.summarize(tuned, two_ranks())["overall"]
+    overall = profile_summary.summarize(tuned, two_ranks())["overall"]
     found = {one.option for one in recommend(tuned, overall, [])}
     assert not found & {"--comm_hook bf16", "--compile on", "--mixed_precision bf16"}
     assert "--num_workers 4" in found
     # One rank waits for the other, which itself waits little: the network is not the cause.
     ranks = two_ranks()
     ranks[1] |= {"exposed": 0.00001, "computation": 0.0007}
-    made = summary.summarize(RUN, ranks)
+    made = profile_summary.summarize(RUN, ranks)
     assert not any("communication" in one["text"] for one in made["recommendations"])
     assert made["findings"] == ["rank 1 (node1) computes 27 % longer than the others, which wait 0.14 ms per step for it."]
     quick = overall | {
@@ -381,7 +381,7 @@ def test_a_resumed_run_records_its_own_steps_on_the_ranks_that_are_asked_for(two
 def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_the_profile(tmp_path, capsys):
     import torch
 
-    from accel_ddp.profiling.recorder import start_recorder
+    from accel_ddp.observe.recorder import start_recorder
     from accel_ddp.ranks.process import process
     from accel_ddp.training.own_time import OwnTime
 

@@ -15,18 +15,16 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from accel_ddp.best_metric import BestMetric
-from accel_ddp.config import TrainConfig
-from accel_ddp.environment.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, without_controls
-from accel_ddp.launch.hosts.console import Console
-from accel_ddp.launch.node.lines import Lines
-from accel_ddp.observing import display
-from accel_ddp.observing.panel import Renderer, State
-from accel_ddp.observing.terminal import Terminal, TerminalStream
-from accel_ddp.training.late_reader import Numbers
-from accel_ddp.training.rank_sample import RankSample
-from accel_ddp.training.throughput import Pace
-from accel_ddp.watch.page import Timing
+from accel_ddp.config.option_values import BestMetric
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.launch.console import Console
+from accel_ddp.launch.node_output import Lines
+from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, without_controls
+from accel_ddp.observe import display
+from accel_ddp.observe.display import Terminal, TerminalStream
+from accel_ddp.observe.progress import Renderer, State
+from accel_ddp.phases import Timing
+from accel_ddp.training.step_numbers import Numbers, Pace, RankSample
 from tests.conftest import PROGRAMS, ROOT, fork_server, rank_environments
 from tests.programs.noisy import LONG
 from tests.terminals import UserTerminal

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from accel_ddp import export
-from accel_ddp.records.lines import read_objects
-from accel_ddp.records.tables import Table, file_of, list_steps, read_tables
+from accel_ddp.exporting import export
+from accel_ddp.records.eval_tables import Table, file_of, list_steps, read_tables
+from accel_ddp.records.files import read_objects
 from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
 from tests.log_schema import require_documented
 

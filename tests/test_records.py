@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.records import lines, log
+from accel_ddp.records import files, run_log
 from accel_ddp.records.incidents import FILE, MOST_WAITING, Incident, IncidentWriter, read_incidents
-from accel_ddp.records.log import LogWriter, last_step_of, last_step_of_attempt, read_log
+from accel_ddp.records.run_log import LogWriter, last_step_of, last_step_of_attempt, read_log
 from tests.conftest import ROOT
 from tests.log_schema import PAGE, documented, require_fields
 
@@ -36,7 +36,7 @@ def test_steps_that_were_repeated_are_marked_and_counted_once(tmp_path):
     attempt(path, 0, 10)
     attempt(path, 4, 6)
     attempt(path, 5, 12, ends=True)  # steps 7 to 10 were logged by the first attempt only, and are repeated too
-    marked = [(event["step"], event.get("repeated", False)) for event in log.read_lines(path) if event["event"] == "update"]
+    marked = [(event["step"], event.get("repeated", False)) for event in run_log.read_lines(path) if event["event"] == "update"]
     assert marked == [(step, False) for step in range(1, 11)] + [(5, True), (6, True)] + [
         (step, step <= 10) for step in range(6, 13)
     ]
@@ -58,7 +58,7 @@ def test_a_log_that_was_cut_in_the_middle_of_a_line_is_continued(tmp_path, endin
     attempt(path, 8, 12)
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, 13))
     raw = path.read_bytes().splitlines()
-    assert sum(lines.parse(line) is None for line in raw) == (0 if is_complete else 1), "only the cut line cannot be read"
+    assert sum(files.parse(line) is None for line in raw) == (0 if is_complete else 1), "only the cut line cannot be read"
 
 
 def test_evaluations_between_logged_steps_are_marked_as_repeated_too(tmp_path):
@@ -70,7 +70,7 @@ def test_evaluations_between_logged_steps_are_marked_as_repeated_too(tmp_path):
             writer.write("evaluate", step, loss=1.0)
         writer.close()
     assert last_step_of(path) == 12
-    marked = [event["step"] for event in log.read_lines(path) if event.get("repeated")]
+    marked = [event["step"] for event in run_log.read_lines(path) if event.get("repeated")]
     assert marked == [4, 4, 8]
 
 
@@ -112,12 +112,12 @@ def test_the_end_of_a_log_of_2_gb_is_found_without_reading_the_log(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64, 10_000])
 def test_a_file_is_read_backwards_whatever_the_size_of_its_lines(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(lines, "CHUNK_BYTES", size)
+    monkeypatch.setattr(files, "CHUNK_BYTES", size)
     path = tmp_path / "log.jsonl"
     for ending in ("\n", "", "\n\n\n", '\n{"cut": '):
         path.write_text("\n".join(json.dumps({"n": n, "text": "é" * n}) for n in range(12)) + ending)
-        assert list(lines.read_objects_backwards(path)) == list(lines.read_objects(path))[::-1]
-    assert list(lines.read_objects_backwards(tmp_path / "missing")) == []
+        assert list(files.read_objects_backwards(path)) == list(files.read_objects(path))[::-1]
+    assert list(files.read_objects_backwards(tmp_path / "missing")) == []
 
 
 def test_numbers_that_are_not_finite_are_strings_in_strict_json(tmp_path):
@@ -181,7 +181,7 @@ def test_the_page_describes_each_event_with_an_example():
         require_fields(example, fields)
     events = {example.get("event", "incidents.jsonl") for example in examples}
     assert events == documented().keys() - {"every event"}
-    assert events >= {*log.OF_STEPS, "start", "warm_up", "restart", "save", "end"}
+    assert events >= {*run_log.OF_STEPS, "start", "warm_up", "restart", "save", "end"}
 
 
 def test_a_reader_that_follows_a_log_sees_complete_events_only_also_after_a_crash(tmp_path):
@@ -193,7 +193,7 @@ def test_a_reader_that_follows_a_log_sees_complete_events_only_also_after_a_cras
     write = """
 import random, sys
 from pathlib import Path
-from accel_ddp.records.log import LogWriter
+from accel_ddp.records.run_log import LogWriter
 writer, first, last = LogWriter(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 writer.write("start", first)
 for step in range(first + 1, last + 1):
@@ -214,11 +214,11 @@ writer.write("end", last)
     with path.open("ab") as file:
         file.write(b'{"event": "start", "step": 999, "batch": {"global": 8}')  # as a machine without power leaves it
     assert start(reached - 5, reached + 5).wait() == 0
-    while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in log.read_lines(path)):
+    while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in run_log.read_lines(path)):
         time.sleep(0.05)
     is_over.set()
     reader.join(60)
-    assert seen == list(log.read_lines(path))
+    assert seen == list(run_log.read_lines(path))
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, reached + 6))
     assert sum(event.get("repeated", False) for event in seen) == 5
 

@@ -17,14 +17,14 @@ import pytest
 
 from accel_ddp import cli
 from accel_ddp.errors import UserError
-from accel_ddp.records import tables as table_files
-from accel_ddp.records.log import LogWriter
+from accel_ddp.records import eval_tables as table_files
+from accel_ddp.records.run_log import LogWriter
 from accel_ddp.report import log_reader
-from accel_ddp.report.compare import differences, unique_names
+from accel_ddp.report.chart_data import downsample
 from accel_ddp.report.csv_files import write_csv
-from accel_ddp.report.downsample import downsample
-from accel_ddp.report.find import find_runs
-from accel_ddp.report.runs import read_run
+from accel_ddp.report.report_command import find_runs
+from accel_ddp.report.run_reader import read_run
+from accel_ddp.report.sections import differences, unique_names
 from tests.conftest import ROOT, clean_environment
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")

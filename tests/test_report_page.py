@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accel_ddp.report.cards import MINUS, UNKNOWN, brief, duration, number, percent, size
 from accel_ddp.report.chart_data import chart_data
-from accel_ddp.report.escaping import safe_json, tag
-from accel_ddp.report.formats import MINUS, UNKNOWN, brief, duration, number, percent, size
+from accel_ddp.report.markup import safe_json, tag
 from accel_ddp.report.page import make_page, write_page
 from accel_ddp.report.run_data import RankTimes, Run
-from accel_ddp.report.runs import read_run
+from accel_ddp.report.run_reader import read_run
 from tests.report_runs import write_run
 
 INSTALL = "a browser is needed: apt-get install -y --no-install-recommends chromium chromium-driver"

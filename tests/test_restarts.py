@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from accel_ddp.records.incidents import read_incidents
-from accel_ddp.records.log import read_log
-from accel_ddp.saving.format import MANIFEST
-from accel_ddp.watch import outcome
+from accel_ddp.records.run_log import read_log
+from accel_ddp.saving.checkpoint_format import MANIFEST
+from accel_ddp.watch import restart_files
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all
 from tests.log_schema import require_documented
 from tests.test_stop import last_checkpoint, wait_for
@@ -289,32 +289,32 @@ def test_an_attempt_consists_of_exactly_the_processes_that_are_alive(tmp_path):
 
 def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv(outcome.ROUND, "1")
-    assert outcome.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
-    assert not outcome.write_outcome(
+    monkeypatch.setenv(restart_files.ROUND, "1")
+    assert restart_files.write_outcome(os.getpid(), {"kind": "died", "exit_code": 1, "step": 3})
+    assert not restart_files.write_outcome(
         os.getpid(), {"kind": "stopped", "exit_code": 75, "step": None}
     )  # follows from the first one
-    outcome.store_run(os.getpid(), output_dir="runs/a")
-    outcome.store_run(os.getpid(), failed_steps=[3])
-    assert outcome.read_outcome(os.getpid(), 1) == {"kind": "died", "exit_code": 1, "step": 3}
-    assert outcome.read_outcome(os.getpid(), 0) is None
-    assert outcome.read_run(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
-    assert outcome.read_run(os.getppid()) == {}
+    restart_files.store_run(os.getpid(), output_dir="runs/a")
+    restart_files.store_run(os.getpid(), failed_steps=[3])
+    assert restart_files.read_outcome(os.getpid(), 1) == {"kind": "died", "exit_code": 1, "step": 3}
+    assert restart_files.read_outcome(os.getpid(), 0) is None
+    assert restart_files.read_run(os.getpid()) == {"output_dir": "runs/a", "failed_steps": [3]}
+    assert restart_files.read_run(os.getppid()) == {}
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o77 == 0, "other users can read it"
     assert folder.name.endswith(f"-{os.stat('/proc/self/ns/pid').st_ino}"), "another container can remove it"
     (folder / "999999999-1.run.json").write_text("{}")
     (folder / "999999999-1.run.json.5.draft").write_text("{")
     os.utime(folder / next(folder.glob("*.run.json")), (0, 0))
-    outcome.touch(os.getpid())
-    outcome.remove(os.getppid())
+    restart_files.touch(os.getpid())
+    restart_files.remove(os.getppid())
     assert all(path.stat().st_mtime > 1e9 for path in folder.iterdir()), "the system would remove old files"
     assert sorted(path.name.split(".")[1] for path in folder.iterdir()) == ["outcome1", "run"], (
         "files of a dead launcher are left"
     )
-    outcome.remove(os.getpid())
+    restart_files.remove(os.getpid())
     assert list(folder.iterdir()) == []
-    outcome.write_outcome(0, {})  # a rank without a launcher
+    restart_files.write_outcome(0, {})  # a rank without a launcher
     assert list(folder.iterdir()) == []
 
 
@@ -329,12 +329,12 @@ def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatc
 )  # fmt: skip
 def test_an_attempt_is_restarted_only_if_that_can_help(code, step, failed_steps, reason):
     ended = None if code is None else {"exit_code": code, "step": step}
-    assert outcome.why_not_restarted(ended, failed_steps).startswith(reason)
-    assert bool(outcome.why_not_restarted(ended, failed_steps)) == bool(reason)
+    assert restart_files.why_not_restarted(ended, failed_steps).startswith(reason)
+    assert bool(restart_files.why_not_restarted(ended, failed_steps)) == bool(reason)
 
 
 def test_attempts_that_all_fail_before_their_first_step_end_the_job():
-    from accel_ddp.saving.restarts import _why_no_progress
+    from accel_ddp.saving.restart_record import _why_no_progress
 
     start, failure, training = {"event": "start"}, {"event": "failure", "step": None}, {"event": "training"}
     assert _why_no_progress([start, training, failure, failure]) == ""
@@ -352,7 +352,7 @@ def test_a_launcher_joins_only_a_running_job_with_the_same_command(tmp_path, mon
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler, _create_static_handler
 
-    from accel_ddp.doctor.restarts import RestartingRendezvous
+    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -374,16 +374,16 @@ def test_a_launcher_joins_only_a_running_job_with_the_same_command(tmp_path, mon
 
 
 def test_a_restart_goes_back_to_resume_path_only_if_the_job_has_no_newer_checkpoint(tmp_path):
-    from accel_ddp.config import TrainConfig
-    from accel_ddp.saving import restarts
+    from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.saving import restart_record
 
-    resumed = lambda path: restarts.resume_of_restart(TrainConfig(resume=path), str(tmp_path))
-    assert restarts.resume_of_restart(TrainConfig(resume="other/step_00000004"), "") == "other/step_00000004", "no restart"
+    resumed = lambda path: restart_record.resume_of_restart(TrainConfig(resume=path), str(tmp_path))
+    assert restart_record.resume_of_restart(TrainConfig(resume="other/step_00000004"), "") == "other/step_00000004", "no restart"
     assert resumed("") == "auto"
     (tmp_path / "step_00000002").mkdir()  # of an earlier job
     (tmp_path / "step_00000002" / MANIFEST).write_text("{}")
     assert resumed("other/step_00000004") == "other/step_00000004", "the attempt failed before its first step"
-    (tmp_path / restarts.FILE).write_text('{"event": "start"}\n{"event": "training", "step": 4}\n')
+    (tmp_path / restart_record.FILE).write_text('{"event": "start"}\n{"event": "training", "step": 4}\n')
     assert resumed("other/step_00000004") == "other/step_00000004", "the attempt has saved nothing"
     (tmp_path / "step_00000006").mkdir()
     (tmp_path / "step_00000006" / MANIFEST).write_text("{}")
@@ -407,32 +407,36 @@ def test_the_folder_of_a_restart_is_that_of_the_attempt_before(tmp_path, monkeyp
 
 def test_a_restart_whose_files_were_removed_is_an_error(tmp_path, monkeypatch):
     from accel_ddp.errors import UserError
-    from accel_ddp.ranks import attempts
+    from accel_ddp.ranks import restarts
 
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", outcome.LAUNCHER: str(os.getpid()), outcome.ROUND: "1"}.items():
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "none",
+        restart_files.LAUNCHER: str(os.getpid()),
+        restart_files.ROUND: "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(UserError, match="were removed or could not be written"):
-        attempts.newest_run([attempts.read_earlier_run()])
+        restarts.newest_run([restarts.read_earlier_run()])
     other_node = {"output_dir": "runs/a"}
-    assert attempts.newest_run([attempts.read_earlier_run(), other_node]) == other_node
-    outcome.store_run(os.getpid(), started=1.0)  # the launcher; the attempt before has failed before it had a folder
-    assert attempts.newest_run([attempts.read_earlier_run()]) == {}
+    assert restarts.newest_run([restarts.read_earlier_run(), other_node]) == other_node
+    restart_files.store_run(os.getpid(), started=1.0)  # the launcher; the attempt before has failed before it had a folder
+    assert restarts.newest_run([restarts.read_earlier_run()]) == {}
 
 
 def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkeypatch):
-    from accel_ddp.config import TrainConfig
+    from accel_ddp.config.train_config import TrainConfig
     from accel_ddp.errors import UserError
-    from accel_ddp.ranks import attempts
+    from accel_ddp.ranks import restarts
     from accel_ddp.ranks.failures import Stopped
 
     cfg = TrainConfig(ddp_timeout_seconds=1, preflight_wait=2)
-    waiting = attempts._Waiting(cfg)
+    waiting = restarts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(UserError, match="--ddp_timeout_seconds 1"):
         waiting.sleep([1])
-    monkeypatch.setenv(outcome.ROUND, "1")
-    waiting = attempts._Waiting(cfg)
+    monkeypatch.setenv(restart_files.ROUND, "1")
+    waiting = restarts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2") as stopped:
         waiting.sleep([1])
@@ -440,24 +444,24 @@ def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkey
 
 
 def test_a_stop_is_printed_with_one_prefix_at_a_restart(tmp_path, monkeypatch):
-    from accel_ddp.ranks import attempts
+    from accel_ddp.ranks import restarts
     from accel_ddp.ranks.failures import Failure, Stopped
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv(outcome.LAUNCHER, str(os.getpid()))
-    outcome.write_outcome(os.getpid(), Failure("stopped", "requested by a test").as_outcome())
-    monkeypatch.setenv(outcome.ROUND, "1")
+    monkeypatch.setenv(restart_files.LAUNCHER, str(os.getpid()))
+    restart_files.write_outcome(os.getpid(), Failure("stopped", "requested by a test").as_outcome())
+    monkeypatch.setenv(restart_files.ROUND, "1")
     with pytest.raises(Stopped, match=r"^stopped: requested by a test$"):
-        attempts.end_if_stopped()
+        restarts.end_if_stopped()
 
 
 def test_goodput_is_the_part_of_the_time_that_was_spent_on_steps_that_count(tmp_path, monkeypatch):
-    from accel_ddp.config import TrainConfig
-    from accel_ddp.saving import restarts
+    from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.saving import restart_record
 
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    monkeypatch.setattr(restarts.time, "time", lambda: 1100.0)
+    monkeypatch.setattr(restart_record.time, "time", lambda: 1100.0)
     lines = [
         {"event": "start", "time": 1000.0},
         {"event": "training", "time": 1010.0, "step": 0},  # counts until 1030, when the checkpoint of step 4 was complete
@@ -466,7 +470,7 @@ def test_goodput_is_the_part_of_the_time_that_was_spent_on_steps_that_count(tmp_
         {"event": "failure", "time": 1055.0, "step": 5, "text": ""},
         {"event": "training", "time": 1070.0, "step": 4, "restart": 2, "committed": 1030.0},  # counts until now
     ]
-    (tmp_path / restarts.FILE).write_text("\n".join(map(json.dumps, lines)))
-    assert restarts.goodput(TrainConfig(output_dir=str(tmp_path))) == 0.5
-    (tmp_path / restarts.FILE).write_text("\n".join(map(json.dumps, lines[:2])))
-    assert restarts.goodput(TrainConfig(output_dir=str(tmp_path))) is None, "there was no restart"
+    (tmp_path / restart_record.FILE).write_text("\n".join(map(json.dumps, lines)))
+    assert restart_record.goodput(TrainConfig(output_dir=str(tmp_path))) == 0.5
+    (tmp_path / restart_record.FILE).write_text("\n".join(map(json.dumps, lines[:2])))
+    assert restart_record.goodput(TrainConfig(output_dir=str(tmp_path))) is None, "there was no restart"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config import RecipeConfig, as_plain_dict
+from accel_ddp.config.train_config import RecipeConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.saving import run_folder
 

@@ -12,11 +12,10 @@ import pytest
 
 from accel_ddp import cli
 from accel_ddp.errors import UserError
-from accel_ddp.scaling import advice, analysis, measurement, plan, prediction
-from accel_ddp.scaling.analysis import Comparison, Result
-from accel_ddp.scaling.output import Summary, as_json, format_summary
-from accel_ddp.scaling.page import write_page
-from accel_ddp.scaling.plan import Place, Setting
+from accel_ddp.measure import scaling_advice, scaling_analysis, scaling_plan
+from accel_ddp.measure.scaling_analysis import Comparison, Result
+from accel_ddp.measure.scaling_output import Summary, as_json, format_summary, write_page
+from accel_ddp.measure.scaling_plan import Place, Setting
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, run_all
 
 LINK = str(PROGRAMS / "slow_link.py")
@@ -29,7 +28,7 @@ def scaling(*words: object) -> list:
 def step_of(number: int, **parts: list[float]) -> dict:
     """Return a line of the log for one step. Parts that are not given take no time."""
     zero = [0.0] * len(next(iter(parts.values())))
-    return {"event": "ranks", "first_step": number, "last_step": number, **dict.fromkeys(measurement.PARTS, zero), **parts}
+    return {"event": "ranks", "first_step": number, "last_step": number, **dict.fromkeys(scaling_analysis.PARTS, zero), **parts}
 
 
 def result_of(
@@ -39,7 +38,7 @@ def result_of(
     wide = {part: values * (ranks if len(values) == 1 else 1) for part, values in parts.items()}
     facts = {"micro": micro, "accumulation": batch // ranks // micro, "gradient_bytes": size, "tokens": 100.0}
     facts["ranks"] = [{"rank": rank, "host": f"host{rank}", "device": "<b>CPU"} for rank in range(ranks)]
-    measured = measurement.summarize([step_of(1, **wide), step_of(2, **wide)], **facts)
+    measured = scaling_analysis.summarize([step_of(1, **wide), step_of(2, **wide)], **facts)
     return Result(Setting(Place(nodes, ranks), batch, micro, modes), measured)
 
 
@@ -47,16 +46,16 @@ def result_of(
 
 
 def test_the_default_is_powers_of_two_up_to_the_gpus_and_nodes_are_used_as_a_whole():
-    assert [place.ranks for place in plan.local_places([], 6, 6)] == [1, 2, 4]
-    assert plan.cluster_places([4, 4, 4, 4, 4], []) == [Place(1, 1), Place(1, 4), Place(2, 8), Place(4, 16), Place(5, 20)]
-    assert plan.cluster_places([1, 1], []) == [Place(1, 1), Place(2, 2)]
-    assert plan.cluster_places([2, 1, 1], [1, 2, 4]) == [Place(1, 1), Place(1, 2), Place(3, 4)]
+    assert [place.ranks for place in scaling_plan.local_places([], 6, 6)] == [1, 2, 4]
+    assert scaling_plan.cluster_places([4, 4, 4, 4, 4], []) == [Place(1, 1), Place(1, 4), Place(2, 8), Place(4, 16), Place(5, 20)]
+    assert scaling_plan.cluster_places([1, 1], []) == [Place(1, 1), Place(2, 2)]
+    assert scaling_plan.cluster_places([2, 1, 1], [1, 2, 4]) == [Place(1, 1), Place(1, 2), Place(3, 4)]
     with pytest.raises(UserError, match=r"--ranks 6: 6 ranks are not .* Use some of: 1, 2, 3, 4, 8"):
-        plan.cluster_places([4, 4], [6])
+        scaling_plan.cluster_places([4, 4], [6])
 
 
 def test_the_batch_stays_in_strong_scaling_and_grows_in_weak_scaling():
-    settings, left_out = plan.make_plan([Place(1, 1), Place(1, 2), Place(1, 3)], 32, 8, ("strong", "weak"))
+    settings, left_out = scaling_plan.make_plan([Place(1, 1), Place(1, 2), Place(1, 3)], 32, 8, ("strong", "weak"))
     found = [(one.ranks, one.batch, one.micro, one.modes) for one in settings]
     assert found == [
         (1, 32, 8, ("strong", "weak")),  # measured once
@@ -70,14 +69,14 @@ def test_the_batch_stays_in_strong_scaling_and_grows_in_weak_scaling():
 
 
 def test_a_micro_batch_that_does_not_divide_or_fit_becomes_smaller():
-    (setting,), _ = plan.make_plan([Place(1, 2)], 24, 8, ("strong",))
+    (setting,), _ = scaling_plan.make_plan([Place(1, 2)], 24, 8, ("strong",))
     assert (setting.micro, setting.note) == (6, "--micro_batch_size 8 does not divide 12 items per rank, so 6 is used")
-    less = plan.smaller(setting, 6)
+    less = scaling_plan.smaller(setting, 6)
     assert less
     assert less.micro == 3
     assert "6 does not fit in memory" in less.note
-    assert plan.smaller(setting, 1) is None
-    (auto,), _ = plan.make_plan([Place(1, 2)], 24, None, ("strong",))
+    assert scaling_plan.smaller(setting, 1) is None
+    (auto,), _ = scaling_plan.make_plan([Place(1, 2)], 24, None, ("strong",))
     assert auto.micro is None, "the run finds it"
 
 
@@ -91,16 +90,16 @@ def test_a_log_becomes_medians_that_add_up_without_the_warm_up():
     log += [step_of(8, forward=[5.0, 5.0], communication=[1.0, 1.0])]  # one slow step
     log += [step_of(9, forward=["nan", 0.1], communication=[0.1, 0.1])]
     log += [{"event": "update", "step": 2, "tokens": 10}, {"event": "update", "step": 3, "tokens": 30}]
-    found = measurement.measure(log, warmup=1)
+    found = scaling_analysis.measure(log, warmup=1)
     assert found
     assert len(found.steps) == 7
     assert found.seconds == pytest.approx(0.4)
-    assert sum(found.mean(part) for part in measurement.PARTS) == pytest.approx(found.seconds)
+    assert sum(found.mean(part) for part in scaling_analysis.PARTS) == pytest.approx(found.seconds)
     assert (found.exposed, found.waiting) == (pytest.approx(0.2), pytest.approx(0.05))
     assert (found.tokens, found.micro, found.accumulation, found.gradient_bytes) == (20, 4, 2, 40)
-    assert analysis.slowest_rank(found) == (1, pytest.approx(1.0))
-    assert measurement.measure(log, warmup=20) is None
-    twice = measurement.combine(found, found)
+    assert scaling_analysis.slowest_rank(found) == (1, pytest.approx(1.0))
+    assert scaling_analysis.measure(log, warmup=20) is None
+    twice = scaling_analysis.combine(found, found)
     assert (len(twice.steps), twice.seconds) == (14, found.seconds)
 
 
@@ -111,7 +110,7 @@ def test_efficiency_and_losses_in_strong_and_weak_scaling():
     base = result_of(1, 8, modes=("strong", "weak"), forward=[0.08], optimizer=[0.01], data=[0.01])
     strong = result_of(2, 8, forward=[0.05], optimizer=[0.01], data=[0.005], communication=[0.03, 0.02])
     weak = result_of(2, 16, modes=("weak",), forward=[0.08], optimizer=[0.01], data=[0.01], communication=[0.01])
-    one = analysis.compare([base, strong, weak], "strong")[-1]
+    one = scaling_analysis.compare([base, strong, weak], "strong")[-1]
     assert one.result is strong
     assert (one.speedup, one.ideal_speedup) == (pytest.approx(0.1 / 0.09), 2)
     losses = one.losses()
@@ -119,7 +118,7 @@ def test_efficiency_and_losses_in_strong_and_weak_scaling():
     assert losses == pytest.approx(
         {"communication": 0.02, "waiting": 0.005, "data": 0, "compute": 0.01, "optimizer": 0.005, "other": 0}
     )
-    two = analysis.compare([base, strong, weak], "weak")[-1]
+    two = scaling_analysis.compare([base, strong, weak], "weak")[-1]
     assert two.efficiency == pytest.approx(10 / 11)
     assert two.losses()["communication"] == pytest.approx(0.01)
 
@@ -144,16 +143,16 @@ def test_the_base_may_have_several_ranks():
 def test_the_largest_limit_is_named_first_with_its_numbers(ranks, parts, expected):
     base = result_of(1, 8, forward=[0.08])
     one = Comparison(base, result_of(ranks, 8, min(4, 8 // ranks), **parts))
-    texts = advice.find_limits(one, "strong", on_gpu=False)
+    texts = scaling_advice.find_limits(one, "strong", on_gpu=False)
     assert expected in texts[0], texts
     assert re.search(r"[\d.]+ ms of each step \(\d+%\)", texts[0])
-    assert not advice.find_limits(Comparison(base, base), "strong", on_gpu=False)
+    assert not scaling_advice.find_limits(Comparison(base, base), "strong", on_gpu=False)
 
 
 def test_the_advised_batch_reaches_90_percent_and_a_smaller_one_does_not():
     """The efficiency of a batch is computed here from the durations, and not by the formula."""
     base = result_of(1, 8, forward=[0.08], optimizer=[0.004])
-    found = advice.find_batch(base, result_of(4, 8, 2, forward=[0.02], optimizer=[0.004], communication=[0.03]))
+    found = scaling_advice.find_batch(base, result_of(4, 8, 2, forward=[0.02], optimizer=[0.004], communication=[0.03]))
 
     def efficiency(batch: int) -> float:
         return (batch * 0.01 + 0.004) / (4 * (batch / 4 * 0.01 + 0.004 + 0.03))
@@ -163,18 +162,18 @@ def test_the_advised_batch_reaches_90_percent_and_a_smaller_one_does_not():
     assert found.efficiency == pytest.approx(efficiency(found.batch))
     slower = result_of(2, 8, forward=[0.04, 0.044], communication=[0.034, 0.03])
     assert slower.known.straggling == pytest.approx(0.002), "the mean rank waits 2 ms for the slow one in each step"
-    slow = advice.find_batch(base, result_of(2, 8, forward=[0.05], communication=[0.01]))
+    slow = scaling_advice.find_batch(base, result_of(2, 8, forward=[0.05], communication=[0.01]))
     assert (slow.batch, slow.efficiency) == (0, pytest.approx(0.8)), "items that take 1.25 times as long"
-    assert "no global batch reaches 90%" in advice.describe_advice(slow, 8)
+    assert "no global batch reaches 90%" in scaling_advice.describe_advice(slow, 8)
 
 
 def test_the_prediction_is_the_doctors():
     base = result_of(1, 8, size=100_000_000, forward=[0.03], backward=[0.05])
     one = Comparison(base, result_of(2, 8, size=100_000_000, forward=[0.02], backward=[0.02], communication=[0.1]))
     printed = "bandwidth: 8 MB in 8 ms (..): algorithm 1 GB/s, bus 1 GB/s\nlatency: all-reduce of 8 bytes in 200 us"
-    links = prediction.links_of_text(printed, 1, 2)
-    assert links == prediction.Links(1, 2, 1e9, pytest.approx(2e-4))
-    found = prediction.predict(one, links, "none")
+    links = scaling_analysis.links_of_text(printed, 1, 2)
+    assert links == scaling_analysis.Links(1, 2, 1e9, pytest.approx(2e-4))
+    found = scaling_analysis.predict(one, links, "none")
     assert found
     sent = 0.1 + 4 * 2e-4  # 100 MB in 4 buckets
     assert found.communication == pytest.approx(sent)
@@ -182,14 +181,14 @@ def test_the_prediction_is_the_doctors():
     assert found.best == pytest.approx(0.04 / (0.04 + sent - 0.04 * 2 / 3)), (
         "hidden behind the backward pass of the last micro-batch"
     )
-    half = prediction.predict(one, links, "fp16")
+    half = scaling_analysis.predict(one, links, "fp16")
     assert half
     assert half.communication == pytest.approx(0.05 + 2 * 2e-4)
-    assert prediction.predict(one, links, "powersgd") is None
-    assert prediction.predict(one, None, "none") is None
-    assert prediction.links_of_report('warning\n{"collective": {}}\n', 1, 2) is None
+    assert scaling_analysis.predict(one, links, "powersgd") is None
+    assert scaling_analysis.predict(one, None, "none") is None
+    assert scaling_analysis.links_of_report('warning\n{"collective": {}}\n', 1, 2) is None
     report = json.dumps({"collective": {"bus_bytes_per_second": 5.0, "latency_seconds": 1.0}})
-    assert prediction.links_of_report(f"progress\n{report}\n", 1, 2) == prediction.Links(1, 2, 5.0, 1.0)
+    assert scaling_analysis.links_of_report(f"progress\n{report}\n", 1, 2) == scaling_analysis.Links(1, 2, 5.0, 1.0)
 
 
 def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(tmp_path):
@@ -200,7 +199,7 @@ def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(t
         Result(Setting(Place(1, 4), 8, 2, ("strong",)), None, "failed with exit code 1: <script>"),
     ]
     summary = Summary(
-        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[prediction.Links(1, 2, 1e9, 1e-4)], left_out=[],
+        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.Links(1, 2, 1e9, 1e-4)], left_out=[],
         places=[Place(1, 1), Place(1, 2)], on_gpu=False, threads=1, hook="none", steps=5, warmup=1, is_complete=True,
     )  # fmt: skip
     text = format_summary(summary)
@@ -258,8 +257,8 @@ def test_a_mistake_is_reported_before_the_first_run(words, expected, capfd, monk
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(UserError, match=r"--ranks 1,8: 8 ranks need 8 GPUs, and this machine has 4 GPUs. Use --ranks 1,2,4"):
-        plan.local_places([1, 8], 4, 4)
-    assert plan.local_places([1, 8], 2, 0), "CPU ranks may share cores"
+        scaling_plan.local_places([1, 8], 4, 4)
+    assert scaling_plan.local_places([1, 8], 2, 0), "CPU ranks may share cores"
 
 
 # ---- real runs

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding.apply import own_rows
+from accel_ddp.training.sharding import own_rows
 from tests.conftest import PROGRAMS, run_ranks
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

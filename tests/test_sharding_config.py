@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 from accel_ddp import cli
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.doctor import at_launch
-from accel_ddp.doctor.compare import compare_facts
+from accel_ddp.doctor.compare_nodes import compare_facts
 from accel_ddp.doctor.facts import accelerate_facts
-from accel_ddp.environment.launcher import find_config_file
-from accel_ddp.environment.sharding import ShardingPlan, read_plan, variables_of
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.launcher import find_config_file
+from accel_ddp.nodes.sharding_plan import ShardingPlan, read_plan, variables_of
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
 CONFIGS = ROOT / "accelerate_configs"

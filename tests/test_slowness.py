@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from accel_ddp.phases import Timing
 from accel_ddp.records.incidents import read_incidents
-from accel_ddp.records.log import read_log
-from accel_ddp.training.rank_sample import Split
-from accel_ddp.watch import slow_links, slowness
-from accel_ddp.watch.page import Timing
-from accel_ddp.watch.slow_links import neighbours
-from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness
+from accel_ddp.records.run_log import read_log
+from accel_ddp.training.step_numbers import Split
+from accel_ddp.watch import slowness
+from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
 from tests.conftest import PROGRAMS, Running, clean_environment, run_all
 from tests.jobs import Jobs, kill, shape_link
 from tests.log_schema import require_documented
@@ -209,9 +208,9 @@ def test_links_that_are_as_fast_as_before_are_not_reported_although_communicatio
 
 def test_a_busy_processor_is_not_taken_for_a_slow_link():
     reference = dict.fromkeys([(0, 1), (1, 0), (0, 0), (1, 1)], FAST)
-    assert not slow_links.find_slow_link(dict.fromkeys(reference, FAST / 6), reference)
-    assert slow_links.find_slow_link({**reference, (1, 0): FAST / 6}, reference) == ((1, 0), FAST / 6, FAST)
-    assert slow_links.find_slow_link({**dict.fromkeys(reference, FAST / 2), (1, 0): FAST / 50}, reference)[0] == (1, 0)
+    assert not slowness.find_slow_link(dict.fromkeys(reference, FAST / 6), reference)
+    assert slowness.find_slow_link({**reference, (1, 0): FAST / 6}, reference) == ((1, 0), FAST / 6, FAST)
+    assert slowness.find_slow_link({**dict.fromkeys(reference, FAST / 2), (1, 0): FAST / 50}, reference)[0] == (1, 0)
 
 
 def test_of_several_links_the_one_that_is_slower_than_the_others_is_reported_even_without_a_reference():
@@ -335,7 +334,7 @@ def test_the_rate_of_a_path_is_measured_with_few_bytes_if_it_is_slow(nodes):
     nodes.require("a link")
     code = """
 import asyncio, sys
-from accel_ddp.net.probe import ProbeServer, measure_rate
+from accel_ddp.nodes.probe import ProbeServer, measure_rate
 async def main(ip, port):
     if port:
         print(await asyncio.wait_for(measure_rate(ip, int(port), b"token"), 20), flush=True)

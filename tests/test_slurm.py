@@ -17,10 +17,10 @@ import pexpect
 import pytest
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.commands import make_job
 from accel_ddp.launch.description import read_description
-from accel_ddp.launch.slurm.backend import _ends_by_itself, _parse, _sbatch_environment
-from accel_ddp.launch.slurm.script import render
+from accel_ddp.launch.job_commands import make_job
+from accel_ddp.launch.slurm import _ends_by_itself, _parse, _sbatch_environment
+from accel_ddp.launch.slurm_script import render
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all
 from tests.slurm_cluster import GPUS, USER, SlurmCluster
 
@@ -194,7 +194,7 @@ def test_tasks_of_an_array_have_folders_and_ports_of_their_own(tmp_path):
 
 def test_ports_of_jobs_do_not_collide():
     """Neither main ports nor the ports that the preflight derives from them, for jobs whose numbers are near each other."""
-    from accel_ddp.environment.topology import Topology
+    from accel_ddp.nodes.topology import Topology
 
     def ports(number: int) -> set[int]:
         main = 10000 + number % 10000

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from accel_ddp.launch.node import spot
+from accel_ddp.launch import spot
 from tests.conftest import ROOT, clean_environment, free_port
 
 END = datetime(2026, 11, 16, 12, 34, 56, tzinfo=timezone.utc)
@@ -246,7 +246,7 @@ def test_a_guard_turns_the_notice_into_a_stop_of_the_job(has_service, service, t
     """Without a service, the launching machine receives the warning, and the job goes on until the launching machine stops it."""
     service.status = 0 if has_service else 404
     guard = subprocess.Popen(
-        [sys.executable, "-m", "accel_ddp.launch.node.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=clean_environment(AWS_EC2_METADATA_SERVICE_ENDPOINT=service.address),
     )  # fmt: skip
     words = [sys.executable, "-c", SAVES]

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from sklearn.metrics import confusion_matrix
 
-from accel_ddp import config, recipe
+from accel_ddp import recipe
+from accel_ddp.config import train_config
 from accel_ddp.errors import UserError
-from accel_ddp.observing.log import JsonlLog
-from accel_ddp.records.log import read_log
-from accel_ddp.records.tables import NEWEST, Table, check_tables, file_of, list_steps, prune, read_tables, write_tables
+from accel_ddp.observe.log_hook import JsonlLog
+from accel_ddp.records.eval_tables import NEWEST, Table, check_tables, file_of, list_steps, prune, read_tables, write_tables
+from accel_ddp.records.run_log import read_log
 from accel_ddp.sources import data
-from accel_ddp.tasks import generation_metrics, image_files, labels, metrics, tables, tagging
-from accel_ddp.tasks.score_table import MOST_IN_TABLE, Row, ScoreTable
+from accel_ddp.tasks import generation_metrics, labels, metrics, tables, tagging, vision
+from accel_ddp.tasks.tables import MOST_IN_TABLE, Row, ScoreTable
 from tests.conftest import PROGRAMS, run_ranks
 
 NAMES = ["bad", "fair", "good"]
@@ -278,14 +279,14 @@ def test_images_have_small_thumbnails(size, mode):
 
     noise = np.random.RandomState(0).randint(256, size=(size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(noise).convert(mode).save(file := io.BytesIO(), "png")
-    made = image_files.thumbnail({"bytes": file.getvalue(), "path": None})
+    made = vision.thumbnail({"bytes": file.getvalue(), "path": None})
     head, _, content = made.partition(";base64,")
     assert head in ("data:image/png", "data:image/jpeg")
     assert len(made) < 10_000
     small = Image.open(io.BytesIO(base64.b64decode(content)))
-    assert max(small.size) <= image_files.THUMBNAIL
-    assert max(size) > image_files.THUMBNAIL or small.size == size
-    assert image_files.thumbnail({"bytes": None, "path": "/no/such/file.png"}) is None
+    assert max(small.size) <= vision.THUMBNAIL
+    assert max(size) > vision.THUMBNAIL or small.size == size
+    assert vision.thumbnail({"bytes": None, "path": "/no/such/file.png"}) is None
 
 
 def test_the_shown_texts_are_those_of_the_evaluated_rows():
@@ -343,7 +344,7 @@ class Run(JsonlLog):
     """The log of a run in a folder, called as `fit` calls it."""
 
     def __init__(self, folder: Path, first: int = 0, evaluations: dict | None = None, **options):
-        super().__init__(config.TrainConfig(output_dir=str(folder), **options))
+        super().__init__(train_config.TrainConfig(output_dir=str(folder), **options))
         self.on_start(first, 10_000, evaluations or {})
 
     def evaluate(self, step: int, loss: float) -> None:
@@ -420,14 +421,14 @@ def test_a_full_disk_leaves_the_older_tables_as_they_were(tmp_path, capsys):
 
 def test_log_predictions_is_refused_where_it_has_no_effect(tmp_path):
     with pytest.raises(UserError, match=r"--log_predictions 2000: must be 1,000 or less"):
-        config.RecipeConfig(log_predictions=2000).validate()
+        train_config.RecipeConfig(log_predictions=2000).validate()
 
     class Task:
         pass
 
     with pytest.raises(UserError, match=r"--log_predictions 3: Task of this recipe has no method `tables`"):
-        recipe.train(config.RecipeConfig(log_predictions=3, output_dir=str(tmp_path / "run")), Task)
-    assert not hasattr(config.TrainConfig(), "log_predictions"), "a recipe without a dataset option does not have it"
+        recipe.train(train_config.RecipeConfig(log_predictions=3, output_dir=str(tmp_path / "run")), Task)
+    assert not hasattr(train_config.TrainConfig(), "log_predictions"), "a recipe without a dataset option does not have it"
 
 
 def test_an_error_in_tables_does_not_end_a_run_and_is_printed_once(tmp_path):

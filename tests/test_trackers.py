@@ -16,15 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.observing import tracker_rows, tracker_thread
-from accel_ddp.observing.matrix_image import draw_matrix
-from accel_ddp.observing.tracker_kinds import Tracker, as_markdown, as_rows
+from accel_ddp.observe import tracker_thread, trackers
+from accel_ddp.observe.tracker_kinds import Tracker, as_markdown, as_rows, draw_matrix
 from accel_ddp.ranks.process import process as this_process
 from accel_ddp.records import redaction
-from accel_ddp.records.tables import Table
-from accel_ddp.training.late_reader import Numbers
-from accel_ddp.training.rank_sample import SYSTEM, RankSample
-from accel_ddp.training.throughput import Pace
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample
 from accel_ddp.training.workers import starting_workers
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_ranks
 
@@ -49,8 +46,8 @@ def sample(step: float, own: float, communication: float, **system: float) -> Ra
 def row(ranks: int, per_node: int, own) -> dict[str, float]:
     before, now = ([sample(s, own(r), 0.1, gpu_utilisation=r / 100, cpu=1.5) for r in range(ranks)] for s in (10.0, 20.0))
     numbers = Numbers(20, 1e-3, 0.5, 1.25, 8, 0, 100, 1e12, 0.4, now)
-    scale = tracker_rows.Scale(80, 8, tuple(rank // per_node for rank in range(ranks)))
-    return tracker_rows.row_of_update(numbers, Pace(16.0, 200.0, 2e12, 0.25), before, scale)
+    scale = trackers.Scale(80, 8, tuple(rank // per_node for rank in range(ranks)))
+    return trackers.row_of_update(numbers, Pace(16.0, 200.0, 2e12, 0.25), before, scale)
 
 
 def test_a_row_has_every_panel_and_the_slowest_rank_with_its_cost():
@@ -79,7 +76,7 @@ def test_many_ranks_are_one_curve_for_each_node_and_many_nodes_are_one_curve():
 
 def test_the_best_value_of_each_metric_is_the_first_of_equal_ones_and_never_nan():
     evaluations = {4: {"loss": 2.0, "accuracy": 0.5}, 8: {"loss": math.nan, "accuracy": 0.9}, 12: {"loss": 1.0, "accuracy": 0.9}}
-    best = tracker_rows.best_of(evaluations, {"loss": "min", "accuracy": "max", "other": "max", "of_": ""})
+    best = trackers.best_of(evaluations, {"loss": "min", "accuracy": "max", "other": "max", "of_": ""})
     assert best == {"best/loss": 1.0, "best/loss_step": 12, "best/accuracy": 0.9, "best/accuracy_step": 8}
 
 
@@ -182,7 +179,7 @@ def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monke
 
 STARTS_AND_FORKS = """
 import os, signal, subprocess, threading
-from accel_ddp.ranks.forks import keep_forks_apart_from_starts
+from accel_ddp.compat import keep_forks_apart_from_starts
 keep_forks_apart_from_starts()
 keep_forks_apart_from_starts()
 is_done, children = threading.Event(), []

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.parsing import parse_config
-from accel_ddp.tune import processes, results, search, settings, shapes, tuner
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.measure import agent as processes
+from accel_ddp.measure import tune_results, tune_shapes, tuner
+from accel_ddp.measure import tune_settings as settings
 from tests.conftest import Running, clean_environment, free_port, run_all
 
 TUNE = [sys.executable, "-m", "accel_ddp.cli", "tune"]
@@ -50,8 +52,8 @@ def assert_no_worker_is_left(agents: list[int]) -> None:
 
 
 def test_settings_are_quoted_for_the_shell(tmp_path):
-    (tmp_path / "tuned.env").write_text(results.env_text([], search.TREE))
-    name, value = next((name, value) for name, value in search.TREE.items() if ";" in value)
+    (tmp_path / "tuned.env").write_text(tune_results.env_text([], tune_results.TREE))
+    name, value = next((name, value) for name, value in tune_results.TREE.items() if ";" in value)
     command = f"set -a; . {tmp_path}/tuned.env; set +a; printenv {name}"
     assert subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=True).stdout.strip() == value
 
@@ -158,12 +160,12 @@ def test_the_search_finds_the_fastest_settings_in_few_trials():
     """The times are like those measured on one H200: larger buffers help, and channels with Ring and Simple help more."""
 
     def milliseconds(settings: dict[str, str]) -> float:
-        ms = 50.0 / (2.5 if settings.get(search.BUFFER) == "16777216" else 1)
-        ms /= 1.5 if settings.get(search.CHANNELS) == "8" else 1
-        return ms / (1.3 if settings.get(search.PROTOCOL) == "Simple" else 1)
+        ms = 50.0 / (2.5 if settings.get(tune_results.BUFFER) == "16777216" else 1)
+        ms /= 1.5 if settings.get(tune_results.CHANNELS) == "8" else 1
+        return ms / (1.3 if settings.get(tune_results.PROTOCOL) == "Simple" else 1)
 
     for nodes in (2, 8):
-        proposals, score, seen = search.propose_settings(nodes, milliseconds({})), None, []
+        proposals, score, seen = tune_results.propose_settings(nodes, milliseconds({})), None, []
         while True:
             try:
                 seen.append(proposals.send(score))
@@ -173,8 +175,14 @@ def test_the_search_finds_the_fastest_settings_in_few_trials():
         assert len(seen) <= 12
         assert len({tuple(sorted(one.items())) for one in seen}) == len(seen), "no settings are tried twice"
         best = min(seen, key=milliseconds)
-        assert (best[search.BUFFER], best[search.CHANNELS], best[search.PROTOCOL]) == ("16777216", "8", "Simple")
-    assert all(int(one.get(search.THREADS, 1)) * int(one.get(search.SOCKETS, 1)) <= 64 for one in seen), "NCCL allows at most 64"
+        assert (best[tune_results.BUFFER], best[tune_results.CHANNELS], best[tune_results.PROTOCOL]) == (
+            "16777216",
+            "8",
+            "Simple",
+        )
+    assert all(int(one.get(tune_results.THREADS, 1)) * int(one.get(tune_results.SOCKETS, 1)) <= 64 for one in seen), (
+        "NCCL allows at most 64"
+    )
     assert not any("LL128" in value for one in seen for value in one.values())
 
 
@@ -193,7 +201,7 @@ def test_settings_that_were_fast_only_once_are_not_chosen():
 
     def chosen(first: dict[str, float], again: dict[str, float], trial_seconds: float = 1.0) -> tuple[str, set[str]]:
         """Return the chosen settings, and the settings that were measured again."""
-        trials = [results.Trial({"X": name} if name else {}, score=score) for name, score in first.items()]
+        trials = [tune_results.Trial({"X": name} if name else {}, score=score) for name, score in first.items()]
         default, *measured = trials
         best = min(trials, key=lambda trial: trial.score)
         scripted = ScriptedTuner(dict(again), trial_seconds)
@@ -211,42 +219,50 @@ def test_settings_that_were_fast_only_once_are_not_chosen():
 
 
 def test_scores_bucket_sizes_hooks_and_interfaces_are_chosen_as_documented():
-    mib = search.MIB
-    assert search.score({mib: 1.0, 25 * mib: 4.0, 256 * mib: 9.0}) == pytest.approx(6.0)
-    assert search.score({mib: 1.0, 4 * mib: 2.0, 25 * mib: 4.0}, gradient_bytes=4 * mib) == 2.0
-    assert search.score({}) == math.inf
-    assert search.bucket_sizes(500 * mib) == [25, 5, 10, 50, 100, 200]
-    assert search.bucket_sizes(30 * mib) == [25, 5, 10, 50]
-    assert search.bucket_sizes(2 * mib) == [25, 5]
-    default = {search.DEFAULT: 10.0}
-    assert search.best_choice({**default, (5, "none"): 9.9}) == search.DEFAULT, "a gain of 1% is noise"
-    assert search.best_choice({**default, (100, "none"): 8.0}) == (100, "none")
-    assert search.best_choice({**default, (25, "bf16"): 9.5, (25, "powersgd"): 1.0}) == search.DEFAULT
-    assert search.best_choice({**default, (100, "none"): 8.0, (100, "bf16"): 7.9}) == (100, "none"), "a gain of 1% is too small"
-    assert search.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), "bf16 has the range of float32"
-    assert search.best_choice({**default, (25, "fp16"): 7.9}) == (25, "fp16")
-    assert search.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), "only both together are fast"
-    assert search.best_choice({**default, (50, "bf16"): 6.6, (100, "bf16"): 6.21, (200, "bf16"): 6.2}) == (100, "bf16")
-    lucky = {search.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [7.0]}
-    assert search.confirmed_choice(lucky) == ((100, "bf16"), 1.25)
-    assert search.confirmed_choice({**lucky, (100, "bf16"): [6.5, 9.5]}) == (search.DEFAULT, 1.0)
+    mib = tune_results.MIB
+    assert tune_results.score({mib: 1.0, 25 * mib: 4.0, 256 * mib: 9.0}) == pytest.approx(6.0)
+    assert tune_results.score({mib: 1.0, 4 * mib: 2.0, 25 * mib: 4.0}, gradient_bytes=4 * mib) == 2.0
+    assert tune_results.score({}) == math.inf
+    assert tune_results.bucket_sizes(500 * mib) == [25, 5, 10, 50, 100, 200]
+    assert tune_results.bucket_sizes(30 * mib) == [25, 5, 10, 50]
+    assert tune_results.bucket_sizes(2 * mib) == [25, 5]
+    default = {tune_results.DEFAULT: 10.0}
+    assert tune_results.best_choice({**default, (5, "none"): 9.9}) == tune_results.DEFAULT, "a gain of 1% is noise"
+    assert tune_results.best_choice({**default, (100, "none"): 8.0}) == (100, "none")
+    assert tune_results.best_choice({**default, (25, "bf16"): 9.5, (25, "powersgd"): 1.0}) == tune_results.DEFAULT
+    assert tune_results.best_choice({**default, (100, "none"): 8.0, (100, "bf16"): 7.9}) == (100, "none"), (
+        "a gain of 1% is too small"
+    )
+    assert tune_results.best_choice({**default, (25, "bf16"): 8.0, (25, "fp16"): 7.9}) == (25, "bf16"), (
+        "bf16 has the range of float32"
+    )
+    assert tune_results.best_choice({**default, (25, "fp16"): 7.9}) == (25, "fp16")
+    assert tune_results.best_choice({**default, (25, "bf16"): 9.5, (100, "bf16"): 6.5}) == (100, "bf16"), (
+        "only both together are fast"
+    )
+    assert tune_results.best_choice({**default, (50, "bf16"): 6.6, (100, "bf16"): 6.21, (200, "bf16"): 6.2}) == (100, "bf16")
+    lucky = {tune_results.DEFAULT: [11.0, 10.0], (100, "none"): [8.0, 9.9], (100, "bf16"): [6.5, 8.0], (50, "bf16"): [7.0]}
+    assert tune_results.confirmed_choice(lucky) == ((100, "bf16"), 1.25)
+    assert tune_results.confirmed_choice({**lucky, (100, "bf16"): [6.5, 9.5]}) == (tune_results.DEFAULT, 1.0)
     one, other = {"eth0": "10.0.0.0/24", "eth1": "10.1.0.0/24"}, {"ens5": "10.1.0.0/24", "ens6": "10.0.0.0/24"}
-    assert search.interface_choices([one, other]) == [["eth0", "ens6"], ["eth1", "ens5"]]
-    assert search.interface_choices([one, {"eth0": "10.0.0.0/24"}]) == []
+    assert tune_results.interface_choices([one, other]) == [["eth0", "ens6"], ["eth1", "ens5"]]
+    assert tune_results.interface_choices([one, {"eth0": "10.0.0.0/24"}]) == []
 
 
 def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     from transformers import AutoModelForSequenceClassification
 
-    from accel_ddp.config import RecipeConfig
+    from accel_ddp.config.train_config import RecipeConfig
     from accel_ddp.tasks import gradient_shapes
 
     weights = list(AutoModelForSequenceClassification.from_pretrained(tiny_model).parameters())
     assert gradient_shapes.__name__ == tuner.SHAPES_MODULE
     entries = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model))
     assert [shape for _, shape, _ in entries] == [list(weight.shape) for weight in weights]
-    assert shapes.unpack(shapes.pack(entries)) == entries
-    assert shapes.count_elements(entries) == sum(weight.numel() for weight in weights)
+    assert tune_shapes.unpack(tune_shapes.pack(entries)) == entries
+    assert tune_shapes.count_elements(entries) == sum(weight.numel() for weight in weights)
     adapters = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model, lora_r=2))
-    assert 0 < shapes.count_elements(adapters) < shapes.count_elements(entries) / 10, "only trained parameters are counted"
-    assert shapes.count_elements(shapes.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)
+    assert 0 < tune_shapes.count_elements(adapters) < tune_shapes.count_elements(entries) / 10, (
+        "only trained parameters are counted"
+    )
+    assert tune_shapes.count_elements(tune_shapes.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from accel_ddp.doctor import compare
-from accel_ddp.environment.mpi import adopt_mpi_world
-from accel_ddp.environment.topology import describe_ranks, estimate_node, find_nodes, find_topology, topology_of_this_rank
+from accel_ddp.doctor import compare_nodes
 from accel_ddp.errors import UserError
-from accel_ddp.tune.options import _launch_command
+from accel_ddp.measure.tune_options import _launch_command
+from accel_ddp.nodes.launcher import adopt_mpi_world
+from accel_ddp.nodes.topology import describe_ranks, estimate_node, find_nodes, find_topology, topology_of_this_rank
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 from tests.jobs import FAULTY, Jobs, kill
 from tests.test_doctor import DoctorRun
@@ -141,7 +141,7 @@ def member(node: int, ranks: int = 0, node_ranks: int = 0, **more: object) -> di
 
 
 def test_only_numbers_that_contradict_each_other_are_errors():
-    counts = lambda *members: [finding.saw for finding in compare.check_counts(list(members), is_complete=True)]
+    counts = lambda *members: [finding.saw for finding in compare_nodes.check_counts(list(members), is_complete=True)]
     assert counts(member(0, 0, 2), member(1, 0, 1)) == []  # the launchers of torchrun
     assert counts(member(0, 3, 2), member(1, 3, 1)) == []  # its ranks
     assert counts(member(0, 4), member(1, 4)) == []  # accelerate
@@ -149,18 +149,18 @@ def test_only_numbers_that_contradict_each_other_are_errors():
         "num_processes differs: 4 on node0 (machine_rank 0), 2 on node1 (machine_rank 1)"
     ]
     assert "the nodes start 3 ranks, but the total is 4" in counts(member(0, 4, 2, rank=0), member(1, 4, 1, rank=2))[0]
-    assert compare.check_counts([member(0, 3, 2)]) == [], "the other node has not connected yet"
-    assert compare.count_ranks([member(0, 4), member(1, 4)]) == {0: 2, 1: 2}
-    assert compare.count_ranks([member(0, 3, 2), member(1, 3, 1)]) == {0: 2, 1: 1}
+    assert compare_nodes.check_counts([member(0, 3, 2)]) == [], "the other node has not connected yet"
+    assert compare_nodes.count_ranks([member(0, 4), member(1, 4)]) == {0: 2, 1: 2}
+    assert compare_nodes.count_ranks([member(0, 3, 2), member(1, 3, 1)]) == {0: 2, 1: 1}
 
 
 def test_different_numbers_of_equal_gpus_are_no_warning_if_each_has_a_rank():
     facts = lambda *gpus: {"gpus": list(gpus), "versions": {}}
     pair = lambda first, second: [member(0, 3, 2, facts=first, clock=0.0), member(1, 3, 1, facts=second, clock=0.0)]
-    assert compare.compare_facts(pair(facts("H200", "H200"), facts("H200")))[0] == []
-    assert [one.code for one in compare.compare_facts(pair(facts("H200", "H200"), facts("A10")))[0]] == ["W_GPU_KINDS"]
-    assert [one.code for one in compare.compare_facts(pair(facts("H200", "H200"), facts("H200", "H200")))[0]] == []
-    assert [one.code for one in compare.compare_facts(pair(facts("H200"), facts("H200", "H200")))[0]] == ["W_GPU_KINDS"]
+    assert compare_nodes.compare_facts(pair(facts("H200", "H200"), facts("H200")))[0] == []
+    assert [one.code for one in compare_nodes.compare_facts(pair(facts("H200", "H200"), facts("A10")))[0]] == ["W_GPU_KINDS"]
+    assert [one.code for one in compare_nodes.compare_facts(pair(facts("H200", "H200"), facts("H200", "H200")))[0]] == []
+    assert [one.code for one in compare_nodes.compare_facts(pair(facts("H200"), facts("H200", "H200")))[0]] == ["W_GPU_KINDS"]
 
 
 @pytest.fixture

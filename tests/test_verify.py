@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from accel_ddp.errors import UserError
-from accel_ddp.saving import format, pieces
-from accel_ddp.saving.difference import is_identical, largest_difference
+from accel_ddp.saving import checkpoint_format, pieces
+from accel_ddp.saving.pieces import is_identical, largest_difference
 from accel_ddp.verify import verify as run_verify
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
@@ -42,7 +42,7 @@ def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
 def test_a_weight_that_is_not_a_number_is_the_largest_difference(tmp_path):
     for name, values in (("a", [1.0, 2.0, 3.0]), ("b", [1.5, float("nan"), 3.0])):
         (tmp_path / name).mkdir()
-        save_file({str(i): torch.tensor([value]) for i, value in enumerate(values)}, tmp_path / name / format.MODEL)
+        save_file({str(i): torch.tensor([value]) for i, value in enumerate(values)}, tmp_path / name / checkpoint_format.MODEL)
     difference, name = largest_difference(tmp_path / "a", tmp_path / "b")
     assert (math.isnan(difference), name) == (True, "1")
 
@@ -50,9 +50,9 @@ def test_a_weight_that_is_not_a_number_is_the_largest_difference(tmp_path):
 def test_a_sharded_checkpoint_is_compared_with_a_whole_one(tmp_path):
     whole = {"weight": torch.arange(6.0).reshape(3, 2), "scale": torch.tensor(2.0)}
     (tmp_path / "whole").mkdir()
-    save_file(whole, tmp_path / "whole" / format.MODEL)
+    save_file(whole, tmp_path / "whole" / checkpoint_format.MODEL)
     for name, last in (("same", 0.0), ("other", 0.5)):
-        folder = tmp_path / name / format.PIECES[format.MODEL]
+        folder = tmp_path / name / checkpoint_format.PIECES[checkpoint_format.MODEL]
         folder.mkdir(parents=True)
         parts = [{"weight": whole["weight"][:2], "scale": whole["scale"]}, {"weight": whole["weight"][2:] + last}]
         for rank, part in enumerate(parts):
@@ -61,8 +61,8 @@ def test_a_sharded_checkpoint_is_compared_with_a_whole_one(tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
     assert largest_difference(tmp_path / "whole", same)[0] == 0
     assert largest_difference(same, other) == (0.5, "weight")
-    assert is_identical(tmp_path / "whole", same, format.MODEL)
-    assert not is_identical(same, other, format.MODEL)
+    assert is_identical(tmp_path / "whole", same, checkpoint_format.MODEL)
+    assert not is_identical(same, other, checkpoint_format.MODEL)
 
 
 def test_verify_refuses_fsdp_beside_a_config():

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
-from accel_ddp.tasks import image_files, vision
+from accel_ddp.tasks import vision
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.training.stream import _SeededItems
 
@@ -50,7 +50,7 @@ def small_model(norm: str = "batch") -> vision.MiniResNetForImageClassification:
 
 
 def loaded(cfg: Config) -> tuple[list[vision.CheckedImages], Labels]:
-    tables = image_files.load_images(cfg)
+    tables = vision.load_images(cfg)
     labels = Labels.from_rows(*tables, cfg.label_column, use_both=not cfg.eval_file)
     return vision.check_images(tables, labels, cfg), labels
 
@@ -94,7 +94,7 @@ def test_a_folder_arrays_and_a_table_give_the_same_images(tmp_path, folder, cach
     assert seen[0][1] == seen[2][1], "the same files, wherever they are stored"
     test = seen[1][2]
     assert len(test.properties) == 2, "without --eval_file, x_test is the evaluation data"
-    assert np.asarray(image_files.decode(test.rows[0]["image"]["bytes"])).tolist() == picture(7, (8, 8)).tolist()
+    assert np.asarray(vision.decode(test.rows[0]["image"]["bytes"])).tolist() == picture(7, (8, 8)).tolist()
 
 
 def test_broken_images_are_named_or_dropped_and_a_corrected_one_is_checked_again(folder, tmp_path, cache, caplog):
@@ -120,7 +120,7 @@ def test_broken_images_are_named_or_dropped_and_a_corrected_one_is_checked_again
 def test_a_broken_row_is_named_by_its_number_in_the_file(tmp_path, cache):
     import datasets
 
-    images = [b"junk" if i == 12 else image_files.encode_png(picture(i)) for i in range(20)]
+    images = [b"junk" if i == 12 else vision.encode_png(picture(i)) for i in range(20)]
     Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(tmp_path / "deep.png")
     images[17] = (tmp_path / "deep.png").read_bytes()
     datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 10}).to_parquet(tmp_path / "x.parquet")
@@ -142,17 +142,17 @@ def test_a_broken_row_is_named_by_its_number_in_the_file(tmp_path, cache):
 def test_arrays_that_are_not_images_are_rejected(tmp_path, arrays, words):
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(UserError, match=words):
-        image_files.read_images("--train_file", str(tmp_path / "x.npz"))
+        vision.read_images("--train_file", str(tmp_path / "x.npz"))
 
 
 def test_folders_without_a_subfolder_per_class_are_rejected(folder, tmp_path):
     with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE, but photos/boat/1.png is not"):
-        image_files.read_images("--train_file", str(tmp_path))
+        vision.read_images("--train_file", str(tmp_path))
     with pytest.raises(UserError, match=r"FOLDER/CLASS/IMAGE, but 1.png is not"):
-        image_files.read_images("--train_file", str(folder / "boat"))
+        vision.read_images("--train_file", str(folder / "boat"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="there are none"):
-        image_files.read_images("--train_file", str(tmp_path / "empty"))
+        vision.read_images("--train_file", str(tmp_path / "empty"))
 
 
 def test_images_of_several_sizes_need_the_option_image_size(folder, cache):
@@ -223,7 +223,7 @@ numpy.save(folder + "/logits.npy", model(torch.ones(1, 3, 8, 8)).logits.detach()
 def test_a_saved_model_is_the_same_with_and_without_accel_ddp(tmp_path, folder, cache):
     from transformers import AutoModelForImageClassification
 
-    from accel_ddp import export
+    from accel_ddp.exporting import export
 
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     (train, _), labels = loaded(cfg)

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from accel_ddp.watch import page, processes, stacks
+from accel_ddp import phases
+from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
-from accel_ddp.watch.stacks import Stack
+from accel_ddp.watch.processes import Stack
 
 IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])
 IN_BACKWARD = Stack(["_engine_run_backward (torch/autograd/graph.py:869)", "backward (tensor.py:1)", "update (update.py:90)"])
@@ -49,7 +50,7 @@ class Course:
 
 def test_a_stopped_rank_is_reported_after_5_s_and_ends_the_run_after_30():
     course = Course()
-    at = lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)], [], {1: IN_USER_CODE})
+    at = lambda s: ([rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, state="T", stopped=s)], [], {1: IN_USER_CODE})
     course.pass_time(29.5, at)
     assert course.kinds == [(WARNING, "RANK_STOPPED")]
     text = course.events[0].text
@@ -64,46 +65,46 @@ def test_a_stopped_rank_is_reported_after_5_s_and_ends_the_run_after_30():
 
 
 def test_a_rank_that_is_stopped_for_20_s_is_reported_afterwards_and_the_run_continues():
-    course = Course().pass_time(20, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)])
-    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    course = Course().pass_time(20, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, state="T", stopped=s)])
+    course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     assert course.kinds == [(WARNING, "RANK_STOPPED"), (INFO, "RANK_STOPPED")]
     assert "this fault ended after 20 s, at step 19" in course.events[1].text
 
 
 def test_the_duration_of_a_fault_is_not_learned_as_usual():
     """The ranks have measured 20.3 s for the phases in which rank 1 was stopped. The next fault is reported as early as the first."""
-    course = Course().pass_time(20, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, state="T", stopped=s)])
-    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    course = Course().pass_time(20, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, state="T", stopped=s)])
+    course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     course.events.clear()
-    later = lambda s: [rank(0, page.BACKWARD, s, normal=20.3), rank(1, page.FORWARD, s, normal=20.3)]
+    later = lambda s: [rank(0, phases.BACKWARD, s, normal=20.3), rank(1, phases.FORWARD, s, normal=20.3)]
     course.pass_time(29.5, later)
     assert course.kinds == [(WARNING, "RANK_HUNG")]
     assert "for 8 s (usually 0.5 s at most)" in course.events[0].text
     course.pass_time(1, lambda s: later(29.5 + s))
     assert course.kinds[1] == (ERROR, "RANK_HUNG")
-    slower = lambda s: [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s, normal=40.0)]  # learned since, without a fault
-    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    slower = lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, normal=40.0)]  # learned since, without a fault
+    course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     course.events.clear()
     assert course.pass_time(44, slower).events == []
 
 
 def test_a_node_that_was_cut_off_closes_its_reports_when_the_coordinator_decides_again():
-    lost = lambda s: ([rank(1, page.BACKWARD, s)], [NodeView(0, "node0", "10.77.0.1", silent=s)], {})
+    lost = lambda s: ([rank(1, phases.BACKWARD, s)], [NodeView(0, "node0", "10.77.0.1", silent=s)], {})
     course = Course().pass_time(8, lost)
     assert course.kinds == [(WARNING, "MAIN_NODE_LOST")]
-    assert [(event.severity, event.kind) for event in course.judge.close([rank(1, page.DATA)])] == [(INFO, "MAIN_NODE_LOST")]
+    assert [(event.severity, event.kind) for event in course.judge.close([rank(1, phases.DATA)])] == [(INFO, "MAIN_NODE_LOST")]
     assert course.judge.close([]) == []
     assert course.pass_time(8, lost).kinds == [(WARNING, "MAIN_NODE_LOST")] * 2, "a second interruption is not reported"
 
 
-@pytest.mark.parametrize("phase", [page.START, page.LOAD, page.COMPILE, page.WAIT, page.END])
+@pytest.mark.parametrize("phase", [phases.START, phases.LOAD, phases.COMPILE, phases.WAIT, phases.END])
 def test_phases_without_a_usual_duration_are_never_reported(phase):
-    course = Course().pass_time(900, lambda s: [rank(0, page.WAIT, s), rank(1, phase, s)])
+    course = Course().pass_time(900, lambda s: [rank(0, phases.WAIT, s), rank(1, phase, s)])
     assert course.events == []
 
 
 def test_a_phase_that_was_not_learned_yet_has_more_time():
-    first = lambda s: [rank(0, page.BACKWARD, s, normal=None), rank(1, page.DATA, s, normal=None)]
+    first = lambda s: [rank(0, phases.BACKWARD, s, normal=None), rank(1, phases.DATA, s, normal=None)]
     course = Course().pass_time(124, first)
     assert course.events == []
     course.pass_time(3, lambda s: first(124 + s))
@@ -113,7 +114,7 @@ def test_a_phase_that_was_not_learned_yet_has_more_time():
 
 def test_a_slow_phase_is_normal_if_it_was_slow_before():
     """An evaluation batch of 20 s is reported after 25 s and ends the run after 100 s."""
-    at = lambda s: [rank(0, page.EVALUATE, s, normal=20.0), rank(1, page.WAIT, s)]
+    at = lambda s: [rank(0, phases.EVALUATE, s, normal=20.0), rank(1, phases.WAIT, s)]
     course = Course().pass_time(99, at)
     assert course.kinds == [(WARNING, "RANK_HUNG")]
     expected = "rank 0 (node0, pid 100) has not progressed for 27 s (usually 20 s at most) at step 18, in evaluate."
@@ -124,24 +125,24 @@ def test_a_slow_phase_is_normal_if_it_was_slow_before():
 
 def test_the_rank_that_waits_is_never_blamed():
     """Rank 0 is in backward longer than rank 1 is in data, but it waits for rank 1."""
-    course = Course().pass_time(8, lambda s: ([rank(0, page.BACKWARD, s + 2), rank(1, page.DATA, s)], [], {1: IN_USER_CODE}))
+    course = Course().pass_time(8, lambda s: ([rank(0, phases.BACKWARD, s + 2), rank(1, phases.DATA, s)], [], {1: IN_USER_CODE}))
     assert course.kinds == [(WARNING, "DATA_HUNG")]
     assert course.events[0].rank == 1
 
 
 def test_a_rank_of_a_gpu_that_waits_in_its_forward_pass_is_not_blamed():
     """Its host launches kernels of the next step and waits there for the GPU, which waits for the other rank."""
-    ranks = lambda s: [rank(0, page.FORWARD, s, step=19), rank(1, page.FORWARD, s, step=18)]
+    ranks = lambda s: [rank(0, phases.FORWARD, s, step=19), rank(1, phases.FORWARD, s, step=18)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_USER_CODE, 1: IN_USER_CODE}))
     assert (course.kinds, course.events[0].rank) == ([(WARNING, "RANK_HUNG")], 1)
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_USER_CODE, 1: IN_BARRIER}))
     assert course.kinds == [(WARNING, "DEADLOCK")]
-    saves = lambda s: [rank(0, page.FORWARD, s, step=19), rank(1, page.SAVE, s, step=19, normal=60.0)]
+    saves = lambda s: [rank(0, phases.FORWARD, s, step=19), rank(1, phases.SAVE, s, step=19, normal=60.0)]
     assert Course().pass_time(50, saves).events == [], "rank 1 is behind, and its save takes as long as usual"
 
 
 def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
-    at = lambda s: [rank(0, page.SAVE, s), rank(1, page.BACKWARD, s)]
+    at = lambda s: [rank(0, phases.SAVE, s), rank(1, phases.BACKWARD, s)]
     course = Course().pass_time(200, at)
     assert course.events == []
     course.judge.disk_hung = 5.0
@@ -152,7 +153,7 @@ def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
 def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():
     """The main rank writes its log in every step. It is blocked in the kernel, and the disk has not answered the monitor."""
     course = Course()
-    at = lambda s: [rank(0, page.HOOKS, s, state="D"), rank(1, page.BACKWARD, s)]
+    at = lambda s: [rank(0, phases.HOOKS, s, state="D"), rank(1, phases.BACKWARD, s)]
     course.pass_time(8, at)
     assert course.kinds == [(WARNING, "RANK_BLOCKED")]
     course.judge.disk_hung = 5.0
@@ -164,7 +165,7 @@ def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():
 
 
 def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
-    ranks = lambda s: [rank(0, page.FORWARD, s, step=20), rank(1, page.BACKWARD, s, step=20)]
+    ranks = lambda s: [rank(0, phases.FORWARD, s, step=20), rank(1, phases.BACKWARD, s, step=20)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BARRIER, 1: IN_BACKWARD}))
     assert course.kinds == [(WARNING, "DEADLOCK")]
     assert (
@@ -174,7 +175,7 @@ def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
 
 
 def test_a_rank_that_computes_forever_in_its_backward_pass_is_no_deadlock():
-    ranks = lambda s: [rank(0, page.BACKWARD, s), rank(1, page.BACKWARD, s)]
+    ranks = lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.BACKWARD, s)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BACKWARD, 1: IN_USER_CODE} if s > 6 else {}))
     assert (course.kinds, course.events[0].rank) == ([(WARNING, "RANK_HUNG")], 1)
 
@@ -182,9 +183,9 @@ def test_a_rank_that_computes_forever_in_its_backward_pass_is_no_deadlock():
 def test_a_node_that_does_not_answer_ends_the_run_after_30_s_but_not_while_training_progresses():
     node = NodeView(1, "node1", "10.0.0.2")
     silent = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s)]
-    course = Course().pass_time(60, lambda s: ([rank(0, page.EVALUATE, 0.1), rank(1, page.EVALUATE, s)], silent(s)))
+    course = Course().pass_time(60, lambda s: ([rank(0, phases.EVALUATE, 0.1), rank(1, phases.EVALUATE, s)], silent(s)))
     assert course.kinds == [(WARNING, "LINK_LOST")]
-    course.show([rank(0, page.BACKWARD, 30), rank(1, page.EVALUATE, 60)], silent(60))
+    course.show([rank(0, phases.BACKWARD, 30), rank(1, phases.EVALUATE, 60)], silent(60))
     assert course.kinds[1:] == [(ERROR, "LINK_LOST")]
     assert (
         "node1 (10.0.0.2) has not answered node0 for 60 s: rank 1 (pid 101) was last seen at step 18, in evaluate."
@@ -194,7 +195,7 @@ def test_a_node_that_does_not_answer_ends_the_run_after_30_s_but_not_while_train
 
 
 def test_an_interruption_that_is_too_short_for_a_report_is_reported_afterwards():
-    view = [rank(0, page.BACKWARD), rank(1, page.BACKWARD)]
+    view = [rank(0, phases.BACKWARD), rank(1, phases.BACKWARD)]
     course = Course().pass_time(4, lambda s: (view, [NodeView(1, "node1", "10.0.0.2", silent=s)]))
     assert course.events == []
     course.show(view, [NodeView(1, "node1", "10.0.0.2", silent=0.2)])
@@ -204,41 +205,41 @@ def test_an_interruption_that_is_too_short_for_a_report_is_reported_afterwards()
 
 def test_a_node_whose_kernel_closed_the_connection_is_lost_at_once():
     closed = lambda s: (
-        [rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)],
+        [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s)],
         [NodeView(1, "node1", "10.0.0.2", silent=s, closed=s)],
     )
     course = Course().pass_time(6, closed)
     assert course.kinds[:2] == [(WARNING, "NODE_LOST"), (ERROR, "NODE_LOST")]
-    slow = lambda s: ([rank(0, page.FORWARD, s % 6, normal=6.0), rank(1, page.FORWARD, s)], closed(s)[1])
+    slow = lambda s: ([rank(0, phases.FORWARD, s % 6, normal=6.0), rank(1, phases.FORWARD, s)], closed(s)[1])
     assert Course().pass_time(40, slow).kinds == [(WARNING, "NODE_LOST")], "training progresses: only the monitor was lost"
-    left = lambda s: ([rank(0, page.END, s), rank(1, page.END, s, is_finished=True)], closed(s)[1])
+    left = lambda s: ([rank(0, phases.END, s), rank(1, phases.END, s, is_finished=True)], closed(s)[1])
     assert Course().pass_time(100, left).events == [], "a node whose ranks have ended may leave"
 
 
 def test_code_of_the_user_outside_of_a_step_never_ends_a_run():
     """It may evaluate, upload or wait for input. It is reported if other ranks wait for it."""
-    assert Course().pass_time(900, lambda s: [rank(0, page.OTHER, s)]).events == []
-    course = Course().pass_time(900, lambda s: ([rank(0, page.OTHER, s), rank(1, page.BACKWARD, s)], [], {0: IN_USER_CODE}))
+    assert Course().pass_time(900, lambda s: [rank(0, phases.OTHER, s)]).events == []
+    course = Course().pass_time(900, lambda s: ([rank(0, phases.OTHER, s), rank(1, phases.BACKWARD, s)], [], {0: IN_USER_CODE}))
     assert course.kinds == [(WARNING, "RANK_HUNG")]
     assert "The run ends" not in course.events[0].text
 
 
-@pytest.mark.parametrize("phase", [page.METRICS, page.HOOKS])
+@pytest.mark.parametrize("phase", [phases.METRICS, phases.HOOKS])
 def test_metrics_and_hooks_may_be_slow_now_and_then(phase):
-    assert Course().pass_time(60, lambda s: [rank(0, phase, s, normal=0.001), rank(1, page.WAIT, s)]).events == []
+    assert Course().pass_time(60, lambda s: [rank(0, phase, s, normal=0.001), rank(1, phases.WAIT, s)]).events == []
 
 
 def test_a_run_that_the_user_has_suspended_or_debugs_is_not_ended():
-    suspended = lambda s: [rank(n, page.FORWARD, s, state="T", stopped=s, is_suspended=True) for n in (0, 1)]
+    suspended = lambda s: [rank(n, phases.FORWARD, s, state="T", stopped=s, is_suspended=True) for n in (0, 1)]
     course = Course().pass_time(300, suspended)
     assert course.kinds == [(WARNING, "RANK_STOPPED")] * 2
     debugger = Stack(["readline (/usr/lib/python3.11/pdb.py:12)", "loss (mine.py:3)"])
-    course = Course().pass_time(300, lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)], [], {1: debugger}))
+    course = Course().pass_time(300, lambda s: ([rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s)], [], {1: debugger}))
     assert course.kinds == [(WARNING, "RANK_HUNG")]
 
 
 def test_a_single_rank_has_no_deadlock():
-    course = Course().pass_time(40, lambda s: ([rank(0, page.DEVICE, s)], [], {0: IN_USER_CODE}))
+    course = Course().pass_time(40, lambda s: ([rank(0, phases.DEVICE, s)], [], {0: IN_USER_CODE}))
     assert course.kinds[0] == (WARNING, "RANK_HUNG")
 
 
@@ -246,7 +247,7 @@ def test_many_lost_nodes_are_one_report():
     """A switch fails, behind which are 500 of 512 nodes. Some of them are noticed a moment earlier."""
     silent = lambda node, s: max(0.0, s - (0 if node < 20 else 0.5)) if node >= 12 else 0.0
     nodes = lambda s: [NodeView(node, f"node{node}", f"10.0.0.{node}", silent=silent(node, s)) for node in range(1, 512)]
-    ranks = lambda s: [rank(0, page.BACKWARD, s), *(rank(node, page.FORWARD, s) for node in range(1, 512))]
+    ranks = lambda s: [rank(0, phases.BACKWARD, s), *(rank(node, phases.FORWARD, s) for node in range(1, 512))]
     course = Course().pass_time(29, lambda s: (ranks(s), nodes(s)))
     assert course.kinds == [(WARNING, "LINK_LOST")]
     assert "8 of 512 nodes have not answered node0 for 6 s: node12 (10.0.0.12), node13 " in course.events[0].text
@@ -257,43 +258,43 @@ def test_many_lost_nodes_are_one_report():
 
 def test_packets_that_are_dropped_in_one_direction_are_recognised():
     one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, is_one_way=True)]
-    course = Course().pass_time(6, lambda s: ([rank(0, page.BACKWARD, s), rank(1, page.FORWARD, s)], one_way(s)))
+    course = Course().pass_time(6, lambda s: ([rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s)], one_way(s)))
     assert "node0 receives packets from node1, but node1 receives none from node0: a firewall" in course.events[0].text
-    course.show([rank(0, page.DATA), rank(1, page.DATA)])
+    course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     assert "receives packets" not in course.events[1].text
 
 
 def test_a_run_that_is_never_aborted_is_still_reported():
-    course = Course(abort=0).pass_time(500, lambda s: [rank(0, page.BACKWARD, s), rank(1, page.DATA, s)])
+    course = Course(abort=0).pass_time(500, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.DATA, s)])
     assert course.kinds == [(WARNING, "DATA_HUNG")]
 
 
 def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
-    heartbeat = page.Heartbeat()
-    heartbeat.enter(page.FORWARD)
+    heartbeat = phases.Heartbeat()
+    heartbeat.enter(phases.FORWARD)
     heartbeat.publish(tmp_path / "page")
     memory = (tmp_path / "page").read_bytes
     for step in range(1, 4):
-        heartbeat.enter(page.DATA)
-        heartbeat.enter(page.FORWARD)
+        heartbeat.enter(phases.DATA)
+        heartbeat.enter(phases.FORWARD)
         heartbeat.advance(step)
-    found = page.read(memory())
-    assert (found.step, found.phase) == (3, page.FORWARD)
+    found = phases.read(memory())
+    assert (found.step, found.phase) == (3, phases.FORWARD)
     assert found.normal is not None
-    heartbeat.enter(page.EVALUATE)
-    assert page.read(memory()).normal is None
+    heartbeat.enter(phases.EVALUATE)
+    assert phases.read(memory()).normal is None
     time.sleep(0.2)
     for _ in range(3):
         heartbeat.beat()
-    assert page.read(memory()).normal < 0.2, "the first durations are not usual ones"
+    assert phases.read(memory()).normal < 0.2, "the first durations are not usual ones"
     time.sleep(0.2)
     heartbeat.beat()
     for step in range(4, 400):
         heartbeat.advance(step)
-    assert page.read(memory()).normal >= 0.2, "an evaluation keeps what it has learned until the next one"
-    assert not page.read(memory()).writing
+    assert phases.read(memory()).normal >= 0.2, "an evaluation keeps what it has learned until the next one"
+    assert not phases.read(memory()).writing
     heartbeat.report_writer(True)
-    assert page.read(memory()).writing > 0
+    assert phases.read(memory()).writing > 0
 
 
 @pytest.mark.parametrize(
@@ -324,9 +325,9 @@ waits_here()
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "ready\n"
-        running = asyncio.run(stacks.read_stack(child.pid, tmp_path / "stack", "S"))
+        running = asyncio.run(processes.read_stack(child.pid, tmp_path / "stack", "S"))
         os.kill(child.pid, signal.SIGSTOP)
-        stopped = asyncio.run(stacks.read_stack(child.pid, tmp_path / "stack", "T"))
+        stopped = asyncio.run(processes.read_stack(child.pid, tmp_path / "stack", "T"))
     finally:
         child.kill()
         child.communicate()
@@ -338,7 +339,7 @@ def test_a_compilation_in_the_middle_of_a_step_is_published():
     import torch
 
     from accel_ddp.ranks.process import process
-    from accel_ddp.training import compilation
+    from accel_ddp.training import run_facts
 
     import torch._dynamo  # isort: skip  # a run that compiles has imported it
 
@@ -349,9 +350,9 @@ def test_a_compilation_in_the_middle_of_a_step_is_published():
         return graph.forward
 
     compiled = torch.compile(lambda x: x + 1, backend=backend)
-    with process.heartbeat.within(page.FORWARD):
-        with compilation.published():
+    with process.heartbeat.within(phases.FORWARD):
+        with run_facts.published():
             compiled(torch.ones(2))
-            assert process.heartbeat.phase == page.FORWARD
+            assert process.heartbeat.phase == phases.FORWARD
         compiled(torch.ones(2, 2))
-    assert seen == [page.COMPILE, page.FORWARD]
+    assert seen == [phases.COMPILE, phases.FORWARD]

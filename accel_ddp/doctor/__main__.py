@@ -2,7 +2,7 @@
 
 import sys
 
-from accel_ddp.doctor.command import main
+from accel_ddp.doctor.doctor_command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

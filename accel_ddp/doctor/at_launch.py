@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ddp.doctor import launcher_exit
 
 if TYPE_CHECKING:
-    from accel_ddp.environment.topology import Topology
+    from accel_ddp.nodes.topology import Topology
 
 
 def add_to_torchrun():
@@ -99,9 +99,9 @@ def adopt_config() -> None:
 
     The ranks inherit them. Variables that are set already are left as they are.
     """
-    from accel_ddp.environment.launcher import CONFIG_FILE, parse_accelerate_command, read_accelerate_config
-    from accel_ddp.environment.sharding import variables_of
     from accel_ddp.errors import USER_ERROR, UserError
+    from accel_ddp.nodes.launcher import CONFIG_FILE, parse_accelerate_command, read_accelerate_config
+    from accel_ddp.nodes.sharding_plan import variables_of
 
     file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
     if not file or parse_accelerate_command(sys.orig_argv) is not None:
@@ -118,10 +118,10 @@ def adopt_config() -> None:
 
 def _refuse_deepspeed(argv: list[str]) -> None:
     """Exit with code 2 if the accelerate config asks for DeepSpeed, before Accelerate asks the user to install DeepSpeed."""
-    from accel_ddp.doctor.preflight import report_to_other_nodes
-    from accel_ddp.environment.launcher import find_config_file, parse_accelerate_command
-    from accel_ddp.environment.sharding import variables_of
-    from accel_ddp.environment.topology import find_topology
+    from accel_ddp.doctor.cluster import report_to_other_nodes
+    from accel_ddp.nodes.launcher import find_config_file, parse_accelerate_command
+    from accel_ddp.nodes.sharding_plan import variables_of
+    from accel_ddp.nodes.topology import find_topology
 
     request = parse_accelerate_command(sys.orig_argv) or {}
     if request.get("distributed_type") == "DEEPSPEED":
@@ -140,9 +140,9 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int, report: Callab
 
     `report` is called with the message, so that nodes with another config do not wait for this one.
     """
-    from accel_ddp.environment.launcher import find_config_file
-    from accel_ddp.environment.sharding import read_plan
     from accel_ddp.errors import USER_ERROR, UserError
+    from accel_ddp.nodes.launcher import find_config_file
+    from accel_ddp.nodes.sharding_plan import read_plan
 
     try:
         read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
@@ -158,7 +158,7 @@ def _leave_port_check_to_preflight() -> None:
     If another program has the port, Accelerate raises an exception on node 0 before the preflight begins, and the other nodes do
     not receive the reason. The preflight reports it on every node. torch loads this module before Accelerate checks the port.
     """
-    from accel_ddp.environment.launcher import parse_accelerate_command
+    from accel_ddp.nodes.launcher import parse_accelerate_command
 
     launch = sys.modules.get("accelerate.utils.launch")
     request = parse_accelerate_command(sys.orig_argv) or {}
@@ -169,9 +169,9 @@ def _leave_port_check_to_preflight() -> None:
 
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
-    from accel_ddp.doctor.preflight import report_to_other_nodes
-    from accel_ddp.doctor.restarts import RestartingRendezvous
-    from accel_ddp.environment.launcher import parse_accelerate_command
+    from accel_ddp.doctor.cluster import report_to_other_nodes
+    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous
+    from accel_ddp.nodes.launcher import parse_accelerate_command
 
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
     num_ranks = (parse_accelerate_command(sys.orig_argv) or {}).get("num_processes")
@@ -201,8 +201,8 @@ def _find_topology(params: Any, backend: str) -> "Topology":
     """Return the nodes that the launcher was asked for."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    from accel_ddp.environment.launcher import parse_accelerate_command
-    from accel_ddp.environment.topology import Topology
+    from accel_ddp.nodes.launcher import parse_accelerate_command
+    from accel_ddp.nodes.topology import Topology
 
     address, port = parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
     request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
@@ -219,27 +219,27 @@ def _run_preflight(topology: "Topology", argv: list[str], is_running: Callable[[
     """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
     import asyncio
 
-    from accel_ddp.doctor import preflight, timeouts
+    from accel_ddp.doctor import cluster, host
+    from accel_ddp.doctor.check_options import CheckOptions
     from accel_ddp.doctor.cluster import check_cluster
-    from accel_ddp.doctor.options import CheckOptions
 
     options = CheckOptions(
-        script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=timeouts.PREFLIGHT_NO_ANSWER
+        script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=host.PREFLIGHT_NO_ANSWER
     )
     options.may_join_rendezvous = topology.node_rank != 0  # the launcher of node 0 opens the store itself
     wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     if wait.replace(".", "", 1).isdigit():
         options.wait_seconds = float(wait)
-    outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
+    outcome = asyncio.run(check_cluster(topology, options, cluster.print_progress))
     if any(finding.code == "I_RENDEZVOUS" for finding in outcome.findings):  # a store is open at the main port
-        preflight.raise_on_errors(outcome)  # of this node alone
+        cluster.raise_on_errors(outcome)  # of this node alone
         if is_running():
             return True
         options.may_join_rendezvous = False
-        outcome = asyncio.run(check_cluster(topology, options, preflight.print_progress))
-    preflight.raise_on_errors(outcome)
+        outcome = asyncio.run(check_cluster(topology, options, cluster.print_progress))
+    cluster.raise_on_errors(outcome)
     # The preflight of the ranks prints the other findings.
-    preflight.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
+    cluster.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
     return False
 
 

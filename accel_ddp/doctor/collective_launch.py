@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.doctor.findings import Finding, Outcome
 from accel_ddp.doctor.host import HOST, socket_interface_variables
-from accel_ddp.doctor.report import Finding, Outcome
-from accel_ddp.doctor.sanitize import clean_finding
+from accel_ddp.doctor.paths import clean_finding
 
 _GRACE_SECONDS = 15  # after the time limit of the ranks, until they are killed
 _FIX = "python -c 'import torch; print(torch.cuda.is_available())' shows whether torch works there; see dmesg and nvidia-smi"

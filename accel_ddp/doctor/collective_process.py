@@ -6,6 +6,7 @@ answer either. All of them end it with os._exit, because an NCCL collective cann
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -16,8 +17,60 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.codes import CODES
+from accel_ddp.doctor.findings import CODES
 from accel_ddp.doctor.host import HOST
+
+# What NCCL's log and the InfiniBand devices of a host show about the transport between ranks.
+
+
+def read_nccl_log(log: str) -> tuple[list[str], str, list[str]]:
+    """Return (transports between ranks such as `P2P/CUMEM`, network to other nodes, its interfaces) from a log of NCCL.
+
+    Lists are empty, and the network is `unknown`, if the log does not contain them.
+    """
+    paths = {"/".join(filter(None, path)) for path in re.findall(r" via (P2P|SHM|NET)(?:/([A-Za-z][\w ]*))?", log)}
+    network = re.findall(r"Using network (.*\S)", log)[:1] or ["unknown"]
+    names = re.findall(r"\[\d+\]([\w.-]+):", "\n".join(re.findall(r"NET/\w+ ?: Using (.*)", log)))
+    return sorted(paths), network[0], names
+
+
+def find_infiniband_devices() -> list[str]:
+    """Return the InfiniBand devices with a port that is up, with their drivers. Amazon's EFA is among them."""
+    devices = []
+    for device in sorted(Path("/sys/class/infiniband").glob("*")):
+        ports = []
+        with contextlib.suppress(OSError):  # a container may show the folder but not allow reading it
+            ports = [port.read_text() for port in device.glob("ports/*/state")]
+        if not ports or any("ACTIVE" in port for port in ports):
+            devices.append(f"{device.name} ({(device / 'device' / 'driver').resolve().name})")
+    return devices
+
+
+# The expected duration of a training step on more nodes, from a measured bandwidth and latency.
+BUCKET_BYTES = 25e6  # of DDP
+# Assumed if the model and the duration of a step are not given: BERT-base in fp32, and this share of the measured FLOP/s.
+PARAMETERS, ITEMS, TOKENS, UTILISATION = 110_000_000, 8, 128, 0.4
+
+
+def expected_step(num_nodes: int, ranks: int, size: float, compute: float, bus: float, hop: float) -> dict[str, float]:
+    """Return the expected times of a step, and the share of it in which a rank computes.
+
+    `size` is the bytes of gradients, `compute` the seconds of computing per step, `bus` the bus bandwidth in bytes per second
+    and `hop` the seconds of one hop in the ring. `worst` is the share if nothing overlaps, `best` if communication is hidden
+    behind the backward pass.
+    """
+    communication = 2 * (ranks - 1) / ranks * size / bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
+    exposed = max(0.0, communication - compute * 2 / 3)  # the backward pass is two thirds of the computing
+    shares = {"worst": compute / (compute + communication), "best": compute / (compute + exposed)}
+    return {"nodes": num_nodes, "ranks": ranks, "communication_seconds": communication, "compute_seconds": compute, **shares}
+
+
+def format_si(value: float) -> str:
+    """Return a number with three digits and the letter of a unit, for example `12.3 G`."""
+    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1, "m": 1e-3, "u": 1e-6}
+    letter = next((letter for letter, unit in units.items() if value >= unit), "u")
+    return f"{value / units[letter]:.3g} {letter}"
+
 
 STEPS = ("import torch", "initialise", "all-reduce is right", "bandwidth", "transport", "gradient synchronisation")
 STEPS += ("communication share", "report")

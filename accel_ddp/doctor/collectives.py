@@ -18,11 +18,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from accel_ddp.doctor.collective_process import CheckFailed, RankProcess
+from accel_ddp.doctor.collective_process import (
+    ITEMS,
+    PARAMETERS,
+    TOKENS,
+    UTILISATION,
+    CheckFailed,
+    RankProcess,
+    expected_step,
+    find_infiniband_devices,
+    format_si,
+    read_nccl_log,
+)
 from accel_ddp.doctor.host import HOST
-from accel_ddp.doctor.nccl import find_infiniband_devices, read_nccl_log
-from accel_ddp.doctor.scaling import ITEMS, PARAMETERS, TOKENS, UTILISATION, expected_step, format_si
-from accel_ddp.environment.launcher import cpu_is_wanted
+from accel_ddp.nodes.launcher import cpu_is_wanted
 
 FIX_EFA = "install aws-ofi-nccl and libfabric, with its folder in LD_LIBRARY_PATH: without it NCCL does not use EFA"
 

@@ -11,15 +11,110 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_ddp.doctor import compare, paths, sanitize, timeouts
+from accel_ddp.doctor import compare_nodes, host, paths
 from accel_ddp.doctor.discovery import Responder
+from accel_ddp.doctor.findings import ERROR, Finding, has_errors, sort_findings
 from accel_ddp.doctor.host import HOST
-from accel_ddp.doctor.members import Member, count_expected, find_missing, findings_of_members, local_mains, number_nodes
-from accel_ddp.doctor.report import ERROR, Finding, has_errors, sort_findings
-from accel_ddp.environment.topology import describe_ranks
-from accel_ddp.net import messages
+from accel_ddp.nodes import messages
+from accel_ddp.nodes.topology import describe_ranks, find_nodes
+
+# The processes that are connected to the coordinator.
+_MOST_NAMED = 16  # missing nodes
+
+
+@dataclass(eq=False)
+class Member:
+    """A process that has connected and sent a valid `hello`: one per node, or one per rank under a launcher."""
+
+    hello: dict[str, Any]  # with "facts" and "clock" once these are received
+    writer: asyncio.StreamWriter
+    inbox: asyncio.Queue = field(default_factory=lambda: asyncio.Queue(16))
+    has_facts: bool = False
+    is_gone: bool = False  # its connection is closed
+    is_silent: bool = False  # it did not answer a request, and receives no further ones
+
+    @property
+    def name(self) -> str:
+        local = f", local rank {self.hello['local_rank']}" if self.hello["local_rank"] else ""
+        return f"{self.hello['host']} (machine_rank {self.hello['node']}{local})"
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this process checks the paths and the disk of its node. The other ranks wait for the verdict."""
+        return self.hello["local_rank"] == 0
+
+    async def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await messages.send(self.writer, message, 5)
+
+
+def local_mains(members: list[Member]) -> list[Member]:
+    """Return one process of each node, in the order of the node ranks."""
+    return sorted((member for member in members if member.is_local_main), key=lambda member: member.hello["node"])
+
+
+def counts_ranks(members: list[Member]) -> bool:
+    """Return whether the user has set RANK and WORLD_SIZE: how many nodes there are follows from the ranks that connect."""
+    return bool(members) and all(member.hello["rank"] is not None for member in members)
+
+
+def number_nodes(members: list[Member]) -> None:
+    """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
+    if counts_ranks(members):
+        ordered = sorted(members, key=lambda member: member.hello["rank"])
+        hellos = [member.hello for member in ordered]
+        for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
+            hello["node"] = node
+
+
+def count_expected(members: list[Member]) -> tuple[int, int, str]:
+    """Return how many nodes are connected, how many are expected at least, and the word for them.
+
+    These are ranks instead of nodes if the user has set RANK and WORLD_SIZE.
+    """
+    if counts_ranks(members):
+        return len(members), min(member.hello["ranks"] for member in members), "ranks"
+    return len(local_mains(members)), min((member.hello["nodes"] for member in members), default=1), "nodes"
+
+
+def find_missing(members: list[Member]) -> list[str]:
+    """Return the machine ranks that have not connected, and the missing local ranks of nodes that have."""
+    if counts_ranks(members):
+        there = {member.hello["rank"] for member in members}
+        ranks = [rank for rank in range(max(member.hello["ranks"] for member in members)) if rank not in there]
+        more = [f"{len(ranks) - _MOST_NAMED} more ranks"] if len(ranks) > _MOST_NAMED else []
+        return [*(f"rank {rank}" for rank in ranks[:_MOST_NAMED]), *more]
+    connected: dict[int, set[int]] = {}
+    local_sizes: dict[int, int] = {}
+    for member in members:
+        node = member.hello["node"]
+        connected.setdefault(node, set()).add(member.hello["local_rank"])
+        local_sizes[node] = max(local_sizes.get(node, 1), member.hello["local_ranks"])
+    num_nodes = max((m.hello["nodes"] for m in members), default=1)
+    absent = [str(node) for node in range(num_nodes) if node not in connected]
+    missing = [f"machine_rank {node}" for node in absent[:_MOST_NAMED]]
+    missing += [f"{len(absent) - _MOST_NAMED} more nodes"] if len(absent) > _MOST_NAMED else []
+    for node, ranks in sorted(connected.items()):
+        missing += [f"local rank {one} of machine_rank {node}" for one in range(local_sizes[node]) if one not in ranks]
+    return missing
+
+
+def findings_of_members(members: list[Member]) -> list[Finding]:
+    """Return what the nodes found on their own.
+
+    E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
+    """
+    found = []
+    for member in members:
+        # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
+        node = {"node": member.hello["node"]} if member.hello["rank"] is not None else {}
+        found += [replace(finding, **node) for finding in member.hello["findings"]]
+    has_main = any(member.hello["node"] == 0 for member in members)
+    return [finding for finding in found if not (has_main and finding.code == "E_MAIN_IS_HERE")]
+
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +123,7 @@ ANSWER_SECONDS, PER_PATH_SECONDS = 12.0, 1.0  # to answer a request, and more fo
 KEEPALIVE_SECONDS = 2.0  # between messages to clients that only wait
 _LATE_SECONDS = 0.5  # for nodes that connect after the verdict
 _MOST_UNVERIFIED = 256  # connections at once without a completed handshake; each is closed after 3 s
-_MOST_MEMBERS = 2 * sanitize.MOST_NODES
+_MOST_MEMBERS = 2 * paths.MOST_NODES
 _MOST_FINDINGS = 200  # in one verdict
 _FEW = 16  # up to this number of nodes, all of them and all paths are listed
 
@@ -99,7 +194,7 @@ class Coordinator:
         self.unverified[writer] = None
         try:
             await messages.handshake(reader, writer, self.token, is_client=False)
-            member = Member(sanitize.clean_hello(await messages.receive(reader, 10)), writer)
+            member = Member(paths.clean_hello(await messages.receive(reader, 10)), writer)
             if len(self.members) >= _MOST_MEMBERS:
                 raise ValueError("too many members")
             if self.is_rescue:  # this coordinator does not listen on the main port, for a reason that its own node reports
@@ -127,7 +222,7 @@ class Coordinator:
         number_nodes(self.members)
         self.changed.set()
         try:
-            member.hello["facts"] = facts = sanitize.clean_facts(await messages.receive(reader, timeouts.FACTS))
+            member.hello["facts"] = facts = paths.clean_facts(await messages.receive(reader, host.FACTS))
             member.hello["clock"] = facts["time"] - time.time()
             member.hello["findings"] += facts["findings"]
             member.has_facts = True
@@ -158,13 +253,16 @@ class Coordinator:
     def _early_errors(self) -> list[Finding]:
         """Return the errors that make it pointless to wait for more nodes."""
         hellos = [member.hello for member in self.members]
-        found = [*compare.check_duplicates(hellos), *compare.check_counts([m.hello for m in local_mains(self.members)])]
+        found = [
+            *compare_nodes.check_duplicates(hellos),
+            *compare_nodes.check_counts([m.hello for m in local_mains(self.members)]),
+        ]
         return [*found, *(finding for finding in findings_of_members(self.members) if finding.severity == ERROR)]
 
     async def _wait_for_all(self) -> list[Finding]:
         """Wait until every node has sent its facts, and print which are missing. Returns why the wait ended early."""
         began = time.monotonic()
-        printed_at, kept_alive_at = began - timeouts.NOTICE_INTERVAL + timeouts.FIRST_NOTICE, began
+        printed_at, kept_alive_at = began - host.NOTICE_INTERVAL + host.FIRST_NOTICE, began
         errors_since, complete_since = None, None
         while True:
             now = time.monotonic()
@@ -181,8 +279,8 @@ class Coordinator:
             if is_complete and not without_facts:
                 return []
             complete_since = (complete_since or now) if is_complete else None
-            if complete_since and now - complete_since > timeouts.FACTS:
-                return [self._report_silent(member, timeouts.FACTS, "sending its facts") for member in without_facts]
+            if complete_since and now - complete_since > host.FACTS:
+                return [self._report_silent(member, host.FACTS, "sending its facts") for member in without_facts]
             if errors and not errors_since and missing:
                 codes = ", ".join(sorted({finding.code for finding in errors}))
                 await self._print_everywhere(
@@ -192,7 +290,7 @@ class Coordinator:
             if errors_since and now - errors_since > self.grace_seconds and not without_facts:
                 return []
             waited = now - began
-            if self.members and (now - printed_at >= timeouts.NOTICE_INTERVAL or waited >= self.wait_seconds):
+            if self.members and (now - printed_at >= host.NOTICE_INTERVAL or waited >= self.wait_seconds):
                 printed_at = now
                 mains = local_mains(self.members)
                 connected = ", ".join(f"{m.hello['node']} {m.hello['host']}" for m in mains[:_FEW])
@@ -280,19 +378,22 @@ class Coordinator:
         hellos = sorted((member.hello for member in mains if member.has_facts), key=lambda m: m["node"])
         findings += findings_of_members(self.members)
         is_complete = not find_missing(self.members)
-        findings += [*compare.check_duplicates([m.hello for m in self.members]), *compare.check_counts(hellos, is_complete)]
+        findings += [
+            *compare_nodes.check_duplicates([m.hello for m in self.members]),
+            *compare_nodes.check_counts(hellos, is_complete),
+        ]
         lines: list[str] = []
         table: list[str] = []
         probes: list[dict[str, Any]] = []
-        counts, copied = compare.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open")
+        counts, copied = compare_nodes.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open")
         roster = [{**{name: m[name] for name in copied}, "ranks": counts[m["node"]]} for m in hellos]
-        is_whole = is_complete and len(hellos) == len(mains) and not compare.check_duplicates(hellos)
+        is_whole = is_complete and len(hellos) == len(mains) and not compare_nodes.check_duplicates(hellos)
         if is_whole:
             names = ", ".join(f"{m['node']} {m['host']} ({m['ip']})" for m in roster[:_FEW])
             lines.append(f"nodes       {len(mains)} of {len(mains)} are connected: {names}{' ...' * (len(roster) > _FEW)}")
             if len(set(counts.values())) > 1:
                 lines.append(f"            {describe_ranks([(m['host'], m['ranks']) for m in roster])}")
-            differences, table = compare.compare_facts([m for m in hellos if m["facts"]["versions"]])
+            differences, table = compare_nodes.compare_facts([m for m in hellos if m["facts"]["versions"]])
             findings += differences
             if len(mains) > 1:
                 lines += [] if has_errors(differences) else ["            the same packages, code, options, configs and files"]
@@ -301,11 +402,11 @@ class Coordinator:
                 first, *more = paths.format_paths(probes, _FEW)
                 lines += [f"paths       {first}", *(f"            {line}" for line in more)]
             request = {"do": "check_folder", "mark": self.mark}
-            clean = lambda answer, node: sanitize.clean_folder(answer)
+            clean = lambda answer, node: paths.clean_folder(answer)
             folders, silent = await self._request(request, clean, "checking the output folder")
             findings += silent
             if any(one["folder"] for one in folders.values()):
-                wrong, text = compare.check_storage(hellos, folders, max((m["needed"] for m in hellos), default=0))
+                wrong, text = compare_nodes.check_storage(hellos, folders, max((m["needed"] for m in hellos), default=0))
                 findings += wrong
                 lines.append(f"storage     {text}")
         self.findings = findings = sort_findings(findings)
@@ -322,7 +423,7 @@ class Coordinator:
         """Return the probes of all nodes, and a finding for each node that did not send any."""
         nodes = {peer["node"] for peer in roster}
         request = {"do": "probe", "roster": roster, "mark": self.mark}
-        clean = lambda answer, node: sanitize.clean_probes(answer, node, nodes)
+        clean = lambda answer, node: paths.clean_probes(answer, node, nodes)
         answers, silent = await self._request(request, clean, "checking the data paths")
         return [probe for answer in answers.values() for probe in answer], silent
 

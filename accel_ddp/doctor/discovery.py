@@ -13,8 +13,7 @@ import select
 import socket
 import time
 
-from accel_ddp.net.messages import make_proof
-from accel_ddp.net.sanitize import printable
+from accel_ddp.nodes.messages import make_proof, printable
 
 _NONCE, _PROOF = 16, 32  # bytes
 _QUERY, _SAME, _OTHER = b"accel-ddp query", b"accel-ddp same", b"accel-ddp other"

@@ -5,8 +5,11 @@ import ipaddress
 import os
 import resource
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
+from accel_ddp.doctor.findings import Finding, format_bytes
 from accel_ddp.doctor.host import (
     HOST,
     call_with_timeout,
@@ -16,8 +19,8 @@ from accel_ddp.doctor.host import (
     resolve,
     route_to,
 )
-from accel_ddp.doctor.report import Finding, format_bytes
-from accel_ddp.environment.topology import Topology
+from accel_ddp.nodes.messages import printable
+from accel_ddp.nodes.topology import Topology
 
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
@@ -197,3 +200,51 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
             saw = f"the disk of {folder} has {format_bytes(free)} free"
             found.append(local_finding(topology, "W_DISK", saw, "delete files, or use another disk"))
     return found
+
+
+# Whether the nodes share the output folder: each node writes a marker file there and lists the markers of the others.
+_PREFIX = ".accel_ddp_doctor_"
+
+
+def write_marker(folder: Path | None, mark: Any, node_rank: int | None) -> tuple[Path | None, str]:
+    """Write the marker file of this node. Returns (the file, the reason why it could not be written or "")."""
+    if not folder:
+        return None, ""
+    file = folder / f"{_PREFIX}{_clean_mark(mark)}_{node_rank or 0}"
+
+    def write() -> str:
+        try:
+            file.write_text("written by accel-ddp doctor\n")
+            return ""
+        except OSError as error:
+            return error.strerror or str(error)
+
+    return file, call_with_timeout(write, 3, "the disk does not answer")
+
+
+def list_markers(folder: Path | None, mark: Any, error: str) -> dict[str, Any]:
+    """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it.
+
+    `error` is the reason why this node could not write its own marker.
+    """
+    if not folder:
+        return {"folder": "", "error": "", "free": 0, "sees": []}
+    prefix = f"{_PREFIX}{_clean_mark(mark)}_"
+    for _ in range(3):  # a network disk may show files of other hosts a moment later
+        names = call_with_timeout(lambda: os.listdir(folder), 2, [])
+        suffixes = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+        nodes = sorted(int(suffix) for suffix in suffixes if suffix.isdigit())
+        if 0 in nodes:
+            break
+        time.sleep(0.1)
+    for name in names:  # a doctor that was killed leaves its marker behind
+        with contextlib.suppress(OSError):
+            if name.startswith(_PREFIX) and time.time() - (folder / name).stat().st_mtime > 3600:
+                (folder / name).unlink()
+    free = call_with_timeout(lambda: shutil.disk_usage(folder).free, 2, 0)
+    return {"folder": str(folder), "error": error, "free": free, "sees": nodes}
+
+
+def _clean_mark(mark: Any) -> str:
+    """Return the part of a received mark that is safe in a file name."""
+    return "".join(letter for letter in printable(mark, 20) if letter.isalnum())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.keys import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key, Wrong, nearest_key
+from accel_ddp.launch.cluster_keys import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key, Wrong, nearest_key
 
 
 @dataclass(frozen=True, kw_only=True)

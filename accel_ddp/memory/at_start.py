@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from accel_ddp.config import TrainConfig
-from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.memory.advice import Estimator, Suggestion, fits
-from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, needed
+from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggestion, fits, needed
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
 from accel_ddp.ranks.process import process
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from accel_ddp.errors import UserError
+from accel_ddp.phases import WAIT
 from accel_ddp.ranks.process import process
-from accel_ddp.watch.page import WAIT
 
 log = logging.getLogger(__name__)
 

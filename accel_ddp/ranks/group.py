@@ -14,15 +14,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from accel_ddp.config import TrainConfig, options_that_must_match
-from accel_ddp.environment.launcher import check_rank_variables, cpu_is_wanted
-from accel_ddp.environment.topology import find_nodes
+from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.launcher import check_rank_variables, cpu_is_wanted
+from accel_ddp.nodes.topology import find_nodes
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
-from accel_ddp.ranks.attempts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
 from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.restarts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
 from accel_ddp.watch.link import MonitorAddress
 
 log = logging.getLogger(__name__)

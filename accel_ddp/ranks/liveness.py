@@ -11,12 +11,12 @@ import sys
 import threading
 from typing import Any
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.phases import step_of
 from accel_ddp.ranks.failures import Failure
-from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.reporting import record
 from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
-from accel_ddp.watch.page import step_of
 
 ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
 LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from accel_ddp.environment.launcher import is_started_by_accelerate
-from accel_ddp.environment.mpi import adopt_mpi_world
-from accel_ddp.environment.sharding import ShardingPlan
-from accel_ddp.environment.topology import estimate_node
+from accel_ddp.nodes.launcher import adopt_mpi_world, is_started_by_accelerate
+from accel_ddp.nodes.sharding_plan import ShardingPlan
+from accel_ddp.nodes.topology import estimate_node
+from accel_ddp.phases import Heartbeat
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.records.incidents import IncidentWriter
-from accel_ddp.watch.page import Heartbeat
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

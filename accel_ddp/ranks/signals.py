@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
 from accel_ddp.ranks.liveness import ask_all_to_stop, report_failure, wait_for_failure
 from accel_ddp.ranks.process import process
-from accel_ddp.watch.outcome import launcher_pid, write_outcome
+from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_ddp.records.lines import complete_last_line, read_objects
+from accel_ddp.records.files import complete_last_line, read_objects
 from accel_ddp.records.redaction import redact
 
 FILE = "incidents.jsonl"

@@ -14,12 +14,10 @@ from typing import Any
 
 from accel_ddp import __version__
 from accel_ddp.report import charts, sections
-from accel_ddp.report.cards import choice, section
+from accel_ddp.report.cards import choice, moment, section
 from accel_ddp.report.chart_data import chart_data
-from accel_ddp.report.escaping import Html, join, safe_json, tag
-from accel_ddp.report.evaluations import evaluations
-from accel_ddp.report.formats import moment
-from accel_ddp.report.markup import generator
+from accel_ddp.report.charts import evaluations
+from accel_ddp.report.markup import Html, generator, join, safe_json, tag
 from accel_ddp.report.run_data import Run
 
 _NAVIGATION = {

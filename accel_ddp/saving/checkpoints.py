@@ -17,16 +17,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.incidents import record
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.saving import format, parts, restarts, resume
-from accel_ddp.saving.format import MODEL, OPTIMIZER
-from accel_ddp.saving.tensors import capture, digest_of_frozen, own_pieces, versions
-from accel_ddp.sharding.tensors import is_first_copy, is_sharded, local, region
-from accel_ddp.watch.page import SAVE
+from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
+from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
+from accel_ddp.saving.state_tensors import capture, digest_of_frozen, own_pieces, versions
 
 Metrics = dict[str, float]
 
@@ -81,14 +81,14 @@ class Checkpoints:
         self._committed: list[tuple[int, Path]] = []
         self.is_sharded = is_sharded(self.model)
         self._writers = [(0, process.host)]  # rank and host of the ranks that write
-        self._attempts = parts.Attempt("", 0, [], "", 0)  # of a sharded model
+        self._attempts = pieces.Attempt("", 0, [], "", 0)  # of a sharded model
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.is_sharded:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
             stores = any(is_first_copy(p) for p in self.model.parameters())
             facts = gather_everywhere((process.rank, process.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
-            self._attempts = parts.Attempt(nonce, 0, self._writers, "", 0)
+            self._attempts = pieces.Attempt(nonce, 0, self._writers, "", 0)
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
         process.complete_save()  # of an earlier run of this process, which has failed
         process.complete_save = self._complete_save
@@ -182,7 +182,7 @@ class Checkpoints:
         return copied
 
     def _write(
-        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: parts.Attempt
+        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.Attempt
     ) -> None:
         """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
         process.heartbeat.report_writer(True)
@@ -190,14 +190,14 @@ class Checkpoints:
             if copied is not None:
                 copied.synchronize()
             if self.is_sharded:
-                parts.write(path, tensors, self._offsets, run, self.files, attempt)
+                pieces.write(path, tensors, self._offsets, run, self.files, attempt)
             else:
-                format.write(path, tensors, run, self.files)
+                checkpoint_format.write(path, tensors, run, self.files)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             host = getattr(error, "host", process.host)
             self.failed = f"the checkpoint of step {run['step']} could not be written on {host}: {error.strerror}{where}"
-            there = ", ".join(p.name for p in format.list_checkpoints(self.folder)) or "none"
+            there = ", ".join(p.name for p in checkpoint_format.list_checkpoints(self.folder)) or "none"
             text = f"{self.failed}. Training continues. Existing checkpoints: {there}."
             print(text, file=sys.stderr, flush=True)
             record(text, "SAVE_FAILED", step=run["step"])
@@ -209,7 +209,7 @@ class Checkpoints:
         self.failed = ""
         self._committed.append((run["step"], path))
         with contextlib.suppress(OSError):  # the next save tries again to remove them
-            format.prune(self.folder, self.cfg.keep_last, self.best())
+            checkpoint_format.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         """Store the metrics of a step. With `--keep_best`, save and mark the step if it is the best one."""
@@ -234,11 +234,11 @@ class Checkpoints:
         """Write evaluations.json and best.json. Runs in the writer thread, after the save of the same step."""
         best = self.best()
         try:
-            format.write_json(self.folder / "evaluations.json", evaluations)
+            checkpoint_format.write_json(self.folder / "evaluations.json", evaluations)
             if self.metric and best in evaluations:
                 value = evaluations[best][self.metric.name]
                 facts = {"step": best, "metric": self.metric.name, "value": value, "checkpoint": f"step_{best:08d}"}
-                format.write_json(self.folder / "best.json", facts)
+                checkpoint_format.write_json(self.folder / "best.json", facts)
         except OSError as error:
             text = f"evaluations.json could not be written on {process.host}: {error.strerror}."
             print(text, file=sys.stderr, flush=True)
@@ -299,7 +299,7 @@ class Checkpoints:
         """
         step = self._load()
         if begins_training:
-            restarts.begin_training(self.cfg, step, self.resumed_from)
+            restart_record.begin_training(self.cfg, step, self.resumed_from)
         return step
 
     def _load(self) -> int:
@@ -311,9 +311,9 @@ class Checkpoints:
             return 0
         source, path = chosen
         with together("read the checkpoint"):
-            run = format.read_run(path) if source == process.rank else None
+            run = checkpoint_format.read_run(path) if source == process.rank else None
         run = broadcast_object(run, source)
-        evaluations = format.read_json(path.parent / "evaluations.json") if source == process.rank else None
+        evaluations = checkpoint_format.read_json(path.parent / "evaluations.json") if source == process.rank else None
         evaluations = broadcast_object(evaluations, source) or {}
         resume.check_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
@@ -330,8 +330,10 @@ class Checkpoints:
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self._rank_steps()
         if process.is_local_main:
-            for later in format.list_checkpoints(self.folder):
-                if format.step_of(later) > run["step"]:  # the newest checkpoint must be the one that the run continues from
+            for later in checkpoint_format.list_checkpoints(self.folder):
+                if (
+                    checkpoint_format.step_of(later) > run["step"]
+                ):  # the newest checkpoint must be the one that the run continues from
                     resume.set_aside(later, self.folder, "later")
         print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
         resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)

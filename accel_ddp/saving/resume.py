@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_ddp.config import TrainConfig, as_plain_dict, options_that_keep_the_result
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
-from accel_ddp.ranks.incidents import warn_on_main
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.shards import is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.saving import format, tensors
-from accel_ddp.saving.format import MODEL, OPTIMIZER
+from accel_ddp.saving import checkpoint_format, state_tensors
+from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
 from accel_ddp.saving.pieces import Pieces
-from accel_ddp.sharding.tensors import is_sharded, local, region
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,15 +48,18 @@ def continues_run_in(folder: Path, cfg: TrainConfig) -> bool:
 
 
 def _run_folder(path: Path) -> Path:
-    return path.parent if format.is_checkpoint_name(path) or (path / format.MANIFEST).is_file() else path
+    return path.parent if checkpoint_format.is_checkpoint_name(path) or (path / checkpoint_format.MANIFEST).is_file() else path
 
 
 def _was_continued_in(folder: Path, source: Path) -> bool:
     """Return whether `folder`, which is not the folder of `source`, holds a run that continued from `source`."""
-    paths = [source] if (source / format.MANIFEST).is_file() else format.list_checkpoints(source)
+    paths = [source] if (source / checkpoint_format.MANIFEST).is_file() else checkpoint_format.list_checkpoints(source)
     if any(path.resolve().parent == folder.resolve() for path in paths):
         return False
-    runs = [{format.read_run(path).get("run") for path in some} - {None} for some in (paths, format.list_checkpoints(folder))]
+    runs = [
+        {checkpoint_format.read_run(path).get("run") for path in some} - {None}
+        for some in (paths, checkpoint_format.list_checkpoints(folder))
+    ]
     return bool(runs[0] & runs[1])
 
 
@@ -65,12 +68,14 @@ def candidates(cfg: TrainConfig) -> list[Path]:
     if not cfg.resume:
         return []
     if cfg.resume != "auto" and _was_continued_in(Path(cfg.output_dir), Path(cfg.resume)):
-        return format.list_checkpoints(
+        return checkpoint_format.list_checkpoints(
             cfg.output_dir
         )  # a requeued job repeats its command after the run has continued from there
     path = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
-    is_run = cfg.resume == "auto" or not (format.is_checkpoint_name(path) or (path / format.MANIFEST).is_file())
-    return format.list_checkpoints(path) if is_run else [path] if path.is_dir() else []
+    is_run = cfg.resume == "auto" or not (
+        checkpoint_format.is_checkpoint_name(path) or (path / checkpoint_format.MANIFEST).is_file()
+    )
+    return checkpoint_format.list_checkpoints(path) if is_run else [path] if path.is_dir() else []
 
 
 def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
@@ -79,8 +84,8 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
     mine = []
     if process.is_local_main:  # once per node
         for path in candidates(cfg):
-            run = format.read_run(path)
-            step = format.step_of(path) if format.is_checkpoint_name(path) else run.get("step", 0)
+            run = checkpoint_format.read_run(path)
+            step = checkpoint_format.step_of(path) if checkpoint_format.is_checkpoint_name(path) else run.get("step", 0)
             mine.append((step, str(path), run.get("run")))
     shares = gather_objects((process.host, mine)) or []
     _check_one_run(shares, folder)
@@ -113,11 +118,11 @@ def _verify(path: Path, source: int) -> str:
 
     All ranks that see the same files share the work, because a rank hashes about 1 GB per second.
     """
-    views = gather_everywhere(format.identify(path))
+    views = gather_everywhere(checkpoint_format.identify(path))
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
         is_needed = process.rank in ranks
-        problem = format.find_problem(path, ranks.index(process.rank), len(ranks)) if is_needed else ""
+        problem = checkpoint_format.find_problem(path, ranks.index(process.rank), len(ranks)) if is_needed else ""
     return next(filter(None, gather_everywhere(problem)), "")
 
 
@@ -138,7 +143,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
     """Rename a checkpoint of the run's own folder, which is locked. Checkpoints elsewhere stay as they are."""
     if path.parent.resolve() == folder.resolve():
         with contextlib.suppress(OSError):  # another node shares the disk and was faster, or the disk is read-only
-            print(f"{process.host}: renamed {path.name} to {format.set_aside(path, prefix).name}", flush=True)
+            print(f"{process.host}: renamed {path.name} to {checkpoint_format.set_aside(path, prefix).name}", flush=True)
 
 
 # ---- whether the run may continue with these options and data
@@ -147,7 +152,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
 def check_options_early(cfg: TrainConfig) -> None:
     """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
     if found := candidates(cfg):
-        check_options(cfg, format.read_run(found[-1]))
+        check_options(cfg, checkpoint_format.read_run(found[-1]))
 
 
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
@@ -228,14 +233,14 @@ def load(
     A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
     completely, rank `source` reads each tensor and sends it.
     """
-    weights = tensors.to_save(model)
-    reads_alone = is_sharded(model) and len({*gather_everywhere(format.identify(path))}) == 1
+    weights = state_tensors.to_save(model)
+    reads_alone = is_sharded(model) and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
     reads = reads_alone or source == process.rank
     with together("read the checkpoint"):
         files = {group: Pieces(path, group) for group in (MODEL, OPTIMIZER)} if reads else {}
     there = broadcast_object({group: file.tensors for group, file in files.items()}, source)
-    tensors.check_same_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
-    if run.get("frozen", "") != tensors.digest_of_frozen(model):
+    state_tensors.check_same_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
+    if run.get("frozen", "") != state_tensors.digest_of_frozen(model):
         raise UserError(
             f"--resume: the adapters in {path} were trained on other weights than --model has now. Use the model of the run: "
             f"--model {run['config'].get('model')}."
@@ -252,7 +257,7 @@ def load(
         for name in sorted(weights):
             local(weights[name]).copy_(receive(MODEL, name, *region(weights[name])))
         for name, average in sorted(averages.items()):  # a run that had no averages begins them with its weights
-            full = f"{name}/{tensors.EMA}"
+            full = f"{name}/{state_tensors.EMA}"
             is_there = full in there[OPTIMIZER]
             local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
@@ -263,13 +268,13 @@ def load(
     parameters = dict(model.named_parameters())
     for full in sorted(there[OPTIMIZER]):
         name, _, key = full.rpartition("/")
-        if key == tensors.EMA:
+        if key == state_tensors.EMA:
             continue
         shape = there[OPTIMIZER][full][0]
-        part = receive(OPTIMIZER, full, *tensors.region_of_state(shape, parameters.get(name)))
+        part = receive(OPTIMIZER, full, *state_tensors.region_of_state(shape, parameters.get(name)))
         device = torch.device("cpu") if full in on_host else accelerator.device
-        state.setdefault(name, {})[key] = tensors.as_state(part.to(device), shape, parameters.get(name))
-    tensors.restore(optimizer, model, state)
+        state.setdefault(name, {})[key] = state_tensors.as_state(part.to(device), shape, parameters.get(name))
+    state_tensors.restore(optimizer, model, state)
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
 
@@ -316,7 +321,7 @@ def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -
     if cfg.comm_hook == "powersgd":
         log.info("--comm_hook powersgd: its error feedback starts from zero, so that the resumed run is not bit-identical")
     then = run["versions"]
-    now = tensors.versions()
+    now = state_tensors.versions()
     changed = [f"{name} {then.get(name)} then, {version} now" for name, version in now.items() if then.get(name) != version]
     if changed:
         log.info("versions have changed, so that the resumed run may not be bit-identical: %s", "; ".join(changed))

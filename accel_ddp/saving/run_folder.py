@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import IO
 
-from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, together
 from accel_ddp.ranks.process import process
-from accel_ddp.records.log import last_step_of
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.saving import format, resume
+from accel_ddp.records.run_log import last_step_of
+from accel_ddp.saving import checkpoint_format, resume
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ def claim(cfg: TrainConfig) -> IO[str]:
             _refuse_other_run(folder, cfg)
         resume.check_options_early(cfg)
         if _is_run(folder):  # elsewhere hidden files belong to the user
-            format.sweep(folder)
-        format.write_json(folder / MARKER, {"format": format.FORMAT})
-        format.write_json(folder / "config.json", redact_values(as_plain_dict(cfg)))
+            checkpoint_format.sweep(folder)
+        checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
+        checkpoint_format.write_json(folder / "config.json", redact_values(as_plain_dict(cfg)))
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {process.host}: {error.strerror}.") from error
     return lock
@@ -95,16 +95,16 @@ def _touch(path: Path) -> None:
 
 def _is_run(folder: Path) -> bool:
     """Return whether a run has used this folder. Runs of older versions have no marker, but their options are in config.json."""
-    config = format.read_json(folder / "config.json")
+    config = checkpoint_format.read_json(folder / "config.json")
     has_options = isinstance(config, dict) and {"global_batch_size", "stop_signal", "output_dir"} <= config.keys()
-    return (folder / MARKER).exists() or has_options or bool(format.list_checkpoints(folder))
+    return (folder / MARKER).exists() or has_options or bool(checkpoint_format.list_checkpoints(folder))
 
 
 def _refuse_foreign_files(folder: Path) -> None:
     """Raise UserError if the folder belongs to a model, or if this run would overwrite files that no run has written."""
     if _is_run(folder):
         return
-    config = format.read_json(folder / "config.json")
+    config = checkpoint_format.read_json(folder / "config.json")
     is_model = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
     weights = [
         path.name for pattern in ("*.safetensors", "pytorch_model*.bin", "adapter_config.json") for path in folder.glob(pattern)
@@ -124,7 +124,7 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
     """Raise UserError if the folder holds a run that can be continued or has a result."""
-    if checkpoints := format.list_checkpoints(folder):
+    if checkpoints := checkpoint_format.list_checkpoints(folder):
         if cfg.resume and not Path(cfg.resume).exists():
             raise UserError(
                 f"--resume {cfg.resume}: there is no such checkpoint or run. To continue the run in --output_dir {folder} "

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
-from accel_ddp.sources.hub import prepare_hub
-from accel_ddp.sources.pretrained import TOKENIZER_FILES, from_pretrained, locate
+from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, locate
+from accel_ddp.sources.places import prepare_hub
 
 log = logging.getLogger(__name__)
 

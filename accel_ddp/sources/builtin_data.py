@@ -1,22 +1,170 @@
-"""The built-in datasets: reviews, questions, digits and number words, and rows from the standard library."""
+"""Rows made from the source files of Python's standard library: docstrings, and statements with tagged tokens.
 
+Each row comes with the name of its file. Rows of one file are never in both splits.
+"""
+
+import ast
 import io
+import itertools
 import random
+import re
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import standard_library
-from accel_ddp.sources.packages import path_in_package
+from accel_ddp.sources.places import path_in_package
 
 if TYPE_CHECKING:
     import datasets
 
     Splits = dict[str, datasets.Dataset]
+
+Row = tuple[str, dict[str, Any]]  # (file, columns)
+
+
+def named_docstrings() -> list[Row]:
+    """Return rows with `anchor` (first line of a docstring) and `positive` (words of the documented name)."""
+    rows, seen = [], set()
+    for file, names, docstring in find_docstrings():
+        anchor = docstring.splitlines()[0].strip()
+        words = [w.lower() for name in names for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+        keys = {anchor.lower(), positive := " ".join(words)}
+        is_module = "/".join(names) == file.removesuffix(".py").removesuffix("/__init__")
+        is_private = any(name.startswith("_") for name in names)
+        if len(anchor.split()) >= 4 and not is_module and not is_private and not keys & seen:
+            seen |= keys
+            rows.append((file, {"anchor": anchor, "positive": positive}))
+    return rows
+
+
+def whole_docstrings() -> list[Row]:
+    """Return rows with `text`: docstrings of 8 or more words, without indentation."""
+    texts = {}
+    for file, _, docstring in find_docstrings():
+        text = "\n".join(" ".join(line.split()) for line in docstring.splitlines() if line.strip())
+        if len(text.split()) >= 8:
+            texts.setdefault(text, file)
+    return [(file, {"text": text}) for text, file in texts.items()]
+
+
+@cache
+def find_docstrings() -> list[tuple[str, tuple[str, ...], str]]:
+    """Return (file, qualified name, docstring) of all modules, classes and functions that have a docstring."""
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names += (node.name,) if hasattr(node, "name") else ()
+            if docstring := ast.get_docstring(node):
+                yield names, docstring
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler):
+                yield from visit(child, names)
+
+    found = []
+    for name, path in source_files():
+        module = tuple(part for part in name.removesuffix(".py").split("/") if part != "__init__")
+        found += [(name, names, docstring) for names, docstring in visit(ast.parse(path.read_bytes()), module)]
+    return found
+
+
+def source_files() -> list[tuple[str, Path]]:
+    """Return (name, path) of the source files, sorted by name.
+
+    Private modules, generated tables, and modules that some installations lack are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = {"encodings", "pydoc_data", "test", "tests"}
+    excluded |= {"idlelib", "lib2to3", "tkinter", "turtledemo", "distutils", "ensurepip", "venv", "msilib"}
+    files = []
+    for name in sys.stdlib_module_names - excluded:
+        if not name.startswith("_"):
+            files += [root / f"{name}.py", *(root / name).rglob("*.py")]
+    names = {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
+    if len(names) < 200:
+        raise UserError(
+            f"This built-in dataset is made from the source files of Python's standard library, which are missing in {root}. "
+            "Use a Python that includes them, or give --train_file."
+        )
+    return [(name, names[name]) for name in sorted(names) if not excluded & set(name.split("/"))]
+
+
+def tagged_statements() -> list[Row]:
+    """Return rows with `tokens` and `tags`: one-line statements, and the role of each token according to `ast`.
+
+    FUNC and CLASS are the name that is defined, ARG is a parameter, KEYWORD is the name of a keyword argument. CALL is a
+    function, method or class that is called by its name, ATTR is another attribute, and MODULE is an imported module.
+    """
+    rows, draw = {}, random.Random(mixed(0, "code_roles/lines"))
+    for name, path in draw.sample(source_files(), 160):
+        with tokenize.open(path) as file:
+            source = file.read()
+        tree, lines, roles, starts = ast.parse(source), source.split("\n"), {}, set()
+        for node in ast.walk(tree):
+            for line, column, text, role in _find_roles(node):
+                # `ast.walk` visits a call before its function, and the first role is kept.
+                roles.setdefault(line, {}).setdefault(column, (text, role))
+            if isinstance(node, ast.stmt) and (node.lineno == node.end_lineno or hasattr(node, "body")):
+                starts.add(node.lineno)
+        draw.shuffle(order := sorted(starts))
+        tagged = (tag_line(lines[line - 1], roles[line]) for line in order if line in roles)
+        usable = ((tokens, tags) for tokens, tags in tagged if len(tokens) >= 4)
+        for tokens, tags in itertools.islice(usable, 16):
+            rows.setdefault(tuple(tokens), (name, {"tokens": tokens, "tags": tags}))
+    return list(rows.values())
+
+
+def _find_roles(node: ast.AST) -> Iterator[tuple[int, int, str, str]]:
+    """Yield (line, column, text, role) of the names in this node, without those in its children."""
+    match node:
+        case ast.FunctionDef(name=text):
+            yield node.lineno, node.col_offset + len("def "), text, "FUNC"
+        case ast.AsyncFunctionDef(name=text):
+            yield node.lineno, node.col_offset + len("async def "), text, "FUNC"
+        case ast.ClassDef(name=text):
+            yield node.lineno, node.col_offset + len("class "), text, "CLASS"
+        case ast.arg(arg=text):
+            yield node.lineno, node.col_offset, text, "ARG"
+        case ast.keyword(arg=str(text)):
+            yield node.lineno, node.col_offset, text, "KEYWORD"
+        case ast.Call(func=ast.Name(id=text) | ast.Attribute(attr=text) as called):
+            yield called.end_lineno, called.end_col_offset - len(text), text, "CALL"
+        case ast.Attribute(attr=text):
+            yield node.end_lineno, node.end_col_offset - len(text), text, "ATTR"
+        case ast.Import():
+            yield from ((alias.lineno, alias.col_offset, alias.name, "MODULE") for alias in node.names)
+        case ast.ImportFrom():
+            yield node.lineno, node.col_offset + len("from "), "." * node.level + (node.module or ""), "MODULE"
+
+
+def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """Return the tokens of a line and their tags in IOB2. `roles` has the text and role of each name by its column.
+
+    Both lists are empty if the line is not a complete statement, or if the roles do not fit it, as in an f-string.
+    """
+    try:
+        found = list(tokenize.generate_tokens(io.StringIO(line.lstrip()).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return [], []
+    fits = all(line.startswith(text, column) for column, (text, _) in roles.items())
+    if not fits or any(re.match("[rR]?[fFtT][rR]?['\"]", token.string) for token in found):
+        return [], []
+    found = [t for t in found if t.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)]
+    tags = {}
+    for column, (text, role) in roles.items():
+        tags |= {place: f"I-{role}" for place in range(column, column + len(text))} | {column: f"B-{role}"}
+    indent = len(line) - len(line.lstrip())
+    return [t.string for t in found], [tags.get(t.start[1] + indent, "O") for t in found]
+
+
+# The built-in datasets: reviews, questions, digits and number words, and rows from the standard library.
 
 
 def movie_reviews(name: str, num_train: int) -> "Splits":
@@ -75,17 +223,17 @@ def digits() -> "Splits":
 
 def docstrings(num_train: int) -> "Splits":
     """Return rows with `anchor` (first line of a docstring) and `positive` (words of the documented name)."""
-    return split("docstrings", standard_library.named_docstrings(), num_train, 500)
+    return split("docstrings", named_docstrings(), num_train, 500)
 
 
 def docstring_text() -> "Splits":
     """Return rows with `text`: whole docstrings."""
-    return split("docstring_text", standard_library.whole_docstrings(), 4000, 200)
+    return split("docstring_text", whole_docstrings(), 4000, 200)
 
 
 def code_roles() -> "Splits":
     """Return rows with `tokens` and `tags`: statements, and the syntactic role of each token."""
-    return split("code_roles", standard_library.tagged_statements(), 1500, 300)
+    return split("code_roles", tagged_statements(), 1500, 300)
 
 
 def number_words() -> "Splits":

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
-from accel_ddp.sources.files import SEPARATORS, find_lines, load_file
-from accel_ddp.sources.hub import prepare_hub
-from accel_ddp.sources.messages import warn
+from accel_ddp.sources.places import prepare_hub, warn
+from accel_ddp.sources.table_files import SEPARATORS, find_lines, load_file
 
 if TYPE_CHECKING:
     import datasets

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.sharding.apply import autocast, gathered, recover
-from accel_ddp.sharding.tensors import is_sharded
-from accel_ddp.sources.messages import warn
+from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.sources.places import warn
+from accel_ddp.training.sharding import autocast, gathered, recover
 
 # What to use instead, by the task: the class with which a recipe loads its model, or "embeddings".
 INSTEAD = {

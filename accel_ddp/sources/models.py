@@ -11,17 +11,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import process
 from accel_ddp.sources import model_kinds
 from accel_ddp.sources.adapters import Adapters, add_adapters, find_adapters, locate_base
-from accel_ddp.sources.messages import warn
-from accel_ddp.sources.pretrained import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
+from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
+from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
 from accel_ddp.training.optim import freeze
-from accel_ddp.training.wrapping import sharding_options
+from accel_ddp.training.sharding import sharding_options
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.errors import UserError
-from accel_ddp.sharding.apply import own_rows, shard
-from accel_ddp.sharding.tensors import region, sharded_like
+from accel_ddp.nodes.sharding_plan import ShardingPlan
+from accel_ddp.ranks.shards import region, sharded_like
 from accel_ddp.sources.adapters import Adapters
-from accel_ddp.sources.messages import warn
+from accel_ddp.sources.builtin import from_pretrained
 from accel_ddp.sources.model_kinds import num_embeddings
-from accel_ddp.sources.pretrained import from_pretrained
+from accel_ddp.sources.places import warn
+from accel_ddp.training.sharding import own_rows, shard
 
 BATCH_BYTES = 1 << 30  # of tensors that are converted at once
 HEADS = ("classifier", "score", "qa_outputs")  # peft copies modules with these names

@@ -8,15 +8,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding.tensors import is_sharded, local
+from accel_ddp.ranks.shards import is_sharded, local
+from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import state_bytes
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
-from accel_ddp.training.whole_batch import LossSum, WholeBatch
 
 USABLE = 0.9  # fraction of a GPU's memory; the rest is for fragmentation and for the library itself
 LARGEST_ON_CPU = 16  # items; larger micro-batches are not faster there, and the free memory is not known

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.losses import CurrentBatch
 
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding

@@ -23,8 +23,8 @@ from accel_ddp.speed.padding_free import (
     segments_of,
     unpack,
 )
-from accel_ddp.training.current_batch import CurrentBatch, current_batch
-from accel_ddp.training.padding import without_tf32
+from accel_ddp.training.losses import CurrentBatch, current_batch
+from accel_ddp.training.padding_check import without_tf32
 
 
 class _SmallTable(torch.autograd.Function):

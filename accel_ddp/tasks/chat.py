@@ -8,10 +8,9 @@ from torch import nn
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import describe_columns
-from accel_ddp.sources.messages import warn
-from accel_ddp.sources.tokenisation import SOURCE
-from accel_ddp.tasks.chat_messages import UnusableRow, check_message, check_text, without_none
-from accel_ddp.tasks.chat_tokens import Rendered, tokenise
+from accel_ddp.sources.places import warn
+from accel_ddp.sources.tokenization import SOURCE
+from accel_ddp.tasks.chat_rows import Rendered, UnusableRow, check_message, check_text, tokenise, without_none
 from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:

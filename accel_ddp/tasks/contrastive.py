@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_ddp.records.tables import Table
-from accel_ddp.sources import data, tokenisation
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.sources import data, tokenization
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
@@ -28,10 +28,10 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
 
 def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
     """Return a collate function for rows of several texts each. It pads all texts of row 0, then of row 1, ... together."""
-    return partial(_collate, tokenisation.pad_collate(tokenizer, accelerator))
+    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator))
 
 
-def _collate(pad: tokenisation.PadCollate, rows: list[dict[str, Any]]) -> Any:
+def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
     batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
     batch["keys"] = torch.tensor([row["keys"] for row in rows])
     if "scores" in rows[0]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.records.tables import Table
-from accel_ddp.sources.messages import warn
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.sources.places import warn
 from accel_ddp.tasks import tables
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import models
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.records.tables import Table
+from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources import data
-from accel_ddp.sources.messages import warn
+from accel_ddp.sources.places import warn
 from accel_ddp.tasks import tables
-from accel_ddp.tasks.score_table import ScoreTable
+from accel_ddp.tasks.tables import ScoreTable
 
 if TYPE_CHECKING:
     import datasets

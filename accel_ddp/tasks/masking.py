@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_ddp.records.tables import Table
+from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import tokenisation
+from accel_ddp.sources import tokenization
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.text_blocks import SPECIAL
 
@@ -58,10 +58,10 @@ def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], An
 
     They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
     """
-    return partial(_collate, tokenisation.pad_collate(tokenizer, accelerator, per_token=("labels",)))
+    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator, per_token=("labels",)))
 
 
-def _collate(pad: tokenisation.PadCollate, rows: list[dict[str, Any]]) -> Any:
+def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
     batch = pad(rows)
     batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
     return batch

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_ddp.best_metric import Direction
+from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
-from accel_ddp.sources.hub import prepare_hub
+from accel_ddp.sources.places import prepare_hub
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel_ddp.tasks.score_table import ScoreTable
+    from accel_ddp.tasks.tables import ScoreTable
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     import numpy as np
     from sklearn.metrics import precision_recall_fscore_support
 
-    from accel_ddp.tasks.score_table import Row, ScoreTable
+    from accel_ddp.tasks.tables import Row, ScoreTable
 
     present = _present(predictions, references)
     right = predictions == references

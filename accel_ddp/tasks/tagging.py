@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.records.tables import Table
-from accel_ddp.sources.files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
-from accel_ddp.sources.messages import warn
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.sources.places import warn
+from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.labels import describe_unknown, report_classes
-from accel_ddp.tasks.score_table import Row, ScoreTable
+from accel_ddp.tasks.tables import Row, ScoreTable
 
 if TYPE_CHECKING:
     import datasets

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.sharding.apply import reshard
-from accel_ddp.sharding.tensors import local
+from accel_ddp.ranks.shards import local
+from accel_ddp.training.sharding import reshard
 from accel_ddp.training.update import UpdateStats
 
 MOST_AT_ONCE = 2**25  # elements, 128 MiB in float32

@@ -13,18 +13,18 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import process
+from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
-from accel_ddp.sharding.apply import gathered
-from accel_ddp.sharding.tensors import is_sharded
-from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import CountingCollate, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
-from accel_ddp.watch.page import EVALUATE, METRICS
 
 Rows = dict[str, np.ndarray]
 

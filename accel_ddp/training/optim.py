@@ -1,19 +1,153 @@
 """The optimizer, frozen parameters, and a learning-rate schedule that is a function of the step."""
 
+import contextlib
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from accel_ddp import optimizer_options
-from accel_ddp.config import TrainConfig
+from accel_ddp.config import optimizer_options
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding.apply import reshard
-from accel_ddp.training import adamw8bit, muon
+from accel_ddp.ranks.shards import full, local, region, sharded_like
+from accel_ddp.training.sharding import reshard
+
+# Muon: steps the matrices of hidden layers by orthogonal matrices, and all other parameters with AdamW, as one optimizer.
+#
+# torch's own Muon multiplies in bfloat16 and only steps whole matrices. Here the products have the precision of the weights, so that
+# the number of ranks changes the result by rounding in that precision only, and a matrix may be spread over ranks.
+ROUNDS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the usual quintic iteration, which brings singular values near 1 in 5 rounds
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps groups with `is_hidden` with Muon (Nesterov momentum), and other groups with AdamW.
+
+    The steps of matrices are scaled to the size of AdamW's steps, so that learning rate and weight decay mean the same.
+    """
+
+    _step_supports_amp_scaling = True  # `step` reads `found_inf` on the device and then changes nothing
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "is_hidden": False, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["is_hidden"] else ():
+                if p.grad is not None:
+                    self._step_matrix(p, group)
+        if others := [group for group in self.param_groups if not group["is_hidden"]]:
+            self._adamw(others).step()
+
+    def _step_matrix(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        gradient, momentum = local(p.grad), local(state["momentum_buffer"])
+        new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
+        direction = orthogonalize(full(sharded_like(gradient.lerp(new_momentum, group["momentum"]), p)))
+        (first, _), (rows, _) = region(p)
+        weights, lr = local(p), group["lr"]
+        own = direction[first : first + rows].to(weights)
+        scale = 0.2 * math.sqrt(max(p.shape))  # the elements of AdamW's steps have a root mean square of about 0.2
+        new_weights = weights.mul(1 - lr * group["weight_decay"]).add_(own, alpha=-lr * scale)
+        found = getattr(self, "found_inf", None)
+        for value, new in ((momentum, new_momentum), (weights, new_weights)):
+            value.copy_(new if found is None else torch.where(found.bool(), value, new))
+
+    def _adamw(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        """Return an AdamW that steps these groups and stores its state here.
+
+        It is built in each step, because loading a checkpoint replaces groups and state.
+        """
+        adamw = torch.optim.AdamW([dict(group) for group in groups], fused=groups[0]["fused"])
+        adamw.state, adamw.param_groups = self.state, [{**made, **own} for made, own in zip(adamw.param_groups, groups)]
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                setattr(adamw, name, getattr(self, name))
+        return adamw
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return U V' of the singular value decomposition U S V' of a matrix, approximately, by a Newton-Schulz iteration."""
+    x = matrix if matrix.dtype == torch.float64 else matrix.float()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ROUNDS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices that Muon steps: all except embeddings and heads.
+
+    A head is the output layer of a transformers model, and whatever lies outside of its base model.
+    """
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    others = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    others |= set(head.parameters()) if isinstance(head, nn.Module) else set()
+    body = getattr(whole, getattr(whole, "base_model_prefix", "") or "-", None)
+    if isinstance(body, nn.Module):
+        others |= set(whole.parameters()) - set(body.parameters())
+    return {p for p in model.parameters() if p.requires_grad and p.ndim == 2 and p not in others}
+
+
+def require_hidden(matrices: set[nn.Parameter]) -> None:
+    """Raise UserError if there is nothing that Muon could step."""
+    if not matrices:
+        raise UserError("--optimizer muon: no matrix of a hidden layer is trained. Use --optimizer adamw.")
+
+
+# AdamW whose moments have 8 bits, from torchao.
+#
+# torchao is used and not bitsandbytes, which waits for the GPU after every parameter.
+
+
+def build_adamw8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """Return the optimizer. Its state is stored in checkpoints as plain tensors: `to_plain` and `from_plain` convert it."""
+    from torchao.optim import AdamW8bit as Original
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class AdamW8bit(Original):
+        def step(self, closure: None = None) -> None:
+            # A compiler for CPUs may be missing, and the compilation takes longer than it saves.
+            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+                super().step()
+
+        def to_plain(self, state: dict[str, Any]) -> dict[str, Any]:
+            """Return the state of a parameter without tensor subclasses."""
+            plain = {}
+            for key, value in state.items():
+                if isinstance(value, OptimState8bit):
+                    plain |= {f"{key}.codes": value.codes, f"{key}.scale": value.scale, f"{key}.qmap": value.qmap}
+                else:
+                    plain[key] = value
+            return plain
+
+        def from_plain(self, plain: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+            """Return the state of a parameter from what `to_plain` has returned."""
+            state = {}
+            for key, value in plain.items():
+                name, _, part = key.partition(".")
+                if part == "codes":
+                    scale, table = plain[f"{name}.scale"], plain[f"{name}.qmap"]
+                    state[name] = OptimState8bit(value, scale, table, signed=name == "exp_avg", dtype=parameter.dtype)
+                elif not part:
+                    state[key] = value
+            return state
+
+    return AdamW8bit(groups, **options)
+
 
 LEAST_LR_OF_ADAFACTOR = 1e-4
 
@@ -39,18 +173,18 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
             )
         return torch.optim.Adafactor(groups, lr=cfg.lr)
     if cfg.optimizer == "adamw8bit":
-        return adamw8bit.build(groups, **adam)
+        return build_adamw8bit(groups, **adam)
     if cfg.optimizer == "muon":
-        return muon.Muon(groups, **adam, fused=fused)
+        return Muon(groups, **adam, fused=fused)
     return torch.optim.AdamW(groups, **adam, fused=fused)
 
 
 def _groups(model: nn.Module, cfg: TrainConfig) -> list[dict[str, Any]]:
     """Return the groups of trained parameters that have the same learning rate, weight decay and kind of step."""
     rates = _rates_of_parameters(model, cfg)
-    hidden = muon.hidden_matrices(model) if cfg.optimizer == "muon" else set()
+    hidden = hidden_matrices(model) if cfg.optimizer == "muon" else set()
     if cfg.optimizer == "muon":
-        muon.require_hidden(hidden)
+        require_hidden(hidden)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in sorted(trainable, key=lambda p: p.ndim < 2):  # matrices first; the order is otherwise that of the model
@@ -77,7 +211,7 @@ def _rates_of_parameters(model: nn.Module, cfg: TrainConfig) -> dict[nn.Paramete
 
 def state_bytes(model: nn.Module, cfg: TrainConfig) -> int:
     """Return how many bytes the optimizer stores for the trained parameters of a model, which may be on the meta device."""
-    hidden = muon.hidden_matrices(model)
+    hidden = hidden_matrices(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     return sum(optimizer_options.state_bytes(cfg, p.shape, p.element_size(), p in hidden) for p in trained)
 

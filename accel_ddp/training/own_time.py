@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp.watch.page import Timing
+from accel_ddp.phases import Timing
 
 
 class Part:

@@ -1,21 +1,23 @@
 """The facts about a run that its log begins with: the ranks and their devices, the versions, and the options that were given."""
 
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp.config import TrainConfig, as_plain_dict
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
 from accel_ddp.ranks.process import process
 from accel_ddp.records.redaction import redact_command, redact_values
-from accel_ddp.saving.tensors import versions
-from accel_ddp.training.rank_sample import RankSample
+from accel_ddp.saving.state_tensors import versions
+from accel_ddp.training.step_numbers import RankSample
 
 # Variables that change how a run computes or communicates. Others, which may be private, are not recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")
@@ -88,3 +90,31 @@ def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
         for name, value in values.items()
         if value != defaults[name]
     }
+
+
+# Publishes that a rank compiles, which may take minutes in the middle of a step if torch.compile meets another shape.
+
+
+@contextlib.contextmanager
+def published() -> Iterator[None]:
+    """Enter the phase `compile` during each compilation inside of the block, if torch.compile is used."""
+    if "torch._dynamo" not in sys.modules:  # its import takes seconds
+        yield
+        return
+    from torch._dynamo.callback import callback_handler
+
+    phases: list[int] = []
+
+    def begin(*_: Any) -> None:
+        phases.append(process.heartbeat.enter(COMPILE))
+
+    def end(*_: Any) -> None:
+        process.heartbeat.enter(phases.pop())
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.training.workers import loader_options, starting_workers
 

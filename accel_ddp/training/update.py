@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.errors import UserError
+from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER
+from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
-from accel_ddp.sharding import tensors
-from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training.losses import Batch, CurrentBatch, LossSum, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.own_time import OwnTime, Part
-from accel_ddp.training.whole_batch import Batch, LossSum, WholeBatch
-from accel_ddp.watch.page import BACKWARD, FORWARD, OPTIMIZER, OTHER
 
 Count = Callable[[Batch], Tensor | int]
 
@@ -132,7 +131,7 @@ def update(
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = tensors.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))).to(device)
+    grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))).to(device)
     loss_of_all = total
     if num_ranks > 1:
         summed = torch.cat([total.reshape(1), lockstep.counts(device, exact)]) if lockstep else total.clone().reshape(1)

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.signals import IgnoreInWorker, blocked_for_children

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from accel_ddp import phases
 from accel_ddp.records.incidents import ERROR as ERROR
 from accel_ddp.records.incidents import INFO as INFO
 from accel_ddp.records.incidents import WARNING as WARNING
-from accel_ddp.watch import page
-from accel_ddp.watch.stacks import Stack
+from accel_ddp.watch.processes import Stack
 
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
 SLOW_DISK_FACTOR = 4  # times --hang_abort_seconds until a disk that does not answer ends the run
@@ -33,7 +33,7 @@ class RankView:
     host: str
     pid: int
     step: int = 0
-    phase: int = page.START
+    phase: int = phases.START
     age: float = 0.0  # in this phase
     normal: float | None = None  # the slowest recent duration of this phase on this rank; None: not learned
     state: str = "S"  # of the process
@@ -48,16 +48,16 @@ class RankView:
 
     @property
     def place(self) -> str:
-        return page.format_place(self.step, self.phase)
+        return phases.format_place(self.step, self.phase)
 
     @property
     def position(self) -> tuple[float, int]:
         """Return how far the rank has come. A rank never waits for one that is ahead of it."""
-        return (float("inf"), 0) if self.phase in page.UNLIMITED else (self.current_step, self.phase)
+        return (float("inf"), 0) if self.phase in phases.UNLIMITED else (self.current_step, self.phase)
 
     @property
     def current_step(self) -> int:
-        return page.step_of(self.step, self.phase)
+        return phases.step_of(self.step, self.phase)
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Judge:
         # A rank that still progresses proves that the others do not wait for anything yet.
         culprits = set(cause.culprits)
         active = [r for r in ranks if not r.is_finished and r.rank not in culprits]
-        return not any(r.phase not in page.UNLIMITED and r.age < self._usual(r, ranks) + self.report_after for r in active)
+        return not any(r.phase not in phases.UNLIMITED and r.age < self._usual(r, ranks) + self.report_after for r in active)
 
     def _event(self, severity: str, cause: Cause, ranks: list[RankView], stacks: dict[int, Stack], end: str) -> Event:
         culprits = set(cause.culprits)
@@ -224,17 +224,17 @@ class Judge:
         # On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
         behind = min((r.position for r in active), default=(0, 0))
         for r in overdue:
-            if r.position == behind and r.phase not in page.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
-                if r.phase == page.SAVE and not self.disk_hung and r.state != "D":
+            if r.position == behind and r.phase not in phases.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
+                if r.phase == phases.SAVE and not self.disk_hung and r.state != "D":
                     continue  # a slow disk
-                if r.phase == page.OTHER and not any(o.phase in page.WAITING and o.age > self.report_after for o in active):
+                if r.phase == phases.OTHER and not any(o.phase in phases.WAITING and o.age > self.report_after for o in active):
                     continue  # the user's own code, for which no rank waits
                 causes[f"rank {r.rank}"] = self._hung_rank(r, ranks, stacks)
         if causes or not overdue:
             return causes
         if len(active) == 1:
-            return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in overdue if r.phase in page.WAITING}
-        waiting = [r for r in active if r.phase in page.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
+            return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in overdue if r.phase in phases.WAITING}
+        waiting = [r for r in active if r.phase in phases.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
         is_ahead = lambda r: r.position > behind
         if all(r in waiting or is_ahead(r) for r in active) and all(r.age > self.report_after for r in active):
             # A rank that computes in its backward pass is in no collective.
@@ -246,12 +246,14 @@ class Judge:
 
     def _usual(self, r: RankView, ranks: Iterable[RankView]) -> float:
         if r.phase not in self.usual:  # once per phase and examination, because a run may have thousands of ranks
-            self.usual[r.phase] = page.usual_seconds(r.phase, [self._normal(other) for other in ranks if other.phase == r.phase])
+            self.usual[r.phase] = phases.usual_seconds(
+                r.phase, [self._normal(other) for other in ranks if other.phase == r.phase]
+            )
         return self.usual[r.phase]
 
     def _limit_of_report(self, r: RankView, ranks: Iterable[RankView]) -> float:
         """Return the age of the phase of this rank from which on it is reported."""
-        if (self.disk_hung or r.state == "D") and r.phase in page.LEAST:
+        if (self.disk_hung or r.state == "D") and r.phase in phases.LEAST:
             return (r.normal or 0.0) + self.report_after  # it waits for the disk
         return self._usual(r, ranks) + self.report_after
 
@@ -315,7 +317,7 @@ class Judge:
 
     def _hung_rank(self, r: RankView, ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
         usual, seconds = self._usual(r, ranks), r.age
-        limit = float("inf") if r.phase == page.OTHER else self._limit(usual)
+        limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
         known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
         kind, text = "RANK_HUNG", f"{r.name} has not progressed {place}."
@@ -323,11 +325,11 @@ class Judge:
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
-        if r.phase == page.DATA:
+        if r.phase == phases.DATA:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
-        is_at_disk = self.disk_hung and (r.phase == page.SAVE or r.state == "D")
+        is_at_disk = self.disk_hung and (r.phase == phases.SAVE or r.state == "D")
         if is_at_disk:
             kind, text = "DISK_HUNG", f"{r.name} has waited for the disk of the output folder {place}."
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
@@ -341,7 +343,7 @@ class Judge:
         places = []
         for r in active[:16]:
             stack = stacks.get(r.rank)
-            inside = stack.name_of_collective() if stack and stack.is_in_collective() else page.NAMES[r.phase]
+            inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
             last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(r.age for r in active)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_ddp.net.messages import open_listening_socket
-from accel_ddp.watch import stacks
-from accel_ddp.watch.page import Heartbeat
+from accel_ddp.nodes.messages import open_listening_socket
+from accel_ddp.phases import Heartbeat
+from accel_ddp.watch import processes
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
 _PREFIX, _LOCK = "accel_ddp_watch_", "lock"
@@ -94,8 +94,8 @@ class Link:
         self._lock = threading.Lock()
         page, stack = Path(address.folder, f"page.{rank}"), Path(address.folder, f"stack.{rank}")
         heartbeat.publish(page)
-        self._stack_file = stacks.print_on_signal(stack)
-        stacks.allow_tracing(address.pid)
+        self._stack_file = processes.print_on_signal(stack)
+        processes.allow_tracing(address.pid)
         self.send({"hello": {"rank": rank, "pid": os.getpid(), "page": str(page), "stack": str(stack)}})
         self._thread = threading.Thread(target=self._read, daemon=True, name="monitor link")
         self._thread.start()

@@ -7,14 +7,16 @@ import mmap
 import os
 import shlex
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.watch import page, processes
-from accel_ddp.watch.diagnosis import RankView
-from accel_ddp.watch.stacks import Stack, read_stack, read_stack_of_worker
+from accel_ddp import phases
+from accel_ddp.watch import processes
+from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
+from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
 
 EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
 SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
@@ -35,11 +37,11 @@ class LocalRank:
     is_finished: bool = False  # its program is complete
     is_dead: bool = False
     status: int | None = None  # exit code, or minus the signal
-    reading: page.Reading | None = None
+    reading: phases.Reading | None = None
     collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
 
-    def read(self) -> page.Reading:
-        return page.read(self.memory)
+    def read(self) -> phases.Reading:
+        return phases.read(self.memory)
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError, RuntimeError):
@@ -61,7 +63,7 @@ class LocalRanks(dict[int, LocalRank]):
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
         """Add a rank that has connected."""
         with open(hello["page"], "rb") as file:
-            memory = mmap.mmap(file.fileno(), page.SIZE, access=mmap.ACCESS_READ)
+            memory = mmap.mmap(file.fileno(), phases.SIZE, access=mmap.ACCESS_READ)
         pid = hello["pid"]
         local = LocalRank(hello["rank"], pid, memory, Path(hello["stack"]), writer, processes.OutOfMemoryKills(pid))
         self[local.rank] = local
@@ -93,12 +95,12 @@ class LocalRanks(dict[int, LocalRank]):
     def _is_suspended(self, local: LocalRank) -> bool:
         return bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
 
-    def timings(self) -> dict[int, page.Timing]:
+    def timings(self) -> dict[int, phases.Timing]:
         """Return the times that each rank has published, rounded to keep messages short."""
         found = {}
         for rank, local in self.items():
             timing = (local.reading or local.read()).timing
-            found[rank] = page.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
+            found[rank] = phases.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
         return found
 
     @property
@@ -114,7 +116,7 @@ class LocalRanks(dict[int, LocalRank]):
     def describe_death(self, local: LocalRank) -> dict[str, Any]:
         """Return the failure of a rank that has ended without a message."""
         seen = local.read()
-        place = page.format_place(seen.step, seen.phase)
+        place = phases.format_place(seen.step, seen.phase)
         what = processes.describe_exit(local.status)
         how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
         if local.kills.happened():
@@ -132,7 +134,7 @@ class LocalRanks(dict[int, LocalRank]):
         text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {place}. {how}"
         return {
             "kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, "rank": local.rank, "host": self.host,
-            "step": page.step_of(seen.step, seen.phase),
+            "step": phases.step_of(seen.step, seen.phase),
         }  # fmt: skip
 
     def end(self, seconds: float) -> bool:
@@ -171,7 +173,7 @@ class LocalRanks(dict[int, LocalRank]):
         stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
         with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
             stack.collective = await asyncio.wait_for(local.collective, 0.5)
-        is_in_data = local.reading is not None and local.reading.phase == page.DATA
+        is_in_data = local.reading is not None and local.reading.phase == phases.DATA
         worker = await read_stack_of_worker(local.pid, local.stack_file) if is_in_data else None
         if worker:
             stack[:0] = [*worker[:8], "(a data worker, for which the rank waits)"]
@@ -206,3 +208,92 @@ def _exists(pid: int) -> bool:
         return False
     except OSError:
         return True
+
+
+# Watches the output folder of a run: whether it still exists, and whether its disk answers.
+#
+# A call to a disk that does not answer never returns. The folder is therefore looked at by a thread that nothing waits for, and
+# written to by a child process.
+LOOK_SECONDS = 2.0
+ANSWER_SECONDS = 4.0  # a disk that has not written a few bytes after this time does not answer
+
+
+class OutputFolder:
+    """The output folder, as seen from the monitor of the main node."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.is_missing = False
+        self.removals = 0  # also counts a folder that was created again before this process could see that it was missing
+        self.is_reported = False
+        self.reported_removals = 0
+        self.probe = 0  # pid of the child that writes
+        self.probed_at = 0.0
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        held = -1  # an open folder, whose inode number is not used for another one
+        while True:
+            if held >= 0 and not self._is_same(held):
+                os.close(held)
+                held = -1
+                self.removals += 1
+            if held < 0:
+                with contextlib.suppress(OSError):
+                    held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            self.is_missing = held < 0 and self.removals > 0
+            time.sleep(LOOK_SECONDS)
+
+    def _is_same(self, held: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(held), os.stat(self.path))
+        except OSError:
+            return False
+
+    def events(self) -> list[Event]:
+        """Return what changed since the last call."""
+        is_missing, removals = self.is_missing, self.removals
+        if (is_missing, removals) == (self.is_reported, self.reported_removals):
+            return []
+        is_new, self.is_reported, self.reported_removals = removals != self.reported_removals, is_missing, removals
+        if is_new:
+            created = "creates" if is_missing else "has created"
+            text = (
+                f"the output folder {self.path} was removed or is no longer mounted. Its checkpoints are gone. Training continues, "
+                f"and the {'next' if is_missing else 'last'} save {created} it again."
+            )
+            return [Event(WARNING, "OUTPUT_REMOVED", text)]
+        return [Event(INFO, "OUTPUT_REMOVED", f"the output folder {self.path} exists again.")]
+
+    def seconds_without_answer(self, is_suspected: bool) -> float:
+        """Return for how long the disk has not answered, or 0. The disk is tried out only if a save takes long."""
+        now = time.monotonic()
+        if self.probe:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self.probe, os.WNOHANG)[0] == 0:
+                    seconds = now - self.probed_at
+                    return seconds if seconds > ANSWER_SECONDS else 0.0
+            self.probe = 0
+        if is_suspected and now - self.probed_at > ANSWER_SECONDS:
+            self.probed_at = now
+            self.probe = os.fork()
+            if self.probe == 0:
+                self._write()
+        return 0.0
+
+    def close(self) -> None:
+        """Kill the child that writes. A disk that does not answer blocks it, and its end is not awaited."""
+        if self.probe:
+            with contextlib.suppress(OSError):
+                os.kill(self.probe, signal.SIGKILL)
+
+    def _write(self) -> None:
+        """Write and remove a small file. Runs in the child process."""
+        with contextlib.suppress(OSError):
+            path = self.path / f".disk_check_{os.getpid()}"
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            os.write(descriptor, b"x")
+            os.fsync(descriptor)
+            os.close(descriptor)
+            os.unlink(path)
+        os._exit(0)

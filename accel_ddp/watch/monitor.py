@@ -9,25 +9,53 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_ddp import phases
+from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.incidents import Incident, IncidentWriter
-from accel_ddp.watch import page, processes
+from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
-from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, wait_for_end
-from accel_ddp.watch.outcome import launcher_pid, write_outcome
-from accel_ddp.watch.output_folder import OutputFolder
+from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.peers import Peer, Peers
-from accel_ddp.watch.printer import Printer
+from accel_ddp.watch.processes import Stack
+from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 from accel_ddp.watch.slow_run import SlowRun
-from accel_ddp.watch.stacks import Stack
+
+# Prints the lines of a monitor.
+
+
+class Printer:
+    """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
+
+    def __init__(self) -> None:
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.erase = erase_before_line(2)  # of the panel that the main rank may show in the same terminal
+        self.thread = threading.Thread(target=self._print, daemon=True)
+        self.thread.start()
+
+    def print(self, text: str) -> None:
+        self.lines.put(text)
+
+    def _print(self) -> None:
+        while (text := self.lines.get()) is not None:
+            with contextlib.suppress(OSError):
+                os.write(2, (self.erase + text + "\n").encode(errors="replace"))
+
+    def close(self) -> None:
+        """Wait a moment until everything is printed."""
+        self.lines.put(None)
+        self.thread.join(2)
+
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
@@ -50,7 +78,7 @@ class Monitor:
     abort_after: float
     remote: dict[int, RankView] = field(default_factory=dict)
     heard_ranks_at: dict[int, float] = field(default_factory=dict)
-    timings: dict[int, page.Timing] = field(default_factory=dict)  # of ranks on other nodes
+    timings: dict[int, phases.Timing] = field(default_factory=dict)  # of ranks on other nodes
     slow_run: SlowRun | None = None
     stacks: dict[int, Stack] = field(default_factory=dict)
     asked_stacks: set[int] = field(default_factory=set)  # ranks whose stacks are being read
@@ -225,7 +253,7 @@ class Monitor:
                     view.step, view.phase, view.age, view.normal, view.state = step, phase, age, normal, state
                     view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
                     self.heard_ranks_at[rank] = now
-                    self.timings[rank] = page.Timing(*timing)
+                    self.timings[rank] = phases.Timing(*timing)
         if "failure" in message and not self.failure:
             self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
@@ -374,7 +402,7 @@ class Monitor:
         if self.output:
             own = [v for v in views if v.node == self.node]
             late = [v for v in own if v.age > self.report_after / 2]
-            slow = [v for v in late if v.phase == page.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
+            slow = [v for v in late if v.phase == phases.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
             self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
             for event in self.output.events():
                 self._announce(event)

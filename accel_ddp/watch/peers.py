@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.net import messages, probe
+from accel_ddp.nodes import messages, probe
 
 COORDINATORS = 2  # node 0 and its substitute
 RETRY_SECONDS = 0.5

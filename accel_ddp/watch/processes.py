@@ -1,9 +1,21 @@
-"""What the kernel tells about a process: its state, how it ended, and whether it was killed for using too much memory."""
+"""Reads the Python stack of a rank that does not progress.
 
+faulthandler prints it from inside of the rank, at the C level, so that a rank that waits in a collective or holds the GIL prints
+it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
+"""
+
+import asyncio
 import contextlib
+import faulthandler
 import os
+import re
+import shutil
 import signal
+import sys
 from pathlib import Path
+from typing import IO
+
+# What the kernel tells about a process: its state, how it ended, and whether it was killed for using too much memory.
 
 
 def state_of(pid: int) -> str:
@@ -119,3 +131,115 @@ def _count_kills(file: Path) -> int:
             if name == "oom_kill":
                 return int(value)
     return 0
+
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
+_COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py")
+_BACKWARD = os.path.join("torch", "autograd", "graph.py")
+_MAX_FRAMES = 12
+
+
+def signal_number() -> int:
+    """Return the signal at which a rank prints its stack. Real-time signals are not used by launchers and schedulers."""
+    return signal.SIGRTMIN + 7
+
+
+def print_on_signal(path: Path) -> IO[str]:
+    """Let this process write the stacks of its threads to a file at each signal. The file must stay open."""
+    file = open(path, "w")
+    if hasattr(signal, "SIGRTMIN"):  # not on macOS
+        faulthandler.register(signal_number(), file=file, all_threads=True)
+    return file
+
+
+def allow_tracing(pid: int) -> None:
+    """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PTRACER = 0x59616D61
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
+
+
+class Stack(list[str]):
+    """The frames of the main thread, the innermost first, each as "function (file:line)"."""
+
+    collective = ""  # the last collective that the rank has started, for example "all_reduce number 45"
+
+    def is_in_collective(self) -> bool:
+        """Return whether the innermost frames are those of a collective, or of a backward pass, in which DDP runs collectives."""
+        return bool(self) and any(part in self[0] for part in (*_COLLECTIVES, _BACKWARD))
+
+    def name_of_collective(self) -> str:
+        """Return the function that the program called, for example "barrier" or "backward"."""
+        if self and _BACKWARD in self[0]:
+            return "backward"
+        inside = [frame for frame in self if any(part in frame for part in _COLLECTIVES)]
+        names = [frame.split(" ")[0] for frame in inside]
+        return next((name for name in reversed(names) if name != "wrapper"), "a collective")
+
+    def text(self) -> str:
+        return "\n".join(f"    {frame}" for frame in self[:_MAX_FRAMES])
+
+
+def _prints_on_signal(pid: int) -> bool:
+    """Return whether a process handles the signal. It would end another one."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal_number() - 1) & 1)
+    return False
+
+
+async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
+    """Return the stack of the main thread, or an empty one if it cannot be read. This takes 2 s at most."""
+    if state not in ("T", "t") and file and _prints_on_signal(pid):
+        with contextlib.suppress(OSError):
+            size = file.stat().st_size
+            os.kill(pid, signal_number())
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+                if file.stat().st_size > size:
+                    await asyncio.sleep(0.05)
+                    return parse(file.read_bytes()[size:].decode(errors="replace"))
+    return await _read_from_outside(pid)
+
+
+async def read_stack_of_worker(rank: int, file: Path) -> Stack:
+    """Return the stack of a data worker of a rank that is not idle, or an empty one. Forked workers write to the file of the rank."""
+    for pid in children_of(rank):
+        stack = await read_stack(pid, file, state_of(pid))
+        loop = next((at for at, frame in enumerate(stack) if frame.startswith("_worker_loop (")), 0)
+        if loop and not stack[loop - 1].startswith("get ("):  # an idle worker waits for the indices of its next batch
+            return stack
+    return Stack()
+
+
+async def _read_from_outside(pid: int) -> Stack:
+    program = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if program is None:
+        return Stack()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--nonblocking", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 2)
+    except (OSError, asyncio.TimeoutError):
+        return Stack()
+    return parse(output.decode(errors="replace"))
+
+
+def parse(text: str) -> Stack:
+    """Return the frames of the main thread from the output of faulthandler or py-spy."""
+    sections = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
+    # faulthandler prints the main thread last. py-spy prints it first, with its name.
+    chosen = next((part for part in sections if '"MainThread"' in part), None)
+    if chosen is None:
+        chosen = next((part for part in reversed(sections) if _FRAME.search(part) or "  File " in part), "")
+    frames = Stack()
+    for line in chosen.splitlines():
+        found = _FRAME.match(line) or _PY_SPY_FRAME.match(line)
+        if found:
+            frames.append(f"{found['function']} ({found['file']}:{found['line']})")
+    return frames

@@ -5,12 +5,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from accel_ddp.net.probe import measure_rate
+from accel_ddp.nodes.probe import measure_rate
+from accel_ddp.phases import Timing
 from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
-from accel_ddp.watch.page import Timing
 from accel_ddp.watch.peers import Peers
-from accel_ddp.watch.slow_links import pairs_to_measure
-from accel_ddp.watch.slowness import Slowness
+from accel_ddp.watch.slowness import Slowness, pairs_to_measure
 
 SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result

@@ -19,8 +19,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from accel_ddp import contrastive, export
-from accel_ddp.config import RecipeConfig
+from accel_ddp import contrastive
+from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.exporting import export
 from accel_ddp.sources import models
 
 LABELS = {i: f"name {i}" for i in range(9)}

@@ -17,14 +17,13 @@ import transformers
 from torch import Tensor, nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.saving import tensors
-from accel_ddp.sharding import apply
-from accel_ddp.sharding.tensors import full
-from accel_ddp.training import padding
+from accel_ddp.ranks.shards import full
+from accel_ddp.saving import state_tensors
+from accel_ddp.training import padding_check, sharding
 
 VOCABULARY, LABELS, LONGEST, STEPS = 96, 3, 24, 2
 SIZE = {
@@ -221,7 +220,7 @@ def copy_of(task: Task, device: torch.device | None = None) -> tuple[Task, torch
     """Return the task with a copy of its model, and an optimizer. With a device the model is sharded."""
     model = copy.deepcopy(task.model)
     if device:
-        apply.shard(model, ShardingPlan(), device)
+        sharding.shard(model, ShardingPlan(), device)
     return Task(task.kind, model), torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02, momentum=0.9)
 
 
@@ -243,7 +242,7 @@ def items_of(step: int, kind: str) -> list[dict[str, Tensor]]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    apply.reshard(model)
+    sharding.reshard(model)
     return {name: full(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
@@ -254,14 +253,14 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
-            saved, moments, values = tensors.capture(task.model, plain)
+            saved, moments, values = state_tensors.capture(task.model, plain)
             task, plain = copy_of(initial)
             task.model.load_state_dict(saved, strict=False)  # tied weights are saved once
             state = {name: dict(found) for name, found in values.items()}
             for key, tensor in moments.items():
                 name, _, slot = key.rpartition("/")
                 state.setdefault(name, {})[slot] = tensor.clone()
-            tensors.restore(plain, task.model, state)
+            state_tensors.restore(plain, task.model, state)
             model, optimizer = accelerator.prepare(task.model, plain)
         items = items_of(step, task.kind)
         own = items[rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
@@ -285,7 +284,7 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
         "ranks": distance(train_plainly(initial), whole),
         "micro": distance(train(accelerator, initial, micro=1), whole),
         "resumed": distance(train(accelerator, initial, micro=8 // accelerator.num_processes, is_resumed=True), whole),
-        "padding": padding.difference(accelerator, cfg, copy.deepcopy(initial.model), data, initial.loss_sum),
+        "padding": padding_check.difference(accelerator, cfg, copy.deepcopy(initial.model), data, initial.loss_sum),
     }
 
 
@@ -301,10 +300,10 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
     }
     for precision in ("no", "bf16"):
         model = copy.deepcopy(initial.model)
-        apply.shard(model, ShardingPlan(), accelerator.device, precision)
+        sharding.shard(model, ShardingPlan(), accelerator.device, precision)
         task = Task(initial.kind, model)
         try:
-            padding.require_independence(accelerator, cfg, model, data, task.loss_sum)
+            padding_check.require_independence(accelerator, cfg, model, data, task.loss_sum)
             facts[f"padding {precision}"] = ""
         except accel_ddp.UserError as error:
             facts[f"padding {precision}"] = str(error)

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.failures import Diverged
 from accel_ddp.ranks.process import process
 from accel_ddp.training.divergence import ParameterCheck

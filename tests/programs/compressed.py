@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process

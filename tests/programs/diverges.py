@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.best_metric import Direction
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.option_values import Direction
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.observing.hook import Hook
-from accel_ddp.options import option
+from accel_ddp.observe.hook import Hook
 
 
 @dataclass(kw_only=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.observing.hook import Hook
+from accel_ddp.observe.hook import Hook
 
 
 @dataclass(kw_only=True)

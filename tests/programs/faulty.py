@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
-from accel_ddp.saving.format import MANIFEST
+from accel_ddp.saving.checkpoint_format import MANIFEST
 
 FAULTS = {
     "segv": "SIGSEGV in a C function",

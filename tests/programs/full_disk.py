@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.saving import format
+from accel_ddp.saving import checkpoint_format
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ def main(cfg: Config) -> None:
                 train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
                 loss_sum=lambda model, batch: model(batch).square().sum(),
             )  # fmt: skip
-        problems = {path.name: format.find_problem(path) for path in format.list_checkpoints(folder)}
+        problems = {path.name: checkpoint_format.find_problem(path) for path in checkpoint_format.list_checkpoints(folder)}
         partial = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
         return {"said": output.getvalue(), "whole": problems, "left": partial, "unsaved": outcome.unsaved}
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.saving import format
+from accel_ddp.saving import checkpoint_format
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.chmod", "os.remove", "os.rmdir")
 SIZES = (100_000, 300_000)  # inside of model.safetensors, which has 206 kB, and of optimizer.safetensors, which has 412 kB
@@ -107,7 +107,7 @@ def run_in_fork(cfg: Config, in_save: int = 2, kill_at: int = -1, size_limit: in
         "status": status,
         "before": before,
         "after": steps(),
-        "problems": [problem for path in folder.glob("step_*") if (problem := format.find_problem(path))],
+        "problems": [problem for path in folder.glob("step_*") if (problem := checkpoint_format.find_problem(path))],
         "hidden": {p.name: {f.name: f.stat().st_size for f in p.rglob("*") if f.is_file()} for p in folder.glob(".step_*")},
     }
 

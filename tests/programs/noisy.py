@@ -9,9 +9,9 @@ import warnings
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 early = logging.StreamHandler()  # made before the panel, as by libraries that are imported
 LONG = " ".join(f"word{number:02d}" for number in range(40))  # several rows of a terminal

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.training import optim
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.environment.sharding import ShardingPlan
-from accel_ddp.observing.hook import Hook
+from accel_ddp.nodes.sharding_plan import ShardingPlan
+from accel_ddp.observe.hook import Hook
 from accel_ddp.ranks.agreement import broadcast_object
 from accel_ddp.ranks.process import process
-from accel_ddp.saving.format import OPTIMIZER
+from accel_ddp.ranks.shards import full
+from accel_ddp.saving.checkpoint_format import OPTIMIZER
 from accel_ddp.saving.pieces import Pieces
-from accel_ddp.sharding.tensors import full
 from accel_ddp.training import optim
 from accel_ddp.training.stream import TrainBatches
 

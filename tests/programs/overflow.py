@@ -7,9 +7,9 @@ program gives the Accelerator a scaler of torch.
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
 
 
 @dataclass(kw_only=True)

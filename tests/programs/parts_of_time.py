@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, SLOWER = 0.010, 0.012, 0.016, 0.014, 0.04
@@ -29,9 +29,9 @@ def main(cfg: Config) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.checkpoint import checkpoint
 
+    from accel_ddp.training.losses import WholeBatch
     from accel_ddp.training.own_time import OwnTime, Part
     from accel_ddp.training.update import update
-    from accel_ddp.training.whole_batch import WholeBatch
 
     accelerator = accel_ddp.start(cfg)
     is_slow = accelerator.num_processes > 1 and accelerator.is_last_process

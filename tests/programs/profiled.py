@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
-from accel_ddp.profiling import clocks, collection
+from accel_ddp.observe import recorder
 from accel_ddp.ranks.process import process
 
 
@@ -61,8 +61,8 @@ def main(cfg: Config) -> None:
     shift = int(cfg.shift * 1e9)
     observe_torch(found, shift)
     if shift:
-        collection.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
-        clocks.kernel_id = lambda: f"kernel of rank {process.rank}"
+        recorder.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
+        recorder.kernel_id = lambda: f"kernel of rank {process.rank}"
         if process.rank == 1:
             true_time = time.time_ns
             time.time_ns = lambda: true_time() + shift

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding import apply
-from accel_ddp.sharding.tensors import full
+from accel_ddp.ranks.shards import full
+from accel_ddp.training import sharding
 from accel_ddp.training.update import update
 
 STEPS, SIZE = 3, 6
@@ -76,12 +76,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def train_together(accelerator, model: nn.Module, plan: ShardingPlan, kinds: Callable[[int, int, int], int]) -> dict[str, Tensor]:
     model = copy.deepcopy(model)
-    apply.shard(model, plan, accelerator.device)
+    sharding.shard(model, plan, accelerator.device)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         own = batches_of(step, process.rank, kinds)
         update(accelerator, model, optimizer, own, loss_sum, lambda batch: len(batch[0]), max_grad_norm=1.0)
-    apply.reshard(model)
+    sharding.reshard(model)
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 
 

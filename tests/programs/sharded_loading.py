@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from accel_ddp.accelerator import start
-from accel_ddp.config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding.tensors import full, is_sharded, local
+from accel_ddp.ranks.shards import full, is_sharded, local
 from accel_ddp.sources import models
 from accel_ddp.training import optim
 

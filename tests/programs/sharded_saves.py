@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.environment.sharding import ShardingPlan
 from accel_ddp.errors import UserError
-from accel_ddp.options import option
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import process
-from accel_ddp.saving import format
+from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import file_name
 
 
@@ -44,9 +44,10 @@ def main(cfg: Config) -> None:
     import torch
     from torch import nn
 
-    from accel_ddp.saving import parts, run_folder, tensors
-    from accel_ddp.sharding import apply
-    from accel_ddp.sharding.tensors import full
+    from accel_ddp.ranks.shards import full
+    from accel_ddp.saving import pieces as parts
+    from accel_ddp.saving import run_folder, state_tensors
+    from accel_ddp.training import sharding
 
     accelerator = accel_ddp.start(cfg)
     root = Path(cfg.output_dir)
@@ -121,9 +122,9 @@ def main(cfg: Config) -> None:
             model.peft_config = {}
             model.last.requires_grad_(True)
             if plan:
-                apply.shard(model, plan, accelerator.device)
-            found.append(tensors.digest_of_frozen(model))
-            found.append(",".join(tensors.to_save(model)))
+                sharding.shard(model, plan, accelerator.device)
+            found.append(state_tensors.digest_of_frozen(model))
+            found.append(",".join(state_tensors.to_save(model)))
         return found
 
     results: dict = {}
@@ -257,7 +258,7 @@ def read_with_torch(checkpoint: Path, out: Path) -> dict:
 
     from accel_ddp.saving.pieces import Pieces
 
-    pieces = Pieces(checkpoint, format.MODEL)
+    pieces = Pieces(checkpoint, checkpoint_format.MODEL)
     ours = {name: pieces.read(name) for name in pieces.tensors}
     theirs = {name: torch.full_like(tensor, -1) for name, tensor in ours.items()}
     dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(checkpoint / "model")), no_dist=True)

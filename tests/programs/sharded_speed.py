@@ -15,18 +15,17 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.environment.sharding import ShardingPlan
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import process
-from accel_ddp.sharding import apply
-from accel_ddp.sharding.tensors import full
+from accel_ddp.ranks.shards import full
 from accel_ddp.speed import linear_cross_entropy
-from accel_ddp.training import losses, optim
-from accel_ddp.training.current_batch import CurrentBatch
+from accel_ddp.training import losses, optim, sharding
+from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training.sharding import prepare, sharding_options
 from accel_ddp.training.update import rehearse, update
-from accel_ddp.training.wrapping import prepare, sharding_options
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 STEPS, MICRO_BATCHES = 3, 2
@@ -141,7 +140,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing)
     model = build(case)
     if case.plan and not case.in_fit:
-        apply.shard(model, case.plan, *sharding_options(accelerator, cfg))
+        sharding.shard(model, case.plan, *sharding_options(accelerator, cfg))
     head = linear_cross_entropy.OutputHead(model)
 
     def loss_sum(model, batch):
@@ -165,13 +164,13 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         with torch.no_grad(), CurrentBatch(sample):  # an evaluation
             facts["loss"] = float(loss_sum(model, sample))
         facts["failed"] = fails(model, sample, loss_sum)
-        apply.reshard(model)
+        sharding.reshard(model)
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
         own = [train.batch_of(indices(step, process.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
         stats = update(accelerator, model, optimizer, own, loss_sum, count, cfg.max_grad_norm, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
-    apply.reshard(model)
+    sharding.reshard(model)
     module = accelerator.unwrap_model(model)
     return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
 
@@ -195,7 +194,7 @@ def fails(model, batch, loss_sum) -> bool:
         with CurrentBatch(batch):
             loss_sum(model, batch)
     except ZeroDivisionError:
-        apply.recover(model)
+        sharding.recover(model)
         return True
     finally:
         hook.remove()

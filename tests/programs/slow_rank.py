@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 
@@ -31,7 +31,7 @@ def main(cfg: Config) -> None:
     from torch import nn
 
     from accel_ddp import loop
-    from accel_ddp.observing.hook import Hook
+    from accel_ddp.observe.hook import Hook
     from accel_ddp.training.own_time import OwnTime
 
     accelerator = accel_ddp.start(cfg)

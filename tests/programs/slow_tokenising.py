@@ -3,7 +3,7 @@
 import time
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 
@@ -19,7 +19,7 @@ def main(cfg: TrainConfig) -> None:
 
     with accel_ddp.together("tokenise"):
         rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
-        done = accel_ddp.tokenisation.map_once(rows, slow, depends_on=None, cfg=cfg)
+        done = accel_ddp.tokenization.map_once(rows, slow, depends_on=None, cfg=cfg)
     accelerator.wait_for_everyone()
     print(f"rank {accelerator.process_index} received {list(done['n'])}")
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 

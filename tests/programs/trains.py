@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.options import option
-from accel_ddp.saving.format import MANIFEST
+from accel_ddp.saving.checkpoint_format import MANIFEST
 
 
 @dataclass(kw_only=True)

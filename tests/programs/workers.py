@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import accel_ddp
-from accel_ddp.config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 sys.path.insert(0, str(Path(accel_ddp.__file__).parents[1] / "recipes"))

@@ -1,0 +1,183 @@
+"""The options of the optimizer, the learning rate and the average of the weights, and what they cost in memory.
+
+This module needs the standard library only, so that a wrong option is reported before torch is imported.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from accel_ddp.config.options import option
+from accel_ddp.errors import UserError
+
+# Which of these options each optimizer uses.
+USES = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adamw8bit": ("beta1", "beta2", "eps"),
+    "muon": ("momentum", "beta1", "beta2", "eps"),
+    "sgd": ("momentum",),
+    "adafactor": (),
+}
+# Why an optimizer cannot step the shards of FSDP.
+NOT_SHARDED = {
+    "adamw8bit": "it quantises blocks of 256 values, which would be other blocks on another number of ranks",
+    "adafactor": "the Adafactor of torch cannot step sharded parameters",
+}
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The options that decide how gradients change the weights."""
+
+    optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
+        "adamw",
+        "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao",
+        group="training",
+        also=("optim", "optimizer_type"),
+    )
+    lr: float = option(2e-5, "highest learning rate of the run", group="training", at_least=0, also=("learning_rate",))
+    lr_of: tuple[str, ...] = option(
+        (),
+        "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last",
+        group="training",
+        also=("lr_groups", "param_groups", "head_lr", "layerwise_lr"),
+    )
+    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = option(
+        "linear",
+        "learning rate after the warm-up: linear and cosine fall until the end; wsd is constant and falls during --decay_ratio",
+        group="training",
+        also=("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    )
+    warmup_steps: int = option(0, "updates until --lr is reached", group="training", at_least=0, also=("num_warmup_steps",))
+    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0", group="training")
+    min_lr_ratio: float = option(
+        0.0,
+        "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant",
+        group="training",
+        also=("min_lr", "min_lr_rate", "eta_min", "cosine_min_lr_ratio"),
+    )
+    decay_ratio: float = option(
+        0.1,
+        "fraction of all updates in which the learning rate of --lr_schedule wsd falls",
+        group="training",
+        also=("num_decay_steps", "decay_steps", "cooldown_ratio"),
+    )
+    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", group="training", at_least=0)
+    momentum: float = option(0.9, "momentum of --optimizer sgd and muon", group="training", at_least=0)
+    beta1: float = option(
+        0.9,
+        "decay of the mean of gradients in adamw, adamw8bit and muon",
+        group="training",
+        at_least=0,
+        also=("adam_beta1", "betas"),
+    )
+    beta2: float = option(0.999, "decay of the mean of their squares", group="training", at_least=0, also=("adam_beta2",))
+    eps: float = option(
+        1e-8,
+        "number added to the denominator of adamw, adamw8bit and muon",
+        group="training",
+        at_least=0,
+        also=("adam_epsilon", "epsilon"),
+    )
+    ema_decay: float = option(
+        0.0,
+        "evaluate and export an exponential moving average of the weights with this decay, for example 0.999; 0: the weights",
+        group="training",
+        at_least=0,
+        also=("ema", "use_ema", "ema_rate", "swa"),
+    )
+
+    def check_optimizer(self) -> None:
+        """Raise UserError for values that no optimizer or schedule can have, and for options that would be ignored."""
+        for name in ("momentum", "beta1", "beta2", "ema_decay"):
+            if not getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be a fraction, from 0 to below 1.")
+        if not self.eps > 0:
+            raise UserError(f"--eps {self.eps}: must be above 0, for example 1e-8.")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
+        if not 0 < self.decay_ratio <= 1:
+            raise UserError(f"--decay_ratio {self.decay_ratio}: must be a fraction of all steps, above 0 and at most 1.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UserError(f"--min_lr_ratio {self.min_lr_ratio}: must be a fraction of --lr, from 0 to 1.")
+        for name in ("momentum", "beta1", "beta2", "eps"):
+            if getattr(self, name) != getattr(type(self), name) and name not in USES[self.optimizer]:
+                others = " or ".join(other for other, used in USES.items() if name in used)
+                raise UserError(
+                    f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. Leave it out, or use --optimizer "
+                    f"{others}."
+                )
+        if self.min_lr_ratio != type(self).min_lr_ratio and self.lr_schedule == "constant":
+            raise UserError(
+                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out, or use "
+                "--lr_schedule linear, cosine or wsd."
+            )
+        if self.decay_ratio != type(self).decay_ratio and self.lr_schedule != "wsd":
+            raise UserError(f"--decay_ratio {self.decay_ratio}: needs --lr_schedule wsd, and it is {self.lr_schedule}.")
+        if self.lr_schedule == "wsd" and not self.warmup_steps and self.warmup_ratio + self.decay_ratio > 1:
+            raise UserError(
+                f"--warmup_ratio {self.warmup_ratio} --decay_ratio {self.decay_ratio}: warm-up and decay together take more than all "
+                "steps. Use smaller fractions."
+            )
+        self.learning_rates()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the words of `--lr_of` and their learning rates. Raise UserError if a word has none."""
+        found = {}
+        for given in self.lr_of:
+            word, _, value = given.rpartition("=")
+            try:
+                found[word] = float(value)
+            except ValueError:
+                found[word] = -1
+            if not word or not 0 <= found[word] < math.inf:
+                raise UserError(
+                    f"--lr_of {given}: must be a part of parameter names, = and a learning rate: --lr_of classifier=1e-3"
+                )
+        if found and not self.lr:
+            raise UserError(
+                "--lr 0 --lr_of: learning rates follow the schedule of --lr, which must be above 0. Use --freeze instead."
+            )
+        return found
+
+    def check_installed(self, is_sharded: bool) -> None:
+        """Raise UserError if the optimizer needs a package that is missing, or if it cannot be used with FSDP."""
+        if is_sharded and self.optimizer in NOT_SHARDED:
+            raise UserError(
+                f"--optimizer {self.optimizer} cannot be used with FSDP, because {NOT_SHARDED[self.optimizer]}. Use --optimizer adamw, "
+                "muon or sgd, whose state is sharded too. Or train with DDP: accelerate_configs/1node.yaml or 2node.yaml."
+            )
+        if self.optimizer == "adamw8bit" and find_spec("torchao") is None:
+            raise UserError("--optimizer adamw8bit: needs torchao. Install it: pip install torchao")
+
+
+def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
+    """Return how many bytes the optimizer stores for a trained parameter.
+
+    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (see `muon.hidden_matrices`).
+    """
+    size = math.prod(shape)
+    if cfg.optimizer == "adamw8bit" and is_quantized(size):
+        return 2 * (size + 4 * size // BLOCK + 4 * 256)  # codes, the scale of each block, and a table of 256 values
+    if cfg.optimizer == "adafactor":
+        return itemsize * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
+    if cfg.optimizer == "sgd":
+        return itemsize * size if cfg.momentum else 0
+    if cfg.optimizer == "muon" and is_hidden:
+        return itemsize * size
+    return 2 * itemsize * size
+
+
+BLOCK = 256  # values that share a scale in adamw8bit
+
+
+def is_quantized(size: int) -> bool:
+    """Return whether torchao stores the state of a parameter of so many values in 8 bits. It keeps the others as they are."""
+    return size >= 4096 and size % BLOCK == 0
+
+
+def ema_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4) -> int:
+    """Return how many bytes the average of a trained parameter takes. It has 32 bits or more."""
+    return max(4, itemsize) * math.prod(shape) if cfg.ema_decay else 0

@@ -1,0 +1,189 @@
+"""Which steps and ranks `--profile` and `--profile_ranks` select."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from accel_ddp.errors import UserError
+
+# The metric of `--best_metric`: which one it is, and whether a lower or a higher value is better.
+# "min": lower is better. "max": higher is better. "": not known, and further metrics may follow whose names begin with this one.
+Direction = Literal["min", "max", ""]
+
+
+class BestMetric(NamedTuple):
+    """A metric by which evaluations are compared."""
+
+    name: str
+    direction: Literal["min", "max"]
+
+    def require(self, metrics: dict[str, float]) -> None:
+        """Raise UserError if an evaluation has not measured the metric."""
+        if self.name not in metrics:
+            raise UserError(
+                f"--best_metric {self.name}: the evaluation has no such metric.{_suggest(self.name, list(metrics))} "
+                f"Use one of: {', '.join(metrics)}."
+            )
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Return whether `value` is better than an earlier one. NaN is never better, and of equal values the first is best."""
+        if math.isnan(value):
+            return False
+        return than is None or (value < than if self.direction == "min" else value > than)
+
+    def rank(self, evaluations: dict[int, dict[str, float]]) -> list[int]:
+        """Return the steps with a value of the metric, the best first. Of equal values the earlier step is first."""
+        values = {step: metrics[self.name] for step, metrics in evaluations.items() if self.name in metrics}
+        sign = 1 if self.direction == "min" else -1
+        return sorted((step for step in values if not math.isnan(values[step])), key=lambda step: (sign * values[step], step))
+
+
+def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> BestMetric:
+    """Return the metric that `--best_metric TEXT` means among those that a recipe declares.
+
+    TEXT is NAME, NAME:min or NAME:max. Without it, the first declared metric is used. If a recipe declares none, any name is
+    accepted, because its metrics are not known before its first evaluation. `can_add` states whether there is `--metrics`.
+    """
+    is_closed = bool(declared)
+    declared = declared or {"loss": "min"}
+    name, colon, given = text.partition(":")
+    name = name or next(iter(declared))
+    if colon and given not in ("min", "max"):
+        raise UserError(f"--best_metric {text}: after the colon, min or max is expected. Type {name}:min or {name}:max.")
+    is_known = name in declared or any(
+        direction == "" and name.startswith(f"{prefix}_") for prefix, direction in declared.items()
+    )
+    if is_closed and not is_known:
+        raise UserError(
+            f"--best_metric {text}: this recipe does not measure {name}.{_suggest(name, list(declared))} "
+            f"Use one of: {', '.join(declared)}.{' Or add it with --metrics.' if can_add else ''} A metric that you write into a "
+            "recipe is declared in `metric_directions` of its Config."
+        )
+    direction = given or declared.get(name, "")
+    if direction not in ("min", "max"):
+        raise UserError(
+            f"--best_metric {text}: whether a lower or a higher {name} is better is not known. Type --best_metric {name}:min or "
+            f"--best_metric {name}:max."
+        )
+    return BestMetric(name, direction)
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    """Return " Did you mean accuracy?" for a misspelt name, or "". HF Trainer writes eval_ before each name."""
+    word = name.lower().removeprefix("eval_")
+    near = difflib.get_close_matches(word, known, n=1) or [other for other in known if word in other]
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+WARM_UP_STEPS = 10  # first steps of a process: kernels are chosen, shapes are captured, connections are opened
+NUM_STEPS = 5
+MAX_STEPS = 100  # a trace of a step has some megabytes
+MAX_RANKS = 16  # of `--profile_ranks auto`
+
+OFF = ("", "off", "no", "false", "none")
+AUTO = ("auto", "on", "yes", "true", "default")
+
+
+class Window(NamedTuple):
+    """The steps that are recorded, from `first` to `last`."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
+
+
+def parse_steps(text: str) -> Window | Literal["auto"] | None:
+    """Return the steps that `--profile` names, "auto", or None if nothing is recorded. Raise UserError for anything else."""
+    word = text.strip().lower()
+    if word in OFF:
+        return None
+    if word in AUTO:
+        return "auto"
+    found = re.fullmatch(r"(\d+)(?:\s*(?:-|:|,|\.\.)\s*(\d+))?", word)
+    if not found:
+        raise UserError(
+            f"--profile {text}: must be a range of steps such as 10-14, one step, auto or off. Without a value it records "
+            f"{NUM_STEPS} steps after the first {WARM_UP_STEPS}."
+        )
+    window = Window(int(found[1]), int(found[2] or found[1]))
+    if window.first < 1 or window.last < window.first:
+        example = f"{max(1, window.last)}-{max(1, window.first)}" if window.last < window.first else "1-5"
+        raise UserError(f"--profile {text}: steps are counted from 1, and the first one comes first. Type --profile {example}.")
+    if window.last - window.first >= MAX_STEPS:
+        raise UserError(
+            f"--profile {text}: selects {window.last - window.first + 1:,} steps, of which each needs some megabytes. At most "
+            f"{MAX_STEPS} are possible. Type --profile {window.first}-{window.first + NUM_STEPS - 1}."
+        )
+    return window
+
+
+def check_end(text: str, total_steps: int) -> None:
+    """Raise UserError if `--profile` names steps after the last one of the run."""
+    window = parse_steps(text)
+    if isinstance(window, Window) and window.last > total_steps:
+        first = max(1, min(window.first, total_steps - (window.last - window.first)))
+        raise UserError(
+            f"--profile {text}: the run has {total_steps} step{'s' * (total_steps > 1)}. Type --profile {first}-{total_steps}, or "
+            "train for more --steps."
+        )
+
+
+def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
+    """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
+
+    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so that
+    a window ends before them.
+    """
+    window = parse_steps(text)
+    if window is None or first_step >= total_steps:
+        return None
+    if window == "auto":
+        left = total_steps - first_step
+        skipped = min(WARM_UP_STEPS, max(left - NUM_STEPS, left // 2))
+        window = Window(first_step + skipped + 1, min(first_step + skipped + NUM_STEPS, total_steps))
+        length = window.last - window.first + 1
+        # A window that no evaluation shortens, with a step before it in which torch.profiler warms up.
+        for first in range(window.first, min(window.first + 10 * NUM_STEPS, total_steps - length + 2)):
+            if not any(pauses_after(step) for step in range(first - 1, first + length - 1)):
+                return Window(first, first + length - 1)
+    if window.last <= first_step:
+        return None
+    first, last = max(window.first, first_step + 1), min(window.last, total_steps)
+    return Window(first, next((step for step in range(first, last) if pauses_after(step)), last))
+
+
+def parse_ranks(text: str) -> list[int] | Literal["all", "auto"]:
+    """Return the ranks that `--profile_ranks` names. Raise UserError if it names none."""
+    word = text.strip().lower()
+    if word in ("", "auto"):
+        return "auto"
+    if word == "all":
+        return "all"
+    ranks: set[int] = set()
+    for part in re.split(r"[,\s]+", word):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise UserError(f"--profile_ranks {text}: must be all, auto, or ranks with commas, for example 0,3 or 0-3.")
+        ranks |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return sorted(ranks)
+
+
+def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) -> list[int]:
+    """Return the ranks that record a trace. Raise UserError if one of them does not exist.
+
+    `auto` selects all of them, but not more than MAX_RANKS. It then prefers the first rank of each node.
+    """
+    ranks = parse_ranks(text)
+    if ranks == "all":
+        return list(range(num_ranks))
+    if ranks == "auto":
+        others = [rank for rank in range(num_ranks) if rank not in first_of_nodes]
+        return sorted([*first_of_nodes, *others][:MAX_RANKS])
+    if ranks[-1] >= num_ranks:
+        have = f"{num_ranks} ranks, from 0 to {num_ranks - 1}" if num_ranks > 1 else "one rank, which is rank 0"
+        raise UserError(f"--profile_ranks {text}: there is no rank {ranks[-1]}. This run has {have}. Type --profile_ranks all.")
+    return ranks

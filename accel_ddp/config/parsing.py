@@ -1,0 +1,250 @@
+"""Reads the options of a run: defaults, then `--config file.yaml`, then the command line. A later value wins.
+
+This module needs the standard library, yaml and tyro only, so that a mistyped option is reported before torch is imported.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import sys
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar
+
+from accel_ddp.config.options import GROUPS, Properties, properties_of
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.nodes.topology import is_local_main
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
+    """Return the options of this run. Raise UserError, or let tyro print its own message and exit with code 2.
+
+    `script` is the recipe that messages name, where another program reads its options.
+    """
+    import tyro
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    types, properties = typing.get_type_hints(cls), properties_of(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    arguments: list[str] = []
+    while "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise UserError("--config needs a file: --config my_run.yaml")
+        for name, value in _read_yaml(argv[at + 1]).items():
+            if name not in properties:
+                raise UserError(f"{argv[at + 1]}: there is no option {name!r}.{_suggest(str(name), properties)}")
+            words = _as_arguments(argv[at + 1], name, value, types[name])
+            try:
+                _check_values(words, types, defaults)
+            except UserError as error:
+                raise UserError(f"{argv[at + 1]}: {error}") from None
+            arguments += words
+        del argv[at : at + 2]
+    _check_names(argv, types, properties)
+    # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
+    for option, value in (("--resume", "auto"), ("--profile", "auto"), ("--merge_adapters", "on"), ("--merge-adapters", "on")):
+        if option in argv:
+            at = argv.index(option)
+            if at + 1 == len(argv) or argv[at + 1].startswith("--"):
+                argv.insert(at + 1, value)
+    given = _normalize_flags(argv, types)
+    _check_values(given, types, defaults)
+    arguments += given
+
+    description = sys.modules[cls.__module__].__doc__
+    # Every rank parses the same words, and one message per node is enough. tyro prints errors even without `console_outputs`.
+    show = is_local_main()
+    with contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO()):
+        groups = tyro.cli(
+            _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
+            console_outputs=show, config=(tyro.conf.OmitArgPrefixes,),
+        )  # fmt: skip
+    values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
+    cfg = cls(**values)
+    cfg.validate()
+    return cfg
+
+
+def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
+    """Return a dataclass with one nested dataclass per group of options, from which tyro makes the groups of `--help`."""
+    import tyro
+
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    groups = []
+    if unknown := [name for name, found in properties.items() if found.group not in (*GROUPS, "")]:
+        raise ValueError(f"the group of --{unknown[0]} is none of {', '.join(GROUPS)}")
+    for group, title in GROUPS.items():
+        names = [name for name in properties if (properties[name].group or "model") == group]
+        names.sort(key=lambda name: name not in inspect.get_annotations(cls))  # the recipe's own options first
+        fields = [
+            (name, Annotated[types[name], tyro.conf.arg(help=properties[name].help)], dataclasses.field(default=defaults[name]))
+            for name in names
+        ]
+        if fields:
+            made = dataclasses.make_dataclass(group.replace("-", "_"), fields, kw_only=True)
+            made.__doc__ = title
+            groups.append((group.replace("-", "_"), made, dataclasses.field(default_factory=made)))
+    return dataclasses.make_dataclass("Options", groups, kw_only=True)
+
+
+def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
+    """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
+    known = {*properties, *(f"no_{name}" for name, kind in types.items() if kind is bool), "help"}
+    if argv and not argv[0].startswith("-"):
+        meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
+        raise UserError(f"{argv[0]}: is not an option.{meant}")
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in known:
+            raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
+
+
+def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise UserError for an option without a value, with one too many, or with one that is not of the option's type."""
+    given: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        name, has_value, value = word.partition("=")
+        if word.startswith("--"):
+            given.append((name.removeprefix("--").replace("-", "_"), [value] * bool(has_value)))
+        elif given:
+            given[-1][1].append(word)
+    for name, values in given:
+        kind, default = types.get(name, bool), defaults.get(name)  # --help and --no_... are switches
+        example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
+        if not values and kind is not bool and typing.get_origin(kind) is not tuple:
+            raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
+        if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
+            meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
+            raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
+        for value in (one for one in values if not _is_valid(one, kind)):
+            if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
+                example = f" Type --{name} {int(float(value))}."
+            elif near := difflib.get_close_matches(value.lower(), _choices(kind), n=1):
+                example = f" Did you mean --{name} {near[0]}?"
+            raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
+
+
+def _is_valid(value: str, kind: Any) -> bool:
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            kind(value)
+            return True
+        return False
+    if typing.get_origin(kind) is Literal:
+        return value in _choices(kind)
+    if typing.get_origin(kind) in (tuple, typing.Union, UnionType):
+        return any(_is_valid(value, one) for one in typing.get_args(kind) if one is not ...)
+    return True  # a text, or what only tyro knows
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the words that an option accepts."""
+    if typing.get_origin(kind) is Literal:
+        return [str(word) for word in typing.get_args(kind)]
+    return [word for one in typing.get_args(kind) for word in _choices(one)]
+
+
+def _expected(kind: Any) -> str:
+    """Return what an option accepts, for a message."""
+    parts, words = (kind, *typing.get_args(kind)), _choices(kind)
+    found = ["a whole number"] * (int in parts) + ["a number"] * (float in parts)
+    found += [f"one of {', '.join(words)}" if len(words) > 1 else words[0]] if words else []
+    return " or ".join(found)
+
+
+def _suggest(name: str, properties: dict[str, Properties]) -> str:
+    """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses."""
+    spelled = name.lower().replace("-", "_")
+    meanings = {spelling: known for known, found in properties.items() for spelling in (known, *found.also)}
+    if spelled not in meanings:
+        if spelled in properties_of(RecipeConfig):
+            return " Only recipes for pretrained models, such as classify, have it. See --help for all options of this recipe."
+        near = difflib.get_close_matches(spelled, meanings, n=1, cutoff=0.7) or _sharing_words(spelled, meanings)
+        if not near:
+            return " See --help for all options."
+        spelled = near[0]
+    known = meanings[spelled]
+    return f" Did you mean --{known} ({properties[known].help})?"
+
+
+def _sharing_words(name: str, spellings: Iterable[str]) -> list[str]:
+    """Return the spelling that shares the most words with `name`, if it shares more than half of them."""
+    words = set(name.split("_"))
+    shared = {spelling: len(words & set(spelling.split("_"))) for spelling in spellings}
+    best = max(shared, key=lambda spelling: (shared[spelling], -len(spelling)), default="")
+    return [best] if best and shared[best] > len(words) / 2 else []
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    import yaml
+
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: there is no such file.")
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}: {error.problem}" if mark else f": {error}"  # the whole text has eight lines
+        raise UserError(f"--config {path}: is not valid YAML{where}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: must contain lines of `option: value`, but is a {type(values).__name__}.")
+    return values
+
+
+def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
+    """Return a line of YAML as words of a command line, so that one parser checks both."""
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{path}: {name}: {value!r} must be true or false.{_instead_of_a_value(name, str(value), yaml=True)}")
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, dict):
+        raise UserError(f"{path}: {name}: has nested lines, but takes one value.")
+    if isinstance(value, list):
+        if typing.get_origin(kind) is not tuple:
+            raise UserError(f"{path}: {name}: is a list, but takes one value.")
+        return [f"--{name}", *map(str, value)]
+    if value is None and kind is not str:
+        raise UserError(f"{path}: {name}: needs a value.")
+    if value is None:
+        value = ""
+    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
+    return [f"--{name}", str(value)]
+
+
+def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
+    """Accept `--tf32 false` besides `--no_tf32`, and `--pin_memory true` besides `--pin_memory on`."""
+    words = []
+    for word in argv:  # --tf32=false
+        name, equals, value = word.partition("=")
+        kind = types.get(name.removeprefix("--").replace("-", "_"))
+        is_switch = kind is bool or "on" in typing.get_args(kind)
+        words += [name, value] if word.startswith("--") and equals and is_switch else [word]
+    for at in range(len(words) - 1, 0, -1):
+        name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
+        is_switch = words[at - 1].startswith("--") and types.get(name) is bool
+        if is_switch and not value.startswith("--") and value not in ("true", "false"):
+            hint = _instead_of_a_value(name, words[at]) or f" Type --{name} or --no_{name}."
+            raise UserError(f"--{name} {words[at]}: --{name} is a switch and takes no value.{hint}")
+        if words[at - 1].startswith("--") and value in ("true", "false"):
+            if types.get(name) is bool:
+                words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
+            elif "on" in typing.get_args(types.get(name)):
+                words[at] = "on" if value == "true" else "off"
+    return words
+
+
+def _instead_of_a_value(name: str, value: str, yaml: bool = False) -> str:
+    """Return what to type instead of `--keep_best METRIC`, which older versions accepted, or ""."""
+    if name != "keep_best" or not value:
+        return ""
+    return f" Write keep_best: true and best_metric: {value}." if yaml else f" Type --keep_best --best_metric {value}."

@@ -1,0 +1,91 @@
+"""What the doctor checks besides the nodes themselves: `CheckOptions`, also derived from a recipe and its options."""
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import TrainConfig, options_that_must_match
+from accel_ddp.doctor import host
+from accel_ddp.doctor.findings import Finding
+from accel_ddp.errors import UserError
+
+
+@dataclass(kw_only=True)
+class CheckOptions:
+    """What to check, and for how long to wait."""
+
+    wait_seconds: float = 300.0  # for nodes that are not started yet
+    no_answer_seconds: float = host.NO_ANSWER  # an address that gives no answer at all is given up earlier
+    secret: str = field(default_factory=lambda: os.environ.get("ACCEL_DDP_TOKEN", ""))  # --token
+    measures_bandwidth: bool = True  # of each path, one after the other; otherwise only whether each path works
+    deep: bool = False  # run collectives with torch afterwards
+    recipe: dict[str, Any] = field(default_factory=dict)  # resolved options that must be the same on every node
+    hub_names: dict[str, str] = field(default_factory=dict)  # --model and --dataset, which may be names on the hub
+    files: dict[str, str] = field(default_factory=dict)  # label -> path whose content must be the same on every node
+    script: str = ""
+    output_dir: str = ""  # where checkpoints will be written; empty: not checked
+    checkpoint_bytes: int = 0  # disk space that the checkpoints will need
+    sets_interface: bool = False  # set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment of this process
+    may_join_rendezvous: bool = False  # a node joins a rendezvous that is already running, without checks
+    findings: list[Finding] = field(default_factory=list)  # what the caller has already found on this node
+
+
+def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
+    """Return what to check for the run that these options describe."""
+    files = {}
+    for name in ("train_file", "eval_file", "model", "dataset"):
+        value = getattr(cfg, name, "")
+        looks_like_path = name.endswith("_file") or value.startswith(("/", "./", "~"))  # reported as missing if it is
+        if value and (looks_like_path or os.path.exists(os.path.expanduser(value))):
+            files[f"content of --{name}"] = value
+    num_checkpoints = cfg.keep_last + 1 + bool(cfg.keep_best)  # a new one is written before an old one is deleted
+    # A checkpoint has the weights and the two moments of AdamW. With adapters it is small.
+    checkpoint_bytes = 0 if getattr(cfg, "lora_r", 0) else 3 * model_bytes(getattr(cfg, "model", "")) * num_checkpoints
+    return CheckOptions(
+        recipe={name: str(value) for name, value in options_that_must_match(cfg).items()}, files=files, script=script,
+        hub_names={name: getattr(cfg, name, "") for name in ("model", "dataset")},
+        output_dir=cfg.output_dir or "runs", checkpoint_bytes=checkpoint_bytes,
+    )  # fmt: skip
+
+
+def options_of_script(argv: list[str]) -> CheckOptions:
+    """Return what to check for a script and its arguments.
+
+    For a recipe, these are its resolved options and files. For any other script, the arguments themselves are compared.
+    """
+    if cfg := load_recipe_config(argv):
+        return options_of_config(cfg, script=argv[0])
+    return CheckOptions(recipe={"arguments of the script": " ".join(argv[1:])}, script=argv[0])
+
+
+def load_recipe_config(argv: list[str]) -> TrainConfig | None:
+    """Return the resolved options of a recipe with these arguments, or None if the script does not use accel_ddp.
+
+    Raises UserError if there is no such script or an option is invalid.
+    """
+    path = Path(argv[0])
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such script.")
+    text = path.read_text(errors="replace")
+    if "accel_ddp" not in text or "__main__" not in text:  # without that guard, an import would start the training
+        return None
+    spec = importlib.util.spec_from_file_location("recipe_of_doctor", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up the module of a class by its name
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)  # recipes import torch only when they run
+    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
+    own = [one for one in classes if one.__module__ == spec.name] or classes
+    return parse_config(own[-1], argv[1:], script=argv[0]) if own else None
+
+
+def model_bytes(model: str) -> int:
+    """Return the size of the weights in a model's folder, or 0 if `model` is not a folder."""
+    folder = os.path.expanduser(model or "")
+    files = [os.path.join(folder, name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    weights = [name for name in files if name.endswith(".safetensors")] or [name for name in files if name.endswith(".bin")]
+    return sum(map(os.path.getsize, weights))

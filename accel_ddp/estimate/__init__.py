@@ -1,1 +1,0 @@
-"""The command `accel-ddp estimate`. It may import `memory`, `recipe_files` and the lowest layer."""

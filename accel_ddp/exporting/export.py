@@ -1,0 +1,342 @@
+"""Exports a trained model as a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
+
+import copy
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.errors import UserError
+from accel_ddp.exporting.export_files import card, find_names, public_name, public_options, without_paths, write_weights
+from accel_ddp.phases import EXPORT
+from accel_ddp.ranks import reporting
+from accel_ddp.ranks.agreement import print_on_main, together
+from accel_ddp.ranks.process import process
+from accel_ddp.ranks.shards import class_name, is_sharded
+from accel_ddp.records.redaction import redact_values
+from accel_ddp.saving import checkpoint_format, resume
+from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
+from accel_ddp.saving.state_tensors import digest_of_frozen, has_adapters, to_save, versions
+from accel_ddp.sources import builtin
+from accel_ddp.sources.adapters import adapter_config
+from accel_ddp.sources.builtin import locate
+from accel_ddp.sources.places import prepare_hub
+from accel_ddp.tasks import examples
+
+FOLDER = "model"  # in the folder of the run
+BASE = "base"  # subfolder for the config of the model below adapters
+ADAPTER = "adapter"  # subfolder for the adapters of a merged model
+ADAPTER_CONFIG = "adapter_config.json"
+CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "preprocessor_config.json", ADAPTER_CONFIG)
+PIPELINES = {
+    "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}  # the pipeline of transformers for a class, by its ending  # fmt: skip
+
+
+def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    """Return the files of the exported folder except the weights, and `more`.
+
+    They are stored in every checkpoint, so that each one can be exported alone. `processor` is a tokenizer or an image
+    processor.
+    """
+    base = model.get_base_model() if has_adapters(model) else model
+    config = copy.deepcopy(getattr(base, "_original_config", base.config))
+    config.architectures = [class_name(base)]
+    with tempfile.TemporaryDirectory() as folder:
+        # Next to adapters, transformers would take the config of the whole model for the model itself.
+        config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        if base.can_generate():
+            base.generation_config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        if getattr(processor, "is_fast", False):  # otherwise the file would depend on whether the rows came from the cache
+            processor.backend_tokenizer.no_truncation()
+            processor.backend_tokenizer.no_padding()
+        processor.save_pretrained(folder)
+        if has_adapters(model):
+            (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model), indent=1))
+        paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        return {**{str(path.relative_to(folder)): path.read_bytes() for path in paths}, **(more or {})}
+
+
+def at_the_end(
+    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, example: str = ""
+) -> None:
+    """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
+
+    `example` is Python code that uses the exported {folder}. A sharded model is exported from its last checkpoint, so that no rank
+    gathers it.
+    """
+    sharded = is_sharded(model)
+    if sharded and process.unsaved:
+        print_on_main("The model is not exported, because its last checkpoint could not be written.")
+        return
+    with process.heartbeat.within(EXPORT), together("export the model"):
+        if not accelerator.is_main_process:
+            return
+        folder = Path(cfg.output_dir) / FOLDER
+        config = redact_values(as_plain_dict(cfg))
+        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
+        merge = getattr(cfg, "merge_adapters", "auto")
+        weights = _weights_of(_last_checkpoint(cfg), cfg.ema_decay > 0) if sharded else model
+        _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
+        if cfg.push_to_hub:
+            push(folder, cfg.push_to_hub)
+        print(describe(folder, files, example))
+        if not getattr(cfg, "train_file", ""):
+            print("next: train on your own data with --train_file or --dataset. --help shows all options.")
+
+
+def _last_checkpoint(cfg: TrainConfig) -> Path:
+    """Return the checkpoint of the last step. A run that was resumed after its last step has none of its own."""
+    there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
+    if not there:
+        raise UserError(
+            f"--output_dir {cfg.output_dir} contains no checkpoint on {process.host}, so that no model can be exported."
+        )
+    return there[-1]
+
+
+def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
+    """Return lines that state what the exported folder contains, with a command that loads it.
+
+    `files` are those of `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
+    """
+    lines, base = [f"model saved in {folder}"], _base_of(files)
+    if (folder / ADAPTER_CONFIG).is_file():
+        lines.append(
+            f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
+        )
+        if not _is_on_hub(base):
+            lines.append("On another machine, replace the place of that model in the next line.")
+            base = locate(base)
+    elif base:
+        hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
+        lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
+    return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
+
+
+def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -> tuple[str, str, str]:
+    """Return the arguments of `examples.command` for code that loads the exported folder and runs the example.
+
+    `base` is the place of the model below the adapters.
+    """
+    is_adapter, is_on_hub = (folder / ADAPTER_CONFIG).is_file(), _is_on_hub(_base_of(files))
+    architecture = json.loads(files.get(f"{BASE}/config.json") or files["config.json"])["architectures"][0]
+    task = next((task for ending, task in PIPELINES.items() if architecture.endswith(ending)), "")
+    if not example and task:
+        remote = ", trust_remote_code=True" if architecture.startswith("MiniResNet") else ""
+        example = f'from transformers import pipeline; use = pipeline("{task}", {{model}}{remote}); print(type(use.model))'
+    if not example and "modules.json" in files:
+        example = "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder})"
+    if not example:
+        example = f"from transformers import {architecture}; model = {architecture}.from_pretrained({{folder}})"
+    has_labels = architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    if not is_adapter or (is_on_hub and not has_labels):
+        return example, str(folder), "{folder}"
+    # `pipeline` and peft's classes would load the model below the adapters with labels of its own.
+    place = "{folder}" if is_on_hub else examples.literal(base)
+    code = f"from transformers import AutoConfig, {architecture}; "
+    code += f'config = AutoConfig.from_pretrained({{folder}}, subfolder="{BASE}"); '
+    code += f"model = {architecture}.from_pretrained({place}, config=config, ignore_mismatched_sizes=True); "
+    code += "" if is_on_hub else "model.load_adapter({folder}); "
+    return code + (example if "{model}" in example else "print(type(model))"), str(folder), "model, tokenizer={folder}"
+
+
+def _base_of(files: dict[str, bytes]) -> str:
+    """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
+    return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
+
+
+def _is_on_hub(base: str) -> bool:
+    return not base.startswith(builtin.PREFIX) and not Path(base).is_absolute()
+
+
+def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto", weights: str = "auto") -> Path:
+    """Export a checkpoint, print how to load the result, and return its folder.
+
+    If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
+    averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
+    """
+    reporting.configure()
+    folder = Path(out).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{out}: exists already. Name a folder that does not exist.")
+    path = _chosen(Path(place), weights)
+    if not any((path / "files" / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        model = checkpoint_format.MODEL
+        stored = path / (model if (path / model).is_file() else checkpoint_format.PIECES[model])
+        raise UserError(
+            f"{path}: contains no config of a transformers model, so it cannot be exported. Its weights are in {stored}. "
+            "Load them with safetensors."
+        )
+    averages = weights != "raw" and has_averages(path)
+    if weights == "ema" and not averages:
+        raise UserError(
+            f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. Leave --weights out."
+        )
+    run = checkpoint_format.read_run(path)
+    known = {**(checkpoint_format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
+    files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
+    facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
+    facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
+    weights_there = _weights_of(path, averages)
+    _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, keeps_model=False)
+    if push_to_hub:
+        push(folder, push_to_hub)
+    print(describe(folder, files))
+    return folder
+
+
+def _chosen(place: Path, weights: str) -> Path:
+    """Return the checkpoint to export, whose files are verified. Raise UserError if there is none."""
+    there = checkpoint_format.list_checkpoints(place)
+    if not there and not place.is_dir():
+        raise UserError(f"{place}: there is no such folder.")
+    best = checkpoint_format.read_json(place / "best.json") if there else None
+    if not there:
+        path, problem = place, _problem(place, weights)
+    elif isinstance(best, dict) and (place / best["checkpoint"]).is_dir():
+        print(f"{place}: exporting the best checkpoint, {best['checkpoint']} ({best['metric']} {best['value']:.4f})")
+        path, problem = place / best["checkpoint"], _problem(place / best["checkpoint"], weights)
+    else:
+        for path in reversed(there):
+            problem = _problem(path, weights)
+            if not problem:
+                print(f"{place}: exporting the newest checkpoint, {path.name}")
+                break
+            print(f"{path}: {problem}", file=sys.stderr)
+        else:
+            raise UserError(f"{place}: contains no complete checkpoint. Copy one there, or continue the run with --resume.")
+    if problem:
+        raise UserError(f"{path}: {problem}. It cannot be exported.")
+    return path
+
+
+def _problem(path: Path, weights: str) -> str:
+    """Return why a checkpoint cannot be exported. Averages of weights are stored with the state of the optimizer."""
+    averages = weights != "raw" and bool(checkpoint_format.read_run(path).get("config", {}).get("ema_decay"))
+    return checkpoint_format.find_problem(path, with_optimizer=averages or weights == "ema")
+
+
+class Stream(NamedTuple):
+    """Weights that are copied from a checkpoint, one tensor at a time."""
+
+    pieces: Pieces
+    names: dict[str, str]  # the name in the checkpoint of each tensor
+
+    def save_pretrained(self, folder: Path) -> None:
+        write_weights(folder, self.pieces, self.names)
+
+
+def _weights_of(path: Path, averaged: bool = False) -> Any:
+    """Return the weights of a checkpoint, or their averages, or the model with its adapters. `save_pretrained` of both writes them."""
+    import torch
+    import transformers
+
+    from accel_ddp.tasks import vision  # registers its models with transformers
+
+    prepare_hub()
+    with_adapters = (path / "files" / ADAPTER_CONFIG).is_file()
+    config = transformers.AutoConfig.from_pretrained(path / "files" / (BASE if with_adapters else "."))
+    name = (config.architectures or [""])[0]
+    kind = getattr(transformers, name, None) or getattr(vision, name, None)
+    if kind is None:
+        raise UserError(f"{path}: the installed transformers has no {name}. Install the version that run.json names.")
+    pieces = AveragedPieces(path) if averaged else Pieces(path, checkpoint_format.MODEL)
+    there = pieces.tensors
+    if with_adapters:
+        import peft
+
+        adapters = peft.PeftConfig.from_pretrained(path / "files")
+        adapters.inference_mode = False
+        source = adapters.base_model_name_or_path
+        try:
+            place = locate(source, checkpoint_format.read_run(path)["config"].get("cache_dir") or "~/.cache/accel_ddp")
+            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
+        except Exception as error:
+            raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
+        adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
+        model = peft.get_peft_model(base, adapters)
+    else:
+        if names := find_names(kind, config, there):
+            return Stream(pieces, names)
+        model = kind(config)
+    weights = to_save(model)
+    if weights.keys() != there.keys():
+        first = sorted(weights.keys() ^ there.keys())[:3]
+        raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
+    run = checkpoint_format.read_run(path)
+    # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
+    if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
+        raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
+    with torch.no_grad():
+        for name, tensor in weights.items():  # one at a time, so that the model is not in memory twice
+            tensor.copy_(pieces.read(name))
+    return model
+
+
+def _write(
+    folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto", keeps_model: bool = True
+) -> None:
+    """Write the folder. `model` is a model or a `Stream`. If it is not needed afterwards, adapters are merged without a copy."""
+    base, original = _base_of(files), files
+    is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
+    merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        if merges:
+            model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
+            (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
+            (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(without_paths(files[ADAPTER_CONFIG]))
+            model = (copy.deepcopy(model) if keeps_model else model).merge_and_unload()
+            files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
+        # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
+        model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))
+        for name, content in files.items():  # they replace those that `save_pretrained` has written
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(without_paths(content) if Path(name).name in CONFIGS else content)
+        facts = {**facts, "config": public_options(facts["config"])}
+        name = facts["config"].get("push_to_hub") or "FOLDER"
+        code, _, pipeline = _code(partial, original, public_name(base))
+        use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
+        (partial / "README.md").write_text(card(facts, use))
+        (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
+        if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+        partial.rename(folder)
+    except Exception as error:  # safetensors has its own error for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) or "os error" in str(error):
+            raise UserError(
+                f"{folder}: the model could not be written on {process.host}: {error}. Free some space, and export a checkpoint with: "
+                f"accel-ddp export {folder.parent} FOLDER"
+            ) from error
+        raise
+
+
+def push(folder: Path, name: str) -> None:
+    """Upload the folder to the Hub. The folder stays in its place, also if the upload fails."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        repository = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
+    except Exception as error:  # of many kinds: no network, no permission, no token
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--push_to_hub {name}: {first} The model is in {folder}. Upload it later with: hf upload {name} {folder}"
+        ) from error
+    print(f"model uploaded to {repository}")

@@ -1,0 +1,182 @@
+"""The README.md of an exported model, and what of a run is published: names of files and of the Hub, but no local paths."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_ddp.saving.pieces import Pieces, write_file
+from accel_ddp.sources import builtin
+
+if TYPE_CHECKING:
+    import torch
+
+    Facts = dict[str, tuple[list[int], torch.dtype]]
+
+# Writes the weights of a checkpoint as files that transformers loads, one tensor at a time.
+MAX_FILE_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+
+
+def find_names(kind: Any, config: Any, there: "Facts") -> dict[str, str] | None:
+    """Return the name in the checkpoint of each tensor that `save_pretrained` writes, by the name that it writes.
+
+    `kind` is a class of models. None: the model must be loaded, because `save_pretrained` changes tensors of this class, because the
+    class has its own `save_pretrained`, or because the checkpoint belongs to another model.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    try:  # functions that `save_pretrained` of transformers 5 calls; they are not documented
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    except ImportError:
+        return None
+    if getattr(kind, "save_pretrained", None) is not PreTrainedModel.save_pretrained:
+        return None
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+            model.tie_weights()
+    except Exception:  # a class that computes with its weights when it is made
+        return None
+    state = model.state_dict()
+    originals = {id(tensor): name for name, tensor in state.items()}
+    keep_alive = [*state.values()]  # so that no other tensor gets the same id
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    try:
+        written = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    except Exception:  # of code for tensors that have values
+        return None
+    if any(id(tensor) not in originals for tensor in written.values()):
+        return None
+    del keep_alive
+    # A checkpoint stores tied weights once, under the first of their names.
+    same = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same.setdefault(id(parameter), []).append(name)
+    alias = {name: names for names in same.values() for name in names}
+    names = {}
+    for new, tensor in written.items():
+        own = originals[id(tensor)]
+        stored = [name for name in [own, *alias.get(own, [])] if name in there]
+        if not stored or there[stored[0]][0] != [*tensor.shape]:
+            return None
+        names[new] = stored[0]
+    return names
+
+
+def write_weights(folder: Path, pieces: Pieces, names: dict[str, str], max_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write the tensors to model.safetensors, or to several files with an index. One tensor at a time is in memory."""
+    there = pieces.tensors
+    sizes = {new: math.prod(there[old][0]) * there[old][1].itemsize for new, old in names.items()}
+    files: list[list[str]] = [[]]
+    used = 0
+    for new, size in sizes.items():
+        if files[-1] and used + size > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(new)
+        used += size
+    count = len(files)
+    file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    file_names = file_names if count > 1 else ["model.safetensors"]
+    for file, own in zip(file_names, files):
+        tensors = {new: (*there[names[new]], lambda old=names[new]: pieces.read(old)) for new in own}
+        write_file(folder / file, tensors, {"format": "pt"})
+    if count > 1:
+        places = {new: file for file, own in zip(file_names, files) for new in own}
+        parameters = sum(math.prod(there[old][0]) for old in names.values())
+        index = {"metadata": {"total_parameters": parameters, "total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+TASKS = {
+    "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
+    "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
+    "pretrain_mlm.py": "fill-mask",
+}  # the Hub's names of tasks  # fmt: skip
+
+
+def public_name(value: str) -> str:
+    """Return the last part of a path, so that the folders of this machine are not published. Return a Hub name as it is."""
+    is_path = value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).exists()
+    return Path(value).expanduser().resolve().name if is_path and not value.startswith(builtin.PREFIX) else value
+
+
+def public_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run without the folders of this machine."""
+    files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
+    public = lambda name, value: Path(value).expanduser().resolve().name if name in files else public_name(value)
+    is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
+    published = {
+        name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()
+    }
+    if config.get("metrics"):  # several names and folders, separated by spaces
+        published["metrics"] = " ".join(map(public_name, config["metrics"].split()))
+    return published
+
+
+def without_paths(content: bytes) -> bytes:
+    """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
+    values = json.loads(content)
+    published = _publish(values)
+    return content if published == values else json.dumps(published, indent=1).encode()
+
+
+def _publish(values: dict[str, Any]) -> dict[str, Any]:
+    is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
+    return {
+        name: _publish(value) if isinstance(value, dict) else public_name(value) if is_place(name, value) else value
+        for name, value in values.items()
+    }
+
+
+def card(facts: dict[str, Any], use: str = "") -> str:
+    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
+
+    `facts["config"]` are options without paths. `use` is code that loads the model.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    config, metrics = facts["config"], facts["metrics"]
+    base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
+    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
+    task = TASKS.get(facts["recipe"])
+    is_dataset = is_name(data) and not config.get("train_file")
+    tested, split = config.get("eval_file") or data, config.get("eval_split") or None
+    if config.get("eval_file"):
+        where = f"`{tested}`"
+    elif config.get("train_file"):
+        where = f"rows of `{data}` that were not used for training"
+    else:
+        where = f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
+    head = ModelCardData(
+        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
+        base_model=base if is_name(base) else None,
+        datasets=[data.split(":")[0]] if is_dataset else None,
+        pipeline_tag=task,
+        tags=["accel_ddp"],
+        model_name=config["output_dir"],
+        eval_results=[
+            EvalResult(
+                task or "other", tested.split(":")[0] if is_dataset else tested or "unknown", tested or "unknown", name,
+                round(value, 6), dataset_split=split if is_dataset else None,
+            )
+            for name, value in metrics.items()
+        ]
+        or None,
+    )  # fmt: skip
+    lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
+    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
+    if use:
+        lines += ["## Use", "", "```python", use, "```", ""]
+    if metrics:
+        lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
+    step = f"{facts['step']} steps" if "step" in facts else "All steps"
+    lines += ["## Training", "", f"{step} on {facts['num_ranks']} rank{'s' * (facts['num_ranks'] > 1)}, with these options:", ""]
+    lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
+    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
+    return "\n".join(lines)

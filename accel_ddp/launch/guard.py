@@ -1,0 +1,383 @@
+"""The process that starts, watches and ends a job on one node: `python -m accel_ddp.launch.guard`.
+
+The launching machine starts a guard on each node, over ssh or as a subprocess, and exchanges JSON lines with the guard over stdin
+and stdout. No argument, variable or secret of the job is ever part of a command line of ssh.
+
+Everything that the job starts is a descendant of the guard, also a process whose parent has died, because the guard is a
+"subreaper" of Linux. The guard ends all of its descendants, and no other process. If stdin ends or no message arrives for
+SILENT_SECONDS, the launching machine is gone, and the guard stops the job: the ranks save a checkpoint, and what is left after
+SAVE_SECONDS is killed. A detached guard has no launching machine, and runs until the job ends or SIGTERM asks for a stop.
+"""
+
+import asyncio
+import codecs
+import contextlib
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from accel_ddp.launch import job_record, node_facts, reach
+from accel_ddp.launch.job_record import LogFile, Record, store_place
+from accel_ddp.launch.node_output import Lines, RankOutputs
+from accel_ddp.nodes.launcher import CONFIG_FILE
+
+PROTOCOL = 1  # changes with the messages
+SILENT_SECONDS = 15.0
+SAVE_SECONDS = 10.0
+LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after their launcher
+SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
+_MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
+_LIBRARY = ctypes.CDLL(None)  # loaded here, because loading takes a lock, which must not be taken between fork and exec
+
+
+class Channel:
+    """Sends messages to the launching machine. Output is dropped while the link is slower than the output. The log has all of it."""
+
+    def __init__(self, transport: asyncio.WriteTransport | None):
+        self.transport, self.dropped = transport, 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether much of what was sent is still waiting."""
+        transport = self.transport
+        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() > _MOST_BUFFERED // 2
+
+    def send(self, kind: str, **values: Any) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
+        if kind == "out" and self.transport.get_write_buffer_size() > _MOST_BUFFERED:
+            self.dropped += 1
+            return
+        if self.dropped:
+            text, self.dropped = (
+                f"{self.dropped} parts of the output were left out, because the link is slow; see the log file",
+                0,
+            )
+            self.send("notice", text=text)
+        self.transport.write(json.dumps({"is": kind, **values}).encode() + b"\n")
+
+
+class JobOnNode:
+    """The job on this node: its launcher with all descendants, its output and its end."""
+
+    def __init__(self, request: dict[str, Any], channel: Channel):
+        self.request, self.channel = request, channel
+        self.record = Record(request["run_folder"], request["host"])
+        self.why = ""  # the reason of the first stop
+        self.process: asyncio.subprocess.Process | None = None
+        self.outputs: RankOutputs | None = None
+        self.pipe = -1  # output of the launcher
+        self.lines: dict[int | None, Lines] = {}
+        self.terminal_text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
+        self.ended = asyncio.Event()
+        self.timers: list[asyncio.TimerHandle] = []
+        self.spot_watch: threading.Event | None = None
+
+    async def start(self) -> str:
+        """Start the launcher. Return an error, or "" if it runs."""
+        request = self.request
+        try:
+            if not self.record.claim():
+                state = self.record.read()
+                return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
+            self.log = LogFile(self.record.log)
+            store_place(request["output"], request["job"], request["run_folder"])
+        except OSError as error:
+            return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
+        try:
+            folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
+            self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
+        except OSError as error:
+            return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
+        _LIBRARY.prctl(_SUBREAPER, 1, 0, 0, 0)
+        pairs = zip(request["words"], request["kinds"])
+        words = [node_facts.find_file(word, kind) or word if kind else word for word, kind in pairs]
+        words = expand_run_folder(words, request["run_folder"])
+        env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
+        if config := request["env"].get(CONFIG_FILE):
+            env[CONFIG_FILE] = node_facts.find_file(config, "accelerate_configs") or config
+        env["PATH"] = node_facts.path_of_programs(env)
+        env.setdefault("PYTHONUNBUFFERED", "1")
+        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+        self.log.header(f"{request['host']}: {shlex.join(words)}")
+        # With a pipe of asyncio, some versions of Python wait for the end of every process that has inherited the pipe.
+        self.pipe, theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *words, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=_end_with_guard,
+            )  # fmt: skip
+        except OSError as error:
+            self.outputs.close()
+            why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
+            self.record.write(state="ended", code=127, why=why, ended=time.time())
+            return why
+        finally:
+            os.close(theirs)
+        began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
+        self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.pipe, self._read_launcher)
+        for descriptor in self.outputs.filenos():
+            loop.add_reader(descriptor, self._read_rank, descriptor)
+        if self.why:  # a stop was requested in the meantime
+            self.process.send_signal(signal.SIGINT)
+        if request["time_limit"]:
+            self.timers.append(loop.call_later(request["time_limit"], self.stop, "the time limit is reached"))
+        if request["spot"] == "aws":
+            from accel_ddp.launch import spot
+
+            self.spot_watch = spot.watch(
+                lambda when: loop.call_soon_threadsafe(self.stop, f"AWS ends this spot instance at {when:%H:%M:%S} UTC"),
+                lambda text: loop.call_soon_threadsafe(self.note, text),
+            )
+        self.waiting = asyncio.ensure_future(self._wait())
+        return ""
+
+    def stop(self, why: str, seconds: float | None = None) -> None:
+        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed."""
+        if seconds is not None:
+            self.timers.append(asyncio.get_running_loop().call_later(seconds, self.kill, why))
+        if self.why:
+            return
+        self.why = why
+        self.note(f"{self.request['host']}: {why}: the job saves a checkpoint and stops")
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGINT)
+
+    def kill(self, why: str) -> None:
+        """Kill the launcher and all of its descendants."""
+        self.why = self.why or why
+        self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
+        self._kill_descendants()
+
+    def note(self, text: str) -> None:
+        self.log.write(f"[accel-ddp] {text}")
+        self.channel.send("notice", text=text)
+
+    async def _wait(self) -> None:
+        code = await self.process.wait()
+        deadline = time.monotonic() + LEFTOVER_SECONDS
+        while self._descendants() and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        while self._descendants():  # until there are none, because a process may start another one while it is killed
+            self._kill_descendants()
+            await asyncio.sleep(0.05)
+        for timer in self.timers:
+            timer.cancel()
+        if self.spot_watch:
+            self.spot_watch.set()
+        for descriptor in [self.pipe, *self.outputs.filenos()]:
+            asyncio.get_running_loop().remove_reader(descriptor)
+        while self._read_launcher():
+            pass
+        os.close(self.pipe)
+        for rank, data in self.outputs.drain():
+            self._receive(rank, data)
+        for rank, lines in self.lines.items():
+            self._store(rank, lines.end())
+        self.outputs.close()
+        code = 128 - code if code < 0 else code
+        self.record.write(state="ended", code=code, why=self.why, ended=time.time())
+        self.log.header(f"ended with exit code {code}" + (f": {self.why}" if self.why else ""))
+        if self.log.failed:
+            self.channel.send("notice", text=f"{self.record.log}: not all of the output could be written: {self.log.failed}")
+        self.channel.send("end", code=code, why=self.why)
+        self.ended.set()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Return the living descendants of the guard. Orphans that have ended are waited for."""
+        found = []
+        launcher = self.process.pid if self.process else None
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, ChildProcessError):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+                elif process.ppid() == os.getpid() and process.pid != launcher:  # asyncio waits for the launcher
+                    os.waitpid(process.pid, os.WNOHANG)
+        return found
+
+    def _kill_descendants(self) -> None:
+        for process in self._descendants():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _read_launcher(self) -> bool:
+        """Read what the launcher and its descendants without an output of their own have printed. Return whether there was any."""
+        try:
+            data = os.read(self.pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._receive(None, data)
+        else:  # the end, which counts as readable forever
+            asyncio.get_running_loop().remove_reader(self.pipe)
+        return bool(data)
+
+    def _read_rank(self, descriptor: int) -> None:
+        for rank, data in self.outputs.read([descriptor]):
+            self._receive(rank, data)
+
+    def _receive(self, rank: int | None, data: bytes) -> None:
+        is_terminal = rank == 0 and self.outputs.has_terminal
+        found = self.lines.setdefault(rank, Lines()).add(data)
+        self._store(rank, found, sends=not is_terminal)
+        if is_terminal:  # the panel is shown as it is
+            self.channel.send("out", rank=self._global(rank), raw=self.terminal_text.decode(data), lines=found)
+
+    def _store(self, rank: int | None, lines: list[str], sends: bool = True) -> None:
+        name = "" if rank is None else f"[rank {self._global(rank)}] "
+        for line in lines:
+            self.log.write(f"{name}{line}")
+        if lines and sends:
+            self.channel.send("out", rank=self._global(rank), lines=lines)
+
+    def _global(self, rank: int | None) -> int | None:
+        return None if rank is None else self.request["first_rank"] + rank
+
+
+def expand_run_folder(words: list[str], folder: str) -> list[str]:
+    """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
+    home = os.path.expanduser(folder)
+    return [word.replace(folder, home) if word in (folder, f"--output_dir={folder}") else word for word in words]
+
+
+def _end_with_guard() -> None:
+    """Let the kernel send SIGTERM to this process when the guard is killed. SIGTERM saves and stops as well."""
+    _LIBRARY.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
+
+async def serve(is_detached: bool) -> int:
+    """Exchange messages until the job has ended, or the launching machine is gone and the job has been stopped."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
+    transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(os.dup(1), "wb"))
+    channel = Channel(transport)
+    listener = reach.Listener()
+    job: JobOnNode | None = None
+    ask_to_stop = lambda: job.stop("a stop was requested") if job else sys.exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, ask_to_stop)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: job.kill("the end was requested") if job else sys.exit(1))
+    if not is_detached:
+        transport.write(b"\n")  # a login script may have printed a text without the end of its line
+        channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
+
+    async def read() -> dict[str, Any] | None:
+        try:
+            line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
+        except asyncio.TimeoutError:
+            return None
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    while (message := await read()) is not None:
+        kind = message["do"]
+        if kind == "beat":
+            channel.send("beat")
+        elif kind == "facts":
+            channel.send("facts", **await asyncio.to_thread(node_facts.collect, message))
+        elif kind == "listen":
+            channel.send("listening", error=await listener.open(message["port"], message["word"]))
+        elif kind == "connect":
+            channel.send("connected", error=await reach.connect(message["address"], message["port"], message["word"]))
+        elif kind == "unlisten":
+            listener.close()
+            channel.send("unlistened")
+        elif kind in job_record.REQUESTS:
+            await _answer(job_record.REQUESTS[kind](message, channel), read)
+            break
+        elif kind == "start" and message["detach"] and not is_detached:
+            channel.send(**await asyncio.to_thread(_start_detached, message))
+            break
+        elif kind == "start":
+            job = JobOnNode(message, channel)
+            if error := await job.start():
+                channel.send("failed", text=error)
+                break
+            channel.send("started", pid=os.getpid())
+            if is_detached:
+                break
+        elif kind == "resize" and job and job.outputs:
+            job.outputs.resize(message["size"])
+        elif kind == "stop" and job:
+            job.stop(message["why"], message.get("seconds"))
+        elif kind == "kill" and job:
+            job.kill(message["why"])
+        if job and job.ended.is_set():
+            break
+    if job and job.process:
+        if is_detached:
+            await _drain(transport)
+            transport.close()
+        elif not job.ended.is_set():
+            job.stop("the launching machine is gone", SAVE_SECONDS)
+        await job.ended.wait()
+    # Over a slow link, the rest of the output takes a while. The end of the job comes after it, and must not be lost.
+    while message is not None and transport.get_write_buffer_size() and not transport.is_closing():
+        message = await read()
+    await _drain(transport)
+    return 0
+
+
+async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[Any]]) -> None:
+    """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
+    answering = asyncio.ensure_future(work)
+    while not answering.done():
+        reading = asyncio.ensure_future(read())
+        await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            reading.cancel()
+            await asyncio.wait({reading})  # only one task may read at a time
+        elif reading.result() is None:
+            break
+    if not answering.cancel():
+        answering.result()
+
+
+async def _drain(transport: asyncio.WriteTransport) -> None:
+    deadline = time.monotonic() + 5
+    while transport.get_write_buffer_size() and not transport.is_closing() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+
+
+def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
+    """Start a guard that does not depend on this connection. Return the message about it."""
+    words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]
+    with contextlib.ExitStack() as stack:
+        errors: Any = subprocess.DEVNULL
+        with contextlib.suppress(OSError):  # the guard reports it
+            log = Record(request["run_folder"], request["host"]).log
+            log.parent.mkdir(parents=True, exist_ok=True)
+            errors = stack.enter_context(log.open("ab"))
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    process.stdin.flush()  # and left open until the answer, because the end of stdin ends a guard without a job
+    answer = json.loads(process.stdout.readline() or b'{"is": "failed", "text": "the guard of the detached job has ended"}')
+    return {"kind": answer.pop("is"), **answer}
+
+
+def main() -> int:
+    """Run a guard. Return the exit code of the guard itself, which is not that of the job."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        return asyncio.run(serve("--detached" in sys.argv))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The command that runs on each node: `accelerate launch` with a config, or torchrun where Accelerate cannot start the ranks."""
+
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_ddp.errors import UserError
+from accel_ddp.launch.description import Cluster, Node
+from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.launcher import CONFIG_FILE
+
+
+class Shell(str):
+    """Text that a shell evaluates, for example $SLURM_NODEID. Other words are quoted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is started: a script and its options, under a name."""
+
+    name: str
+    script: str
+    options: tuple[str, ...]
+    run_folder: str  # relative to the code folder of a node, or absolute
+
+
+def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = "") -> Job:
+    """Return the job for a recipe, which is a name or the path of a script in the code folder of the nodes.
+
+    The job's folder is `--output_dir` if the options give it. Otherwise `--output_dir` is added.
+    """
+    options = list(options)
+    script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
+    name = name or cluster.name or Path(script).stem
+    given = _value_of("output_dir", options)
+    if "--output_dir" in options[-1:] or given == "":
+        raise UserError("--output_dir needs a value.")
+    run_folder = given or f"{cluster.output.rstrip('/')}/{name}"
+    if given is None and uses_package(script):
+        options += ["--output_dir", run_folder]
+    if cluster.doctor == "off" and uses_package(script) and not has_option("preflight", options):
+        options += ["--preflight", "off"]
+    return Job(name=name, script=script, options=tuple(options), run_folder=run_folder)
+
+
+def uses_package(script: str) -> bool:
+    """Return whether a script understands the options of a recipe. A script that exists only on the nodes does."""
+    try:
+        return "accel_ddp" in Path(script).read_text(errors="replace")
+    except OSError:
+        return True
+
+
+def has_option(name: str, options: Iterable[str]) -> bool:
+    """Return whether the options of a recipe contain --NAME or --no_NAME."""
+    names = {word.partition("=")[0].replace("-", "_") for word in options if word.startswith("--")}
+    return bool(names & {f"__{name}", f"__no_{name}"})
+
+
+def _value_of(name: str, options: list[str]) -> str | None:
+    found = None
+    for at, word in enumerate(options):
+        key, equals, value = word.partition("=")
+        if key.startswith("--") and key[2:].replace("-", "_") == name:
+            found = value if equals else "".join(options[at + 1 : at + 2])
+    return found
+
+
+def config_word(cluster: Cluster) -> str:
+    """Return the path of the accelerate config on a node. A bare name is one of ours."""
+    word = cluster.accelerate_config
+    if "/" in word or Path(word).is_file():
+        return word
+    try:
+        return f"accelerate_configs/{recipe_files.config_path(word).name}"
+    except UserError as error:
+        reason = str(error).partition(": ")[2]
+        raise UserError(
+            f"{cluster.file}: accelerate_config {word}: {reason} A path on the nodes contains a /, as in ./{word}."
+        ) from None
+
+
+def uses_torchrun(cluster: Cluster) -> bool:
+    """Return whether torchrun is needed.
+
+    Accelerate divides num_processes by the number of machines, so that nodes with different numbers of processes need torchrun. For
+    a single process Accelerate starts no launcher at all, which returns 1 for every failure.
+    """
+    return not cluster.has_equal_nodes or cluster.num_processes == 1
+
+
+def used_config(cluster: Cluster) -> str:
+    """Return the path of the accelerate config that the nodes need, or "" if there is one process and the default config.
+
+    torchrun reads no accelerate config. FSDP and mixed precision reach its ranks through the variable CONFIG_FILE (`doctor.at_launch`).
+    """
+    is_default = cluster.accelerate_config == Cluster.accelerate_config
+    return "" if cluster.num_processes == 1 and is_default else config_word(cluster)
+
+
+def launcher_words(cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
+    """Return the words of the launcher on a node."""
+    restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
+    launcher = ["torchrun"] if uses_torchrun(cluster) else ["accelerate", "launch"]
+    return [*launcher, *_topology_words(cluster, node_rank, address, port), *restarts, job.script, *job.options]
+
+
+def doctor_words(cluster: Cluster, job: Job, *, node_rank: int, address: str, port: int) -> list[str]:
+    """Return the words of the full doctor on a node, with the same options as the launcher."""
+    return ["accel-ddp", "doctor", *_topology_words(cluster, node_rank, address, port), job.script, *job.options]
+
+
+def _topology_words(cluster: Cluster, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
+    """Return the options that describe the nodes and processes, as torchrun or `accelerate launch` name them."""
+    words: list[int | str]
+    if uses_torchrun(cluster):
+        # A rank that a shell evaluates is that of a backend whose nodes are equal.
+        node = cluster.nodes[node_rank if isinstance(node_rank, int) else 0]
+        words = ["--nnodes", len(cluster.nodes), "--nproc_per_node", node.processes, "--node_rank", node_rank]
+        words += ["--master_addr", address, "--master_port", port]
+    else:
+        words = ["--config_file", config_word(cluster), "--num_machines", len(cluster.nodes)]
+        words += ["--num_processes", cluster.num_processes, "--machine_rank", node_rank]
+        words += ["--main_process_ip", address, "--main_process_port", port]
+    return [word if isinstance(word, str) else str(word) for word in words]
+
+
+def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
+    """Return the variables of a node: those of the description, and those that follow from its keys."""
+    own: dict[str, str] = {}
+    if node.interface:
+        own |= {"NCCL_SOCKET_IFNAME": node.interface, "GLOO_SOCKET_IFNAME": node.interface}
+    if not node.gpus:
+        own["ACCELERATE_USE_CPU"] = "true"
+    elif node.processes < node.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(node.processes)))
+    if uses_torchrun(cluster) and used_config(cluster):
+        own[CONFIG_FILE] = used_config(cluster)
+    return {**own, **node.env}
+
+
+def shell_path(path: str) -> Shell:
+    """Return a path for a shell. A leading `~` is the home directory of the user who runs the shell."""
+    if path == "~" or path.startswith("~/"):
+        return Shell('"$HOME"' + (f"/{shlex.quote(path[2:])}" if path[2:] else ""))
+    return Shell(shlex.quote(path))
+
+
+def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[str], str]) -> list[str]:
+    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace."""
+    homes = {path for path in paths if path.startswith("~/")}
+    return [replace(word) if word in homes else word for word in words]
+
+
+def to_shell(words: Iterable[str]) -> str:
+    """Return a line for a shell. Only Shell words are evaluated."""
+    return " ".join(word if isinstance(word, Shell) else shlex.quote(word) for word in words)

@@ -1,0 +1,242 @@
+"""The files of a node's part of a job, in RUN_FOLDER/launch: its log, its state, and a lock that is held while it runs."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import psutil
+
+from accel_ddp.records import run_log
+
+
+class Record:
+    """The files of one node. Every node has names of its own, because nodes may share the run folder."""
+
+    def __init__(self, run_folder: str | Path, host: str):
+        self.run_folder = Path(run_folder).expanduser()
+        label = re.sub(r"[^A-Za-z0-9._@-]", "_", host)
+        folder = self.run_folder / "launch"
+        self.log, self.state, self.lock = (folder / f"{label}.{kind}" for kind in ("log", "json", "lock"))
+        self._held: IO[str] | None = None
+
+    def claim(self) -> bool:
+        """Take the lock until this process ends. Return False if another process has it: the job is running."""
+        self.lock.parent.mkdir(parents=True, exist_ok=True)
+        self._held = self.lock.open("a")
+        for is_last in (False, False, True):
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if is_last:
+                    return False
+                time.sleep(0.05)  # `is_running` of another process has the lock for a moment
+            except OSError:  # a file system without locks: the state alone decides
+                if self._has_process():
+                    return False
+                break
+        # Until the job runs, the state must not name the process of an earlier job, whose pid may be that of another program.
+        self.write(state="starting", pid=os.getpid(), code=None, why="", began=time.time(), ended=None)
+        return True
+
+    def is_running(self) -> bool:
+        """Return whether the guard of this job is alive on this node."""
+        try:
+            with self.lock.open("a+") as file:  # NFS demands that a file with a shared lock can be read
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return self._has_process()
+
+    def _has_process(self) -> bool:
+        state = self.read()
+        return state.get("state") in ("starting", "running") and Path(f"/proc/{state.get('pid')}").exists()
+
+    def read(self) -> dict[str, Any]:
+        """Return the stored state, or {} if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(value := json.loads(self.state.read_text()), dict):
+                return value
+        return {}
+
+    def write(self, **values: Any) -> None:
+        """Store the state, completely or not at all. A full disk must not end a job."""
+        draft = self.state.with_suffix(f".{os.getpid()}.draft")
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps({**self.read(), **values}))
+            draft.replace(self.state)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the job on this node as `accel-ddp status` shows it."""
+        state = self.read()
+        is_running = self.is_running()
+        if state.get("state") in ("starting", "running") and not is_running:
+            state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}
+        return {**state, "log": str(self.log), "step": run_log.last_step_of_attempt(self.run_folder / run_log.FILE)}
+
+
+class LogFile:
+    """Appends lines to the log of a node. A full disk must not end a job, so that errors of writing are only counted.
+
+    A log that is larger than `most_bytes` is renamed to HOST.log.1, which replaces the one before, and a new log begins.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = 64 << 20):
+        self.path, self.most_bytes = path, most_bytes
+        self.file = path.open("ab", buffering=0)
+        self.failed = ""
+
+    def write(self, line: str) -> None:
+        try:
+            if self.file.tell() > self.most_bytes:
+                self.path.replace(self.path.with_suffix(".log.1"))
+                self.file.close()
+                self.file = self.path.open("ab", buffering=0)
+            self.file.write(f"{line}\n".encode(errors="replace"))
+        except OSError as error:
+            self.failed = self.failed or str(error.strerror)
+        except ValueError:  # the new log could not be opened
+            pass
+
+    def header(self, text: str) -> None:
+        self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _place(output: str | Path, job: str) -> Path:
+    return Path(output).expanduser() / ".accel_ddp" / job
+
+
+def store_place(output: str | Path, job: str, run_folder: str | Path) -> None:
+    """Store where a job is whose folder is not OUTPUT/NAME, so that its name is enough to find it."""
+    place, folder = _place(output, job), Path(run_folder).expanduser().absolute()
+    with contextlib.suppress(OSError):
+        if folder == (Path(output).expanduser() / job).absolute():
+            place.unlink(missing_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(str(folder))
+
+
+def find_record(request: dict[str, Any]) -> Record:
+    """Return the record of the job with this name. `output` is empty if the user has given the folder of the job."""
+    if request["output"] and request["job"]:
+        with contextlib.suppress(OSError):
+            return Record(_place(request["output"], request["job"]).read_text(), request["host"])
+    return Record(request["run_folder"], request["host"])
+
+
+def find_records(output: str | Path, host: str) -> dict[str, Record]:
+    """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
+    output = Path(output).expanduser()
+    folders: list[Path] = []
+    places: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        folders = [folder.absolute() for folder in output.iterdir()]
+        places = {place.name: Path(place.read_text()) for place in (output / ".accel_ddp").iterdir()}
+    named = {folder.name: folder for folder in folders if folder not in places.values()} | places
+    found = {name: Record(folder, host) for name, folder in sorted(named.items())}
+    return {name: record for name, record in found.items() if record.state.exists()}
+
+
+# What a guard answers about jobs that other guards run on the node: their state, their logs, and a stop.
+
+
+class Sender(Protocol):
+    """Sends messages. Output that does not fit into its buffer is lost, so that a log must wait while it is full."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    def send(self, kind: str, **values: Any) -> None: ...
+
+
+async def send_status(request: dict[str, Any], channel: Sender) -> None:
+    """Send the state of one job, or of all jobs below the output folder."""
+    is_one = bool(request["run_folder"])
+    found = {request["job"]: find_record(request)} if is_one else find_records(request["output"], request["host"])
+    channel.send("status", jobs={name: record.describe() for name, record in found.items() if record.read()})
+
+
+async def send_log(request: dict[str, Any], channel: Sender) -> None:
+    """Send the last lines of the log, and with `follow` also those that are added until the job ends."""
+    record = find_record(request)
+    try:
+        file = record.log.open("rb")
+    except OSError as error:
+        channel.send("failed", text=f"{record.log}: {error.strerror}", is_missing=isinstance(error, FileNotFoundError))
+        return
+    _skip_to_last_lines(file, request["lines"])
+    rest = b""
+    while True:
+        was_running, is_replaced = record.is_running(), _is_replaced(file, record.log)  # before reading: nothing is missed
+        while data := file.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            channel.send("out", rank=None, lines=[line.decode(errors="replace") for line in lines])
+            while channel.is_full:
+                await asyncio.sleep(0.02)
+        if is_replaced:
+            file.close()
+            file = record.log.open("rb")
+            continue
+        if not request["follow"] or not was_running:
+            break
+        await asyncio.sleep(0.5)
+    file.close()
+    state = record.describe()
+    channel.send("end", code=state.get("code"), why=state.get("why", ""))
+
+
+def _is_replaced(file: Any, path: Path) -> bool:
+    """Return whether there is a new log, because the old one was too large."""
+    try:
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:  # between the two, there is none
+        return False
+
+
+def _skip_to_last_lines(file: Any, count: int) -> None:
+    """Move to the last lines of a file, of which at most 1 MiB is read."""
+    size = file.seek(0, os.SEEK_END)
+    start = max(0, size - (1 << 20))
+    file.seek(start)
+    data = file.read(size - start)
+    at = len(data)
+    for _ in range(count + 1):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            break
+    file.seek(start + at + 1)
+
+
+async def stop_job(request: dict[str, Any], channel: Sender) -> None:
+    """Ask the guard of a job for a stop, or with `now` kill the job, and wait until the guard has ended."""
+    record = find_record(request)
+    state = record.read()
+    if not record.is_running() or not _is_guard(state.get("pid")):
+        channel.send("stopped", was_running=False, code=state.get("code"))
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state["pid"], signal.SIGUSR1 if request["now"] else signal.SIGTERM)
+    deadline = time.monotonic() + request["seconds"]
+    while record.is_running() and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    channel.send("stopped", was_running=True, is_running=record.is_running(), code=record.read().get("code"))
+
+
+def _is_guard(pid: int | None) -> bool:
+    """Return whether a process is a guard. The pid in the file of a job may be that of another program by now."""
+    with contextlib.suppress(psutil.Error):
+        return bool(pid) and "accel_ddp.launch.guard" in psutil.Process(pid).cmdline()
+    return False
+
+
+REQUESTS = {"status": send_status, "logs": send_log, "end_job": stop_job}

@@ -1,0 +1,314 @@
+"""Starts, shows and stops jobs on Kubernetes through the user's own `kubectl`, as ssh jobs go through the system's `ssh`.
+
+Contexts, credentials and proxies are therefore the user's.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from accel_ddp.errors import STOPPED, UserError
+from accel_ddp.launch.description import Cluster
+from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, make_objects, object_name, read_settings, render
+
+_TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
+_OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}
+_POLL_SECONDS = 2
+_RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
+
+
+def launch(cluster: Cluster, job: Job) -> int:
+    """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
+    settings, manifest = read_settings(cluster), render(cluster, job)
+    kind, name = settings["kind"], object_name(job.name, len(cluster.nodes), settings["kind"])
+    kubectl = _connect(cluster)
+    if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
+        one = kubectl.get(f"{_TYPES[kind]}/{name}")
+        raise UserError(
+            f"{found[-1]} exists in the namespace {settings['namespace']} ({_state(one) if one else 'without a job'}). `accel-ddp stop "
+            f"{cluster.file} --name {job.name}` deletes it, and keeps its checkpoints. Or choose another name with --name."
+        )
+    _check_volume_and_secrets(cluster, settings, kubectl)
+    created: list[str] = []
+    for one in make_objects(cluster, job):
+        done = _create(kubectl, one)
+        if done.returncode:
+            # Only what this command has created is deleted. An object of the same name may belong to somebody else.
+            for name_of_created in created:
+                kubectl.start("delete", name_of_created, "--ignore-not-found", "--wait=false")
+            raise UserError(kubectl.explain("create", done.stderr))
+        created += done.stdout.split()
+    follow = f"{cluster.file} --name {job.name}"
+    print(f"submitted: {kind} {name} in the namespace {settings['namespace']}")
+    print(f"  status:  accel-ddp status {follow}\n  output:  accel-ddp logs -f {follow}\n  stop:    accel-ddp stop {follow}")
+    return 0
+
+
+def _create(kubectl: "_Kubectl", one: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Create an object. The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before."""
+    deadline = time.monotonic() + _RUNTIME_SECONDS
+    while True:
+        done = kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
+        if "must be created before the TrainJob" not in done.stderr or time.monotonic() > deadline:
+            return done
+        time.sleep(0.5)
+
+
+def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubectl: "_Kubectl") -> None:
+    """Raise UserError if pods would wait for ever for a volume or a secret. Users who may not read these are not stopped."""
+    claim = kubectl.get(f"persistentvolumeclaim/{settings['volume_claim']}", may_be_forbidden=True)
+    namespace = f"in the namespace {settings['namespace']}"
+    if claim is None:
+        fail(cluster, "kubernetes.volume_claim", settings["volume_claim"], f"there is no such PersistentVolumeClaim {namespace}")
+    modes = (claim or {}).get("spec", {}).get("accessModes", ["ReadWriteMany"])
+    if len(cluster.nodes) > 1 and "ReadWriteMany" not in modes:
+        reason = f"its access modes are {', '.join(modes)}. Several nodes need ReadWriteMany"
+        fail(cluster, "kubernetes.volume_claim", settings["volume_claim"], reason)
+    for secret in settings["secrets"]:
+        if kubectl.get(f"secret/{secret}", may_be_forbidden=True, output="name") is None:
+            create = f"kubectl --namespace {settings['namespace']} create secret generic {secret} --from-env-file=FILE"
+            fail(cluster, "kubernetes.secrets", secret, f"there is no such secret {namespace}. Create it: {create}")
+
+
+def status(cluster: Cluster, job: Job | None) -> int:
+    """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
+    settings, kubectl = read_settings(cluster), _connect(cluster)
+    if job is None:
+        text = kubectl.run("get", _TYPES[settings["kind"]], "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
+        found = json.loads(text)["items"]
+        for one in found:
+            print(f"{settings['kind']} {one['metadata']['name']}: {_state(one)}")
+        if not found:
+            print(f"no jobs in the namespace {settings['namespace']}")
+        return 0
+    one = kubectl.find(job)
+    print(f"{settings['kind']} {one['metadata']['name']} in the namespace {settings['namespace']}: {_state(one)}")
+    for pod in kubectl.pods(one):
+        state, message = _pod_state(pod)
+        machine = pod.get("spec", {}).get("nodeName", "no machine yet")
+        print(f"node {_index(pod)}: pod {pod['metadata']['name']} on {machine}: {state}")
+        for line in message.strip().splitlines()[-3:]:
+            print(f"    {line}")
+    return 0
+
+
+def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
+    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job.
+
+    Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
+    kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
+    """
+    kubectl = _connect(cluster)
+    one: dict[str, Any] | None = kubectl.find(job)
+    readers: dict[str, subprocess.Popen[bytes]] = {}
+    printed = ""
+    try:
+        while True:
+            pods = kubectl.pods(one) if one else []
+            for pod in pods:
+                name = pod["metadata"]["name"]
+                if _has_started(pod) and name not in readers:
+                    words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
+                    readers[name] = kubectl.show(*words, *(["-f"] if follow else []))
+            if not follow or one is None or (_is_finished(one) and all(reader.poll() is not None for reader in readers.values())):
+                break
+            late = [
+                f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}"
+                for pod in pods
+                if not _has_started(pod)
+            ]
+            if (text := ", ".join(late) if pods else f"{job.name} has no pods yet") != printed and text:
+                print(f"waiting: {text}", file=sys.stderr, flush=True)
+            printed = text
+            time.sleep(_POLL_SECONDS)
+            one = kubectl.get(kubectl.name_of(job))
+        codes = [reader.wait() for reader in readers.values()]
+    finally:
+        for reader in readers.values():
+            reader.terminate()
+    if not follow:
+        return max(codes, default=0)
+    if one is None:
+        print(f"{job.name} was deleted", file=sys.stderr)
+        return STOPPED
+    if _state(one).startswith("Complete"):
+        return 0
+    print(f"{job.name}: {_state(one)}", file=sys.stderr)
+    ends = sorted((_end(pod) for pod in pods), key=lambda end: end.get("finishedAt") or "")
+    return next((end["exitCode"] for end in ends if end.get("exitCode")), 1)
+
+
+def stop(cluster: Cluster, job: Job, now: bool) -> int:
+    """Delete a job. Its ranks save a checkpoint within the grace period. Return after the pods have ended."""
+    settings, kubectl = read_settings(cluster), _connect(cluster)
+    resource, seconds = kubectl.name_of(job), settings["grace_seconds"]
+    name = resource.partition("/")[2]
+    other = f"{_OTHERS[settings['kind']]}/{name}"
+    if kubectl.get(other) is None:  # it remains if an earlier `stop` was interrupted
+        kubectl.find(job)
+    if now:
+        kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
+        kubectl.run("delete", "pods", "-l", f"{INSTANCE}={name}", "--grace-period=1", timeout=0)
+    else:
+        print(f"stopping {resource}: its ranks have {seconds} s to save a checkpoint", flush=True)
+        # A deletion in the foreground ends after that of the pods.
+        kubectl.run("delete", resource, "--ignore-not-found", "--cascade=foreground", f"--timeout={seconds + 60}s", timeout=0)
+    # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses, and pods need the Service until they end.
+    kubectl.run("delete", other, "--ignore-not-found")
+    print(f"stopped: {resource}")
+    return 0
+
+
+def _is_finished(one: dict[str, Any]) -> bool:
+    return _state(one).startswith(("Complete", "Failed"))
+
+
+def _has_started(pod: dict[str, Any]) -> bool:
+    """Return whether a pod has a log: its container runs, or has ended."""
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return any({"running", "terminated"} & one.get("state", {}).keys() for one in containers)
+
+
+def _state(found: dict[str, Any] | None) -> str:
+    """Return the state of a Job or TrainJob: its last condition that is true."""
+    conditions = [one for one in (found or {}).get("status", {}).get("conditions", []) if one.get("status") == "True"]
+    ends = [one for one in conditions if one["type"] in ("Complete", "Failed")]
+    if not (shown := (ends or conditions)[-1:]):
+        return "not finished"
+    reason = ": ".join(filter(None, [shown[0].get("reason"), shown[0].get("message")]))
+    return shown[0]["type"] + (f" ({reason})" if reason else "")
+
+
+def _index(pod: dict[str, Any]) -> int:
+    metadata = pod.get("metadata", {})
+    found = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
+    return int(found.get("batch.kubernetes.io/job-completion-index", 0))
+
+
+def _end(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return how the container of a pod has ended, or {} if it has not."""
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return next((one["state"]["terminated"] for one in containers if one.get("state", {}).get("terminated")), {})
+
+
+def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
+    """Return the state of a pod and the message that explains it."""
+    status = pod.get("status", {})
+    state, message = status.get("phase", "Unknown"), status.get("message", "")
+    if end := _end(pod):
+        reason = end.get("message") or end.get("reason", "")
+        return f"{state}, exit code {end.get('exitCode')}", reason if end.get("exitCode") else ""
+    for container in status.get("containerStatuses", []):
+        if waiting := container.get("state", {}).get("waiting"):
+            return f"{state}, {waiting.get('reason', 'waiting')}", waiting.get("message", "")
+    for condition in status.get("conditions", []):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            message = condition.get("message", "")
+    return state, message
+
+
+def _connect(cluster: Cluster) -> "_Kubectl":
+    """Return kubectl after one request, which fails within 10 s. Other commands make many requests if there is no answer."""
+    kubectl = _Kubectl(cluster)
+    kubectl.run("get", "--raw=/version", timeout=10)
+    return kubectl
+
+
+class _Kubectl:
+    """The user's kubectl, in the context and namespace of a description."""
+
+    def __init__(self, cluster: Cluster):
+        settings = read_settings(cluster)
+        self.cluster, self.kind, self.namespace = cluster, settings["kind"], settings["namespace"]
+        context = [f"--context={settings['context']}"] if "context" in settings else []
+        self.words = ["kubectl", *context, f"--namespace={self.namespace}"]
+
+    def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
+        """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
+        limit = [f"--request-timeout={timeout}s"] if timeout else []
+        try:
+            return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise _missing_kubectl() from None
+
+    def run(self, *words: str, text: str = "", timeout: int = 15) -> str:
+        """Return the output of a kubectl command. Raises UserError with the reason why it failed."""
+        done = self.start(*words, text=text, timeout=timeout)
+        if done.returncode:
+            raise UserError(self.explain(words[0], done.stderr))
+        return done.stdout
+
+    def show(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start a kubectl that prints to our own output."""
+        sys.stdout.flush()
+        return subprocess.Popen([*self.words, *words])
+
+    def get(self, resource: str, may_be_forbidden: bool = False, output: str = "json") -> dict[str, Any] | None:
+        """Return an object, or None if it does not exist. An object that may not be read is {} if `may_be_forbidden`."""
+        try:
+            text = self.run("get", resource, "--ignore-not-found", "-o", output)
+        except UserError as error:
+            if may_be_forbidden and "forbidden" in str(error).lower():
+                return {}
+            raise
+        if not text.strip():
+            return None
+        return json.loads(text) if output == "json" else {}
+
+    def name_of(self, job: Job) -> str:
+        """Return TYPE/NAME of the TrainJob or Job of a job."""
+        return f"{_TYPES[self.kind]}/{object_name(job.name, len(self.cluster.nodes), self.kind)}"
+
+    def find(self, job: Job) -> dict[str, Any]:
+        """Return the TrainJob or Job of a job. Raises UserError if it does not exist."""
+        if (found := self.get(self.name_of(job))) is None:
+            raise UserError(
+                f"there is no {self.name_of(job)} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
+            )
+        return found
+
+    def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the newest pod of each node of a TrainJob or Job, in the order of the nodes. Pods that were replaced remain."""
+        text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
+        oldest_first = sorted(json.loads(text)["items"], key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+        newest = {_index(pod): pod for pod in oldest_first}
+        return [newest[index] for index in sorted(newest)]
+
+    def explain(self, command: str, error: str) -> str:
+        """Return the message for a kubectl command that failed with the output `error`."""
+        lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
+        shown = " ".join(lines)[-600:] or "it printed nothing"
+        where = f"kubectl {command} failed"
+        if "no matches for kind" in error or "the server doesn't have a resource type" in error:
+            return (
+                f"{where}: the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). Install it, "
+                "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how, or write "
+                f"`kubernetes: {{kind: Job}}` in {self.cluster.file}, which needs nothing. kubectl printed: {shown}"
+            )
+        unreachable = (
+            r"was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
+            r"|connection reset"
+        )
+        if re.search(unreachable, error, re.IGNORECASE):
+            return f"{where}: the Kubernetes API server cannot be reached. Check `kubectl cluster-info`. kubectl printed: {shown}"
+        if re.search(r"AlreadyExists|already exists", error):
+            return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
+        # Without credentials, kubectl asks for a user, and reads the end of its input.
+        if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
+            return f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create jobs`. {shown}"
+        if re.search(r"context .* does not exist|no context exists", error):
+            return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
+        if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook
+            return f"{where}: you may not do this in the namespace {self.namespace}. kubectl printed: {shown}"
+        return f"{where}, the cluster has refused it: {shown}"
+
+
+def _missing_kubectl() -> UserError:
+    return UserError(
+        "kubectl is not installed, or not on PATH. Install it (https://kubernetes.io/docs/tasks/tools/), or write the manifest to a "
+        "file with --print."
+    )

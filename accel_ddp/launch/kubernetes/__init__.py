@@ -1,1 +1,0 @@
-"""`backend: kubernetes`: the manifests, and the calls of kubectl. It may import modules of `launch`."""

@@ -1,0 +1,202 @@
+"""`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from accel_ddp.errors import UserError
+from accel_ddp.launch.cluster_keys import NAME
+from accel_ddp.launch.description import Cluster, read_description
+from accel_ddp.launch.job_commands import Job, make_job
+from accel_ddp.nodes import recipe_files
+
+_LAUNCH = """usage: accel-ddp launch [options] CLUSTER.yaml RECIPE [options of the recipe]
+
+Start a recipe on all nodes of a cluster with one command. CLUSTER.yaml describes the nodes (docs/launch.md). RECIPE is a name
+(`accel-ddp recipes` lists them) or the path of a script in the code folder of the nodes. All words after RECIPE belong to the recipe.
+
+  accel-ddp launch cluster.yaml recipes/classify.py --lr 1e-5
+  accel-ddp launch --dry_run cluster.yaml classify         print what runs on each node
+  accel-ddp launch --detach cluster.yaml classify          continue without this terminal
+
+options:
+  --dry_run        print the commands of each node, and start nothing
+  --print          print the Slurm script or the Kubernetes manifest, and submit nothing
+  --detach         return as soon as the job runs; `accel-ddp status`, `logs -f` and `stop` find it again
+  --name NAME      name of the job and of its folder (default: `name` of the description, else the name of the recipe)
+  --set KEY=VALUE  replace a key of the description, for example --set main_port=29600 or --set slurm.partition=short
+
+Exit codes: 0 ended, 2 a mistake in the description or the options, 75 stopped with a checkpoint, 130 ended by a second Ctrl-C,
+otherwise that of the rank that failed first."""
+
+_OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
+
+
+def launch(words: list[str]) -> int:
+    """Run `accel-ddp launch` and return its exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_LAUNCH, file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    parser = argparse.ArgumentParser(prog="accel-ddp launch", usage=_LAUNCH.partition("\n")[0][7:], add_help=False)
+    parser.add_argument("--dry_run", "--dry-run", action="store_true")
+    parser.add_argument("--print", action="store_true", dest="is_printed")
+    parser.add_argument("--detach", action="store_true")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    own, file, recipe, options = split_words(words)
+    given, unknown = parser.parse_known_args(own)
+    if unknown:
+        near = recipe_files.nearest(unknown[0], _OPTIONS)
+        raise UserError(f"{unknown[0]}: accel-ddp launch has no such option.{near} Options of the recipe follow the recipe.")
+    check_name(given.name)
+    cluster = read_description(file, given.set)
+    job = make_job(cluster, recipe, options, given.name)
+    check_options(cluster, job)
+    if given.is_printed and cluster.backend in ("ssh", "local"):
+        raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
+    if given.detach and cluster.backend in ("slurm", "kubernetes"):
+        raise UserError(f"--detach: has no effect with backend: {cluster.backend}, where jobs always run without this terminal.")
+    if cluster.backend in ("ssh", "local"):
+        from accel_ddp.launch import session
+
+        if given.dry_run:
+            print(session.dry_run(cluster, job))
+            return 0
+        return session.run_job(cluster, job, given.detach)
+    backend = _backend(cluster)
+    if given.dry_run or given.is_printed:
+        print(backend.render(cluster, job), end="")
+        return 0
+    return backend.launch(cluster, job)
+
+
+def check_options(cluster: Cluster, job: Job) -> None:
+    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked."""
+    if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
+        return
+    from accel_ddp.doctor.check_options import load_recipe_config
+
+    options: Iterable[str] = job.options
+    if cluster.backend == "slurm":
+        from accel_ddp.launch.slurm_script import is_array
+
+        options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
+    try:
+        load_recipe_config([job.script, *options])
+    except UserError as error:
+        option = str(error).partition(":")[0]
+        if option in _OPTIONS and "no such option" in str(error):
+            value = {"--name": " NAME", "--set": " KEY=VALUE"}.get(option, "")
+            raise UserError(
+                f"{option}: is an option of accel-ddp launch. Type it before the description: "
+                f"accel-ddp launch {option}{value} {cluster.file} {job.script}"
+            ) from None
+        raise
+
+
+def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
+    """Return (options of `launch`, description, recipe, options of the recipe). The first two words that are not options are files."""
+    own: list[str] = []
+    rest = list(words)
+    files: list[str] = []
+    while rest and len(files) < 2:
+        word = rest.pop(0)
+        if word in ("--name", "--set") and rest:
+            own += [word, rest.pop(0)]
+        elif word.startswith("-"):
+            own.append(word)
+        else:
+            files.append(word)
+    if not files:
+        raise UserError(
+            "accel-ddp launch needs a cluster description and a recipe: accel-ddp launch cluster.yaml recipes/classify.py"
+        )
+    if len(files) < 2:
+        if files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
+            raise UserError(
+                f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}"
+            )
+        raise UserError(f"accel-ddp launch needs a recipe after the description: accel-ddp launch {files[0]} recipes/classify.py")
+    if files[0].endswith(".py") and files[1].endswith((".yaml", ".yml")):
+        raise UserError(f"the description comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
+    return own, files[0], files[1], rest
+
+
+def check_name(name: str) -> None:
+    """Raise UserError if a name cannot be that of a job."""
+    if name and not NAME.fullmatch(name):
+        raise UserError(f"--name {name}: must consist of at most 63 letters, digits, '.', '_' and '-'.")
+
+
+def status(words: list[str]) -> int:
+    """Run `accel-ddp status` and return its exit code."""
+    parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
+    given = parser.parse_args(words)
+    cluster, job = _find(given, uses_default=False)
+    return _jobs(cluster).status(cluster, job)
+
+
+def logs(words: list[str]) -> int:
+    """Run `accel-ddp logs` and return its exit code."""
+    parser = _parser("logs", "Print the logs of a job from all nodes.")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, and return its exit code")
+    parser.add_argument("-n", "--lines", type=int, default=100, help="number of lines of each node (default: 100)")
+    given = parser.parse_args(words)
+    if given.lines < 0:
+        raise UserError(f"--lines {given.lines}: must be at least 0.")
+    cluster, job = _find(given)
+    return _jobs(cluster).logs(cluster, _required(job, given.file), given.follow, given.lines)
+
+
+def stop(words: list[str]) -> int:
+    """Run `accel-ddp stop` and return its exit code."""
+    parser = _parser("stop", "Stop a job on all nodes: its ranks save a checkpoint and end.")
+    parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
+    given = parser.parse_args(words)
+    cluster, job = _find(given)
+    return _jobs(cluster).stop(cluster, _required(job, given.file), given.now)
+
+
+def _parser(verb: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"accel-ddp {verb}", description=description)
+    parser.add_argument("file", metavar="CLUSTER.yaml", help="the description that the job was launched with")
+    parser.add_argument("--name", default="", help="name of the job (default: `name` of the description; status: all jobs)")
+    parser.add_argument("--output_dir", default="", help="the folder of the job, if it was launched with --output_dir")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the description")
+    return parser
+
+
+def _find(given: argparse.Namespace, uses_default: bool = True) -> tuple[Cluster, Job | None]:
+    check_name(given.name)
+    cluster = read_description(given.file, given.set)
+    name = given.name or (cluster.name if uses_default else "")
+    if not name and not given.output_dir:
+        return cluster, None
+    folder = given.output_dir or f"{cluster.output.rstrip('/')}/{name}"
+    return cluster, Job(name=name or folder.rstrip("/").rpartition("/")[2], script="", options=(), run_folder=folder)
+
+
+def _required(job: Job | None, file: str) -> Job:
+    if job is None:
+        raise UserError(f"--name is missing, and {file} has no name. `accel-ddp status {file}` lists the jobs.")
+    return job
+
+
+def _backend(cluster: Cluster) -> ModuleType:
+    if cluster.backend == "slurm":
+        from accel_ddp.launch import slurm
+
+        return slurm
+    from accel_ddp.launch import kubernetes
+
+    return kubernetes
+
+
+def _jobs(cluster: Cluster) -> ModuleType:
+    if cluster.backend not in ("ssh", "local"):
+        return _backend(cluster)
+    from accel_ddp.launch import host_jobs
+
+    return host_jobs

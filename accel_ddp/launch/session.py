@@ -1,0 +1,352 @@
+"""Runs a job on all nodes from this machine: checks, start, output, stop, and the end."""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.launch import job_commands, node_checks, reach
+from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all, ssh_words
+from accel_ddp.launch.console import Console
+from accel_ddp.launch.copying import copy_code, find_source
+from accel_ddp.launch.description import Cluster, Node, shown_value
+from accel_ddp.launch.host_jobs import stop_all
+from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.job_record import Record
+
+STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
+SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
+_INTERVAL = 3.0
+_FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
+
+
+def dry_run(cluster: Cluster, job: Job) -> str:
+    """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
+    address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
+    lines = []
+    for node in cluster.nodes:
+        where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
+        lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
+        if node.folder:
+            lines.append(f"cd {_shown_path(node.folder)}")
+        if node.venv:
+            lines.append(f". {_shown_path(f'{node.venv}/bin/activate')}")
+        for name, value in job_commands.node_environment(cluster, node).items():
+            shown = shown_value(name, value)
+            lines.append(f"export {name}={job_commands.to_shell([shown])}")
+        words = job_commands.launcher_words(cluster, job, node_rank=node.rank, address=address, port=cluster.main_port)
+        paths = [job_commands.config_word(cluster), job.run_folder]
+        lines += [job_commands.to_shell(job_commands.replace_home(words, paths, _shown_path)), ""]
+    if not cluster.main_address and cluster.backend == "ssh":
+        lines.append(
+            f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
+        )
+    return "\n".join(lines).rstrip()
+
+
+def _shown_path(path: str) -> job_commands.Shell:
+    """Return a path as a user types it: a leading `~/` is not quoted."""
+    return (
+        job_commands.Shell(f"~/{shlex.quote(path[2:])}") if path.startswith("~/") and path[2:] else job_commands.shell_path(path)
+    )
+
+
+def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:
+    """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
+    return asyncio.run(Session(cluster, job, is_detached).run())
+
+
+class Session:
+    """One job, from the connections to the nodes to the exit code."""
+
+    def __init__(self, cluster: Cluster, job: Job, is_detached: bool):
+        self.cluster, self.job, self.is_detached = cluster, job, is_detached
+        self.console = Console()
+        self.connections: list[Connection] = []
+        self.codes: dict[int, int] = {}  # exit code of each node that has ended, in the order in which they ended
+        self.reasons: dict[str, str] = {}  # host -> why its part of the job was stopped; "" if it ended by itself
+        self.lost: list[str] = []  # connections that were lost while the job was running
+        self.interrupts = 0
+        self.has_started = False
+        self.is_stopping = False
+        self.began = time.monotonic()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores it
+                loop.add_signal_handler(number, self.interrupt, number)
+        loop.add_signal_handler(signal.SIGWINCH, self.resize)
+        self.work = asyncio.ensure_future(self._run())
+        try:
+            return await self.work
+        except asyncio.CancelledError:
+            return INTERRUPTED
+        finally:
+            await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
+            if self.interrupts < 2:  # otherwise the user does not wait for a pager or a terminal that is stopped
+                await self.console.wait_until_printed()
+
+    def interrupt(self, number: int) -> None:
+        """Stop the job. Before the job runs, end at once. The second time, kill everything.
+
+        If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
+        """
+        if number == signal.SIGHUP and self.is_stopping:
+            self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
+            return
+        self.interrupts += 1
+        if not self.has_started:
+            self.work.cancel()
+        elif self.is_detached:  # `_run` ends the job as soon as all nodes have started it
+            self.console.note("ending the job, which is just starting.")
+        elif self.interrupts == 1:
+            self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
+            self.is_stopping = True
+            seconds = STOP_SECONDS if number == signal.SIGHUP else None
+            self._send_all("stop", why="the terminal was closed" if seconds else "a stop was requested", seconds=seconds)
+        else:
+            self.console.note("ending at once.")
+            self._send_all("kill", why="the end was requested")
+
+    def resize(self) -> None:
+        """Give the terminal of the main rank the new size of this one, so that its panel fits."""
+        if self.has_started and (size := _terminal_size()):
+            self.connections[0].send("resize", size=size)
+
+    async def _run(self) -> int:
+        cluster, job = self.cluster, self.job
+        if cluster.copy != "none":
+            source = find_source(job.script, cluster.copy)
+            await copy_code(cluster, source, lambda node: ssh_words(cluster, node), self.console.note)
+        self.connections = await open_all(cluster)
+        facts = await self._collect_facts()
+        errors, warnings = node_checks.find_errors(cluster, job, facts)
+        if not errors and cluster.copy == "none" and cluster.backend == "ssh" and Path(job.script).is_file():
+            warnings += await asyncio.to_thread(node_checks.compare_with_this_machine, job, facts)
+        for text in warnings:
+            self.console.note(text)
+        _refuse(errors)
+        address = cluster.main_address or self._address_of_main(facts)
+        if len(self.connections) > 1:
+            try:
+                _refuse(await reach.check(self.connections, address, cluster.main_port))
+            except Lost as error:
+                raise UserError(str(error)) from None
+        if cluster.doctor == "full" and not await self._run_doctor(address):
+            return USER_ERROR
+        await self._start(address)
+        if self.is_detached and self.interrupts:  # while the nodes were starting
+            await stop_all(cluster, job, is_now=True)
+            return INTERRUPTED
+        if self.is_detached:
+            self._explain_detached()
+            return 0
+        await asyncio.gather(*(self._follow(connection) for connection in self.connections))
+        return self._finish()
+
+    async def _collect_facts(self) -> list[dict[str, Any]]:
+        config = job_commands.used_config(self.cluster)
+
+        async def ask(connection: Connection) -> dict[str, Any]:
+            node = connection.node
+            sent = time.time()
+            found = await connection.ask(
+                "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
+                job=self.job.name, output=self.cluster.output, gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
+            )  # fmt: skip
+            return {**found, "clock": found["time"] - (sent + time.time()) / 2}
+
+        try:
+            return await asyncio.gather(*map(ask, self.connections))
+        except Lost as error:
+            raise UserError(str(error)) from None
+
+    def _address_of_main(self, facts: list[dict[str, Any]]) -> str:
+        if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
+            return "127.0.0.1"
+        if not facts[0]["address"]:
+            raise UserError(
+                f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found."
+            )
+        return facts[0]["address"][0]
+
+    def _request(self, connection: Connection, words: list[str], detach: bool) -> dict[str, Any]:
+        node, cluster = connection.node, self.cluster
+        # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
+        kinds = {self.job.script: "recipes", job_commands.config_word(cluster): "accelerate_configs"}
+        script = words.index(self.job.script)
+        terminal = None if detach or node.rank else _terminal_size()
+        return {
+            "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
+            "env": {**(_terminal_variables() if terminal else {}), **job_commands.node_environment(cluster, node)},
+            "run_folder": self.job.run_folder, "host": node.host,
+            "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
+            "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
+            "spot": cluster.spot, "terminal": terminal,
+        }  # fmt: skip
+
+    async def _start(self, address: str) -> None:
+        """Start the launchers of all nodes. If one does not start, stop the others."""
+        self.has_started = True
+
+        async def start(connection: Connection) -> None:
+            words = job_commands.launcher_words(
+                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
+            )
+            await connection.ask("start", "started", **self._request(connection, words, self.is_detached))
+
+        results = await asyncio.gather(*map(start, self.connections), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and not isinstance(failures[0], Lost):
+            raise failures[0]
+        if failures:
+            self._send_all("kill", why="another node has not started")
+            if self.is_detached:
+                await stop_all(self.cluster, self.job, is_now=True)
+            raise UserError(join_reasons("the job was not started:", list(map(str, failures))))
+
+    async def _run_doctor(self, address: str) -> bool:
+        """Run the full doctor on all nodes and return whether there is no error. Only the main node's output is shown."""
+        self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
+
+        async def check(connection: Connection) -> int:
+            words = job_commands.doctor_words(
+                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
+            )
+            request = {**self._request(connection, words, False), "time_limit": None, "spot": "none", "terminal": None}
+            await connection.ask("start", "started", **request)
+            while (message := await self._receive(connection))["is"] != "end":
+                if message["is"] == "out" and connection.node.rank == 0:
+                    self.console.show(connection.node.host, 0, message["lines"])
+            return message["code"]
+
+        try:
+            codes = await asyncio.gather(*map(check, self.connections))
+        except Lost as error:
+            raise UserError(f"the doctor did not end: {error}") from None
+        await asyncio.gather(*(connection.close() for connection in self.connections))
+        if failed := [node for node, code in zip(self.cluster.nodes, codes) if code]:
+            self.console.note(f"the doctor has found errors. Logs: {self._log_paths(failed)}")
+            return False
+        self.connections = await open_all(self.cluster)  # a guard runs one job
+        return True
+
+    async def _follow(self, connection: Connection) -> None:
+        """Show the output of a node until its part of the job has ended."""
+        node = connection.node
+        try:
+            while True:
+                await self.console.wait_for_room()
+                message = await self._receive(connection)
+                if message["is"] == "out" and "raw" in message:
+                    self.console.show_terminal(node.host, message["raw"], message["lines"])
+                elif message["is"] == "out":
+                    self.console.show(node.host, message["rank"], message["lines"])
+                elif message["is"] == "notice" and not self.interrupts:
+                    self.console.note(message["text"])
+                elif message["is"] == "end":
+                    self.codes[node.rank] = message["code"]
+                    self.reasons[node.host] = message["why"]
+                    break
+        except Lost as error:
+            self.lost.append(str(error))
+            self.codes[node.rank] = 1
+            self.console.note(f"the connection to {error}")
+        if len(self.codes) < len(self.connections):
+            self._stop_others(node.host, self.codes[node.rank], delay=0 if self.lost else 2)
+
+    async def _receive(self, connection: Connection) -> dict[str, Any]:
+        """Return the next message of a node. Raises Lost after SILENT_SECONDS without one, not even a heartbeat."""
+        silent = 0
+        while True:
+            try:
+                return await asyncio.wait_for(connection.receive(), _INTERVAL)
+            except asyncio.TimeoutError:
+                # Intervals are counted, and not seconds: after a laptop has slept, messages that have arrived are read first.
+                silent = silent + 1 if time.monotonic() - connection.last_message > _INTERVAL else 0
+                if silent * _INTERVAL >= SILENT_SECONDS:
+                    reason = f"no message for {SILENT_SECONDS:.0f} s: the host or the link to it is down"
+                    raise Lost(f"{connection.node.host}: {reason}.") from None
+
+    def _stop_others(self, host: str, code: int, delay: float) -> None:
+        """Stop the nodes that still run after one node has ended.
+
+        `delay` is the time in which the monitors of the other nodes print the diagnosis and end their ranks.
+        """
+        loop = asyncio.get_running_loop()
+        if code in (0, STOPPED, INTERRUPTED) or self.interrupts:  # all nodes end together; the main node may write for longer
+            if code:
+                why = f"{host} has ended"
+                loop.call_later(_FOLLOW_SECONDS, lambda: self._send_all("stop", why=why, seconds=STOP_SECONDS))
+        elif not self.is_stopping:
+            self.is_stopping = True
+            loop.call_later(delay, lambda: self._send_all("stop", why=f"{host} has failed", seconds=STOP_SECONDS))
+
+    def _send_all(self, kind: str, **values: Any) -> None:
+        for connection in self.connections:
+            if connection.node.rank not in self.codes:
+                connection.send(kind, **values)
+
+    def _finish(self) -> int:
+        """Print the first cause of a failure, once, and where the logs are. Return the exit code."""
+        failed = {rank: code for rank, code in self.codes.items() if code}
+        code = next((code for code in failed.values() if code not in (STOPPED, INTERRUPTED)), next(iter(failed.values()), 0))
+        if UNSAVED in failed.values():
+            code = UNSAVED
+        elif STOPPED in failed.values() and self.interrupts == 1:
+            code = STOPPED
+        elif self.interrupts > 1:
+            code = INTERRUPTED
+        first = next((self.cluster.nodes[rank].host for rank, one in failed.items() if one == code), "")
+        if code == 1:  # torch returns 1 for every end of a script that does not use this package
+            was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
+            code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
+        seconds = time.monotonic() - self.began
+        if code not in (0, STOPPED, INTERRUPTED):
+            cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
+            self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
+        elif self.lost:
+            self.console.note(f"the first cause: {self.lost[0]}")
+        logs = self._log_paths(self.cluster.nodes)
+        how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
+        self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")
+        return code
+
+    def _log_paths(self, nodes: Sequence[Node]) -> str:
+        folder = Path(self.job.run_folder, "launch")
+        paths = [f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes[:2]]
+        return ", ".join(paths) + (f" and {len(nodes) - 2} more" if len(nodes) > 2 else "")
+
+    def _explain_detached(self) -> None:
+        file, name = self.cluster.file, self.job.name
+        self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
+        for verb in ("status", "logs -f", "stop"):
+            self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+
+
+def _refuse(errors: list[str]) -> None:
+    if errors:
+        raise UserError(join_reasons("the job was not started:", errors))
+
+
+def _terminal_variables() -> dict[str, str]:
+    """Return the variables that state what this terminal can do. The node does not have them, because ssh opens no terminal there."""
+    given = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
+    return {"TERM": os.environ.get("TERM") or "dumb", **given}
+
+
+def _terminal_size() -> list[int] | None:
+    """Return the size of the terminal, or None if the output is not a terminal."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.isatty(sys.stdout.fileno()):
+            return list(os.get_terminal_size(sys.stdout.fileno()))
+    return None

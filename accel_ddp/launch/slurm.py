@@ -1,0 +1,428 @@
+"""Submits jobs to Slurm, and finds, shows and stops them. Inside an allocation, the job runs there in the foreground.
+
+Only sbatch, srun, squeue, scontrol, scancel and sinfo are used, which work without Slurm's accounting database.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_ddp.errors import STOPPED, UserError
+from accel_ddp.launch.description import Cluster
+from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_folder, render, split_environment
+
+CALL_SECONDS = 60.0  # for the answer of Slurm's controller
+SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
+STOP_SECONDS = 660.0
+RESEND_SECONDS = 5.0  # a rank that is still importing its packages ignores the signal of a stop
+# A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
+REFUSALS = {
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "gres": "slurm.gres or gpus_per_node",
+    "time": "time_limit",
+    "memory": "slurm.options",
+    "node count": "nodes",
+    "configuration is not available": "nodes, gpus_per_node, slurm.gres, slurm.partition or slurm.options",
+    "option": "slurm.options",
+}
+# Reasons why a job waits that end by themselves, when other jobs end or at a time that is known.
+USUAL_REASONS = (
+    "None",
+    "Resources",
+    "Priority",
+    "BeginTime",
+    "Dependency",
+    "JobArrayTaskLimit",
+    "Licenses",
+    "Prolog",
+    "Cleaning",
+)
+# Limits of an account or a QOS that other jobs have reached. Limits per job are not among them: such a job never starts.
+USUAL_LIMITS = re.compile(
+    r"(QOS|Assoc)(Grp|Max\w*(Jobs|Per(User|Account|Acct)))|QOS(Job|Resource)Limit|Association(Job|Resource)Limit"
+)
+# Variables of sbatch that are not called as their options.
+_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node", "array": "array_inx"}
+_OF_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # they tell clients where the controller is
+ACTIVE = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+    "REQUEUED",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job, or a task of an array, as `scontrol show job` describes it."""
+
+    number: str  # of a task of an array: ARRAY_TASK
+    name: str
+    state: str
+    reason: str
+    nodes: str
+    run_time: str
+    code: int  # of the batch script; 128 + N: it was ended by signal N
+    restarts: int
+    host: str  # of the batch script
+    folder: Path
+    log: Path
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE
+
+    def describe(self) -> str:
+        """Return the state in words, for example `ended with exit code 75`."""
+        if self.state == "PENDING":
+            return f"waiting ({self.reason})"
+        if self.is_active:
+            return f"{self.state.lower()} on {self.nodes} for {self.run_time}"
+        if self.state == "CANCELLED":
+            return "cancelled"
+        return f"ended with exit code {self.code} ({self.state})"
+
+
+# ---- commands
+
+
+def launch(cluster: Cluster, job: Job) -> int:
+    """Submit a job and print how to follow and stop it. Inside an allocation, run it there and return its exit code."""
+    if "SLURM_JOB_ID" in os.environ:
+        return _run_in_allocation(cluster, job)
+    script = render(cluster, job)
+    _refuse_leftover(cluster, job)
+    file = _write_script(cluster, job, "job.sh", script)
+    done = _call("sbatch", "--parsable", str(file), environment=_sbatch_environment(script) | split_environment(cluster)[1])
+    if done.returncode:
+        raise UserError(_explain_refusal(cluster, done.stderr))
+    number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
+    ranks = count(cluster.nodes[0].processes, "rank")
+    name = "" if cluster.name == job.name else f" --name {job.name}"
+    log = file.parent / (f"slurm-{number}_TASK.log" if is_array(cluster) else f"slurm-{number}.log")
+    print(f"job {number} ({job.name}) is submitted: {count(len(cluster.nodes), 'node')} with {ranks} each")
+    print(f"script:  {file}\nlog:     {log}")
+    print(f"follow:  accel-ddp logs -f {cluster.file}{name}\nstop:    accel-ddp stop {cluster.file}{name}", flush=True)
+    return _report_start(number)
+
+
+def status(cluster: Cluster, job: Job | None) -> int:
+    """Print the state of a job, or of all jobs in the code folder, also of those that have ended."""
+    found = _find_jobs(cluster, job.name if job else "")
+    output = code_folder(cluster) / Path(cluster.output).expanduser()
+    folders = [launch_folder(cluster, job)] if job else sorted(output.glob("*/launch"))
+    lines = [_describe(one) for one in found]
+    for folder in folders:
+        files = _log_files(folder)[-1:] if folder not in [one.log.parent for one in found] else []
+        for file in files:
+            one = _job_of(file)
+            # Slurm removes a job some minutes after its end. Its log stays.
+            lines.append(_describe(one) if one else f"{folder.parent.name}  job {_number_of(file)}  ended  log {file}")
+    what = f"job named {job.name!r}" if job else f"job in {output}"
+    print("\n".join(lines) or f"There is no {what}.")
+    return 0
+
+
+def _describe(one: SlurmJob) -> str:
+    restarts = f", {count(one.restarts, 'restart')}" if one.restarts else ""
+    return f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}"
+
+
+def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
+    """Print the end of the job's log. With `follow`, continue until the job has ended, and return its exit code."""
+    last = _log_files(launch_folder(cluster, job))[-1:]
+    jobs = _find_jobs(cluster, job.name) or [one for one in map(_job_of, last) if one]
+    files = sorted({one.log for one in jobs}) or last
+    if not files:
+        raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
+    readers = {file: _read_on(file, lines) for file in files}
+    while True:
+        # The state is read before the log, so that the last lines of a job that has ended are printed too.
+        now = [_show(one.number) for one in jobs] if follow else []
+        for file, reader in readers.items():
+            if text := next(reader):
+                header = f"==> {file.name} <==\n" if len(files) > 1 else ""
+                print(header + text, end="", flush=True)
+        if not any(one and one.is_active for one in now):
+            return max([one.code for one in now if one] or [0])
+        time.sleep(1)
+
+
+def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
+    """Let the ranks save and end the job, or with `is_now` end it at once, and wait for its end. Slurm does not queue it again."""
+    jobs = _find_jobs(cluster, job.name)
+    if not jobs:
+        raise UserError(f"Slurm has no job named {job.name!r} of this user. `accel-ddp status {cluster.file}` lists the jobs.")
+    deadline = time.monotonic() + (CALL_SECONDS if is_now else STOP_SECONDS)
+    for one in jobs:
+        if is_now or one.state == "PENDING":
+            _call("scancel", one.number)
+        else:
+            # First, because the batch script reads this when the ranks have stopped.
+            _call("scontrol", "update", f"JobId={one.number}", "Requeue=0")
+    signalled_at = -RESEND_SECONDS
+    while (now := [_show(one.number) for one in jobs]) and any(one and one.is_active for one in now):
+        if time.monotonic() > deadline:
+            break
+        if not is_now and time.monotonic() - signalled_at >= RESEND_SECONDS:
+            signalled_at = time.monotonic()
+            for one in now:
+                if one and one.state == "RUNNING":
+                    _call("scancel", "--signal=USR2", one.number)
+                elif one and one.state == "PENDING":  # it was queued again a moment before
+                    _call("scancel", one.number)
+        time.sleep(0.5)
+    for before, one in zip(jobs, now):
+        more = (
+            ". It has saved a checkpoint, and --resume continues it." if one and one.code == STOPPED and not one.is_active else ""
+        )
+        print(f"job {before.number} ({before.name}): {one.describe() if one else 'ended'}{more}")
+    return 1 if any(one and one.is_active for one in now) else 0
+
+
+# ---- submitting
+
+
+def _refuse_leftover(cluster: Cluster, job: Job) -> None:
+    folder = launch_folder(cluster, job)
+    for one in _find_jobs(cluster, job.name):
+        if one.log.parent == folder:
+            raise UserError(
+                f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
+                f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
+            )
+
+
+def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
+    """Write the script into the folder of the job and return its path. Slurm does not create the folder of a log itself."""
+    if not (folder := code_folder(cluster)).is_dir():
+        raise UserError(
+            f"{cluster.file}: folder {str(folder)!r}: there is no such folder on this machine. This machine and the nodes must "
+            "have the same code folder."
+        )
+    file = launch_folder(cluster, job) / name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(script)
+    except OSError as error:
+        raise UserError(f"{file}: the script of the job cannot be written: {error.strerror}. Change the key output.") from None
+    return file
+
+
+def _sbatch_environment(script: str) -> dict[str, str]:
+    """Return the environment of this process without variables that would change the script.
+
+    For sbatch, SBATCH_PARTITION and the like take precedence over the lines of a script. In a shell inside an allocation, the
+    variables of that allocation would reach the srun of the new job.
+    """
+    options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
+    given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
+    is_inside = "SLURM_JOBID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in given and not (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
+    }
+
+
+def _explain_refusal(cluster: Cluster, text: str) -> str:
+    reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
+    if "contact slurm controller" in reason:
+        return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
+    key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
+    values = [f"{part} {cluster.slurm[part.removeprefix('slurm.')]!r}" for part in key.split(" or ") if part[6:] in cluster.slurm]
+    return (
+        f"{cluster.file}: sbatch has refused the job: {reason}. Check {', '.join(values) or key}. `sinfo` lists the partitions."
+    )
+
+
+def _report_start(number: str) -> int:
+    """Print whether the job runs or why it waits. Return 1 if it may never start, and its exit code if it has failed at once."""
+    began = time.monotonic()
+    while True:
+        one = _show(number)
+        waited = time.monotonic() - began
+        is_usual = one is None or _ends_by_itself(one.reason)
+        if one is None or waited > SUBMIT_SECONDS:
+            break
+        if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
+            is_known = not is_usual and waited > SUBMIT_SECONDS / 2
+        else:  # the checks of the nodes at the begin of the script take less than a second
+            is_known = not one.is_active or (one.state == "RUNNING" and one.run_time >= "00:00:02")
+        if is_known:
+            break
+        time.sleep(0.25)
+    if one is None:
+        return 0
+    if one.state == "PENDING":
+        if is_usual:
+            print(f"state:   {one.describe()}")
+            return 0
+        print(
+            f"warning: job {number} waits and may never start: {one.reason}.{_unavailable_nodes()} The job stays in the queue. "
+            f"`scontrol show job {number}` shows more.",
+            file=sys.stderr,
+        )
+        return 1
+    if one.is_active or one.code == 0:
+        print(f"state:   {one.describe()}")
+        return 0
+    print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
+    if one.log.exists():
+        print("".join(one.log.read_text(errors="replace").splitlines(keepends=True)[-20:]), end="", file=sys.stderr)
+    else:
+        print(f"{one.host} cannot write {one.log}. Put this folder on a disk that all nodes share.", file=sys.stderr)
+    return one.code
+
+
+def _ends_by_itself(reason: str) -> bool:
+    return reason.split(",")[0] in USUAL_REASONS or USUAL_LIMITS.match(reason) is not None
+
+
+def _unavailable_nodes() -> str:
+    lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
+    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.count("|") >= 2]
+    found = [f"{name} is {state} ({why})" for name, state, why in rows]
+    return f" Nodes that are not available (`sinfo -R`): {', '.join(found)}." if found else ""
+
+
+# ---- inside an allocation
+
+
+def _run_in_allocation(cluster: Cluster, job: Job) -> int:
+    number, nodes = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    if nodes < len(cluster.nodes):
+        raise UserError(
+            f"{cluster.file}: nodes {len(cluster.nodes)}: the allocation {number} (SLURM_JOB_ID) has {count(nodes, 'node')}. Use "
+            f"--set nodes={nodes}, or allocate more: salloc --nodes={len(cluster.nodes)}."
+        )
+    if is_array(cluster):
+        raise UserError(
+            f"{cluster.file}: slurm.options --array: an allocation runs one job. Leave the allocation to submit an array."
+        )
+    script = render(cluster, job, is_batch=False)
+    file = _write_script(cluster, job, f"allocation-{number}.sh", script)
+    print(f"using the allocation {number} (SLURM_JOB_ID)", flush=True)
+    process = subprocess.Popen(["bash", str(file)], env={**os.environ, **split_environment(cluster)[1]})
+
+    def interrupt(*_: object) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(signal.SIGINT)
+
+    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, interrupt)
+    return process.wait()
+
+
+# ---- Slurm's answers
+
+
+def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=CALL_SECONDS, env=environment, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"{words[0]} is not installed on this machine. Type the command on a login node of the Slurm cluster, or use --print and "
+            "submit the script there."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{words[0]} has not answered within {CALL_SECONDS:.0f} s. Try `sinfo` on this machine.") from None
+
+
+def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
+    """Return the queued and running jobs of this user with this name ("": any) in the code folder."""
+    words = ["squeue", "--me", "--noheader", "--array", "--format=%A"]
+    done = _call(*words, f"--name={name}") if name else _call(*words)
+    if done.returncode:
+        raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
+    # The number of the last task of an array is that of the whole array, so that a task may be found twice.
+    found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
+    folder = code_folder(cluster)
+    return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
+
+
+def _show(number: str) -> SlurmJob | None:
+    return next(iter(_show_all(number)), None)
+
+
+def _show_all(number: str) -> list[SlurmJob]:
+    """Return a job, or all tasks of an array. Slurm removes a job, by default 5 minutes after its end."""
+    done = _call("scontrol", "--oneliner", "show", "job", number)
+    return [_parse(line) for line in done.stdout.splitlines() if "JobId=" in line]
+
+
+def _parse(line: str) -> SlurmJob:
+    values = {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?= \S+=|$)", line)}
+    number_of_exit, _, by_signal = values.get("ExitCode", "0:0").partition(":")
+    code = int(number_of_exit) or (128 + int(by_signal) if int(by_signal or 0) else 0)
+    state = values.get("JobState", "?")
+    if not code and state not in (*ACTIVE, "COMPLETED"):
+        code = 1  # Slurm has ended the job, for example at its time limit, and stores 0
+    task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
+    number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
+    return SlurmJob(
+        number=number, name=values.get("JobName", ""), state=state,
+        reason=values.get("Reason", "").replace("_", " "),
+        nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
+        code=code, restarts=int(values.get("Restarts", 0)),
+        host=values.get("BatchHost", "the node"), folder=Path(values.get("WorkDir", "")), log=Path(values.get("StdOut", "")),
+    )  # fmt: skip
+
+
+# ---- logs
+
+
+def _log_files(folder: Path) -> list[Path]:
+    """Return the logs in a folder, the oldest first."""
+    return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
+
+
+def _number_of(log: Path) -> str:
+    return log.stem.removeprefix("slurm-")
+
+
+def _job_of(log: Path) -> SlurmJob | None:
+    """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
+    one = _show(_number_of(log))
+    return one if one and one.log == log else None
+
+
+def _read_on(file: Path, lines: int) -> Iterator[str]:
+    """Yield the last lines of a file, and then what was added to it. The file need not exist yet."""
+    position = None
+    while True:
+        text = ""
+        if file.exists():
+            with file.open("rb") as opened:
+                if position is None:
+                    kept = b"".join(opened.readlines()[-lines:] if lines else opened.readlines())
+                else:
+                    opened.seek(position)
+                    kept = opened.read()
+                position = opened.tell()
+            text = kept.decode(errors="replace")
+        yield text

@@ -1,0 +1,240 @@
+"""`accel-ddp scaling`: runs the settings one after the other and shows what they have measured."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.doctor.facts import count_visible
+from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.measure.scaling_analysis import Links, Result, combine, measure
+from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary, write_page
+from accel_ddp.measure.scaling_plan import (
+    ScalingOptions,
+    Setting,
+    cluster_places,
+    local_places,
+    make_plan,
+    parse_ranks,
+    read_options,
+    smaller,
+)
+from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
+from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.report.markup import require_page
+
+LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
+NEVER = "1000000000"
+FIXED = [
+    "--log_every",
+    "1",
+    "--eval_every",
+    NEVER,
+    "--no_eval_first",
+    "--save_every",
+    NEVER,
+    "--report_to",
+    "",
+    "--push_to_hub",
+    "",
+]
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
+
+
+class Failed(Exception):
+    """A run has failed, so that the others make no sense. The arguments are the message and the exit code."""
+
+
+def main(words: list[str]) -> int:
+    """Return the exit code: 0, 1 if some runs have failed, 2 for a mistake of the user, 130 if it was interrupted."""
+    options = read_options(words)
+    show = lambda text: print(text, file=sys.stderr if options.given.json else sys.stdout, flush=True)
+    folder = Path(options.given.folder)
+    if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
+    if options.given.page:  # before minutes are spent on measuring
+        require_page(Path(options.given.page), f"--page {options.given.page}", "--page", "scaling")
+    if options.given.folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
+    scaling = Scaling(options, show)
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
+        signal.signal(signal.SIGHUP, _raise_interrupt)
+    code = 0
+    try:
+        scaling.measure_all()
+    except KeyboardInterrupt:
+        show("interrupted: the runs were ended.")
+        code = INTERRUPTED
+    except Failed as failed:
+        text, code = failed.args
+        show(text)
+    finally:
+        scaling.runs.close()
+    summary = scaling.summary(is_complete=code == 0)
+    has_problems = any(result.problem for result in scaling.results)
+    if options.given.json:
+        print(as_json(summary), flush=True)
+    elif any(result.measured for result in scaling.results):
+        show(format_summary(summary))
+    if options.given.page and any(result.measured for result in scaling.results):
+        write_page(Path(options.given.page), summary)
+        show(f"plots: {options.given.page}" + (f"; logs: {folder}" if options.given.folder else ""))
+    return code or int(has_problems)
+
+
+def _raise_interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Scaling:
+    """The runs of one command."""
+
+    def __init__(self, options: ScalingOptions, show: Callable[[str], None]):
+        self.options, self.show, given = options, show, options.given
+        numbers = parse_ranks(given.ranks) if given.ranks else []
+        self.results: list[Result] = []
+        self.links: list[Links] = []
+        self.errors_shown: set[str] = set()
+        self.code = 1  # of the last run that has failed
+        self.num_steps = given.warmup + given.steps + LATE_STEPS
+        self.runs: LocalRuns | ClusterRuns
+        if given.cluster:
+            self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, given.run_seconds, not given.no_prediction)
+            self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
+            places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
+            cores = 0 if self.on_gpu else self.runs.cores()
+            local_ranks = max(node.processes for node in self.runs.cluster.nodes)
+        else:
+            gpus = count_visible()
+            self.on_gpu, cores = (
+                gpus > 0,
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            )
+            gpus = min(gpus, options.gpu_ids or gpus)
+            places = local_places(numbers, options.limit or gpus or cores, gpus)
+            self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
+            local_ranks = places[-1].ranks
+        self.cores, self.threads = cores, self._threads(cores, local_ranks)
+        micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
+        self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
+        if not self.plan:
+            self.runs.close()
+            raise UserError(" ".join(self.left_out))
+
+    def _threads(self, cores: int, local_ranks: int) -> int:
+        """Return the CPU threads of each rank, which are the same in every run. A rank alone would otherwise use all cores."""
+        if self.on_gpu or self.options.cfg.num_threads:
+            return self.options.cfg.num_threads
+        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+        return int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
+
+    def measure_all(self) -> None:
+        """Run all settings. Raise Failed if the first one fails, and KeyboardInterrupt."""
+        self._announce()
+        for number, setting in enumerate(self.plan):
+            result, seconds = self._measure(setting, f"[{number + 1}/{len(self.plan)}]")
+            self.results.append(result)
+            left = len(self.plan) - number - 1
+            if not number and not result.measured:
+                raise Failed("The first run has failed, so that there is nothing to compare with.", self.code)
+            if not number and left:
+                self.show(f"This run took {seconds:.0f} s. About {_duration(seconds * left)} are left.")
+            if not number:
+                self._measure_links()
+
+    def _announce(self) -> None:
+        for text in self.left_out:
+            self.show(text)
+        runs = f"{len(self.plan)} run{'s' * (len(self.plan) > 1)} of {self.num_steps} steps"
+        low, high = 10 * len(self.plan), 60 * len(self.plan)
+        self.show(
+            f"{runs}. Each starts Python and loads the model and the data, which usually takes 10 to 60 s: about {_duration(low)} to "
+            f"{_duration(high)}, longer if steps take seconds."
+        )
+        if not self.on_gpu:
+            cores, threads = f" on {self.cores} cores" if self.cores else "", f"{self.threads} thread{'s' * (self.threads > 1)}"
+            self.show(
+                f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
+                "cores and its memory bandwidth."
+            )
+
+    def _measure_links(self) -> None:
+        """Let the doctor measure the links of this machine, on the most ranks. In a cluster it runs with the first run on the nodes."""
+        place = max((setting.place for setting in self.plan), key=lambda place: place.ranks)
+        if isinstance(self.runs, ClusterRuns) or self.options.given.no_prediction or place.ranks == 1:
+            return
+        self.show(f"the doctor measures all-reduces on {place.ranks} ranks ...")
+        links = self.runs.measure_links(place)
+        self.links += [links] if links else []
+        if not links:
+            self.show(f"There is no prediction: see `accel-ddp doctor --num_processes {place.ranks}`.")
+
+    def _measure(self, setting: Setting, label: str) -> tuple[Result, float]:
+        """Run a setting, with smaller micro-batches if it does not fit, and once more if its steps vary. Return the seconds too."""
+        self.show(f"{label} {setting.describe()} ...")
+        ended, runs = self._run(setting), 1
+        measured = measure(ended.events, self.options.given.warmup)
+        while not measured and _OUT_OF_MEMORY.search(ended.text):
+            used = next((event["batch"]["micro"] for event in ended.events if event["event"] == "start" and "batch" in event), 0)
+            less = smaller(setting, used or setting.micro or setting.per_rank)
+            if not less:
+                return Result(setting, None, "does not fit in memory, not even one item at once"), ended.seconds
+            self.show(f"{less.note}.")
+            setting, ended = less, self._run(less, runs)
+            runs += 1
+            measured = measure(ended.events, self.options.given.warmup)
+        if not measured:
+            return Result(setting, None, self._explain(ended)), ended.seconds
+        if measured.spread > LARGE_SPREAD:
+            self.show(f"The steps vary by {measured.spread:.0%}. The run is repeated.")
+            again = measure(self._run(setting, runs).events, self.options.given.warmup)
+            measured, runs = (combine(measured, again), runs + 1) if again else (measured, runs)
+        return Result(setting, measured, runs=runs), ended.seconds
+
+    def _run(self, setting: Setting, number: int = 0) -> Ended:
+        steps = self.options.cfg.steps
+        more = ["--global_batch_size", str(setting.batch), "--stop_after", str(self.num_steps)]
+        more += ["--micro_batch_size", str(setting.micro)] if setting.micro else []
+        more += ["--num_threads", str(self.threads)] if self.threads else []
+        more += ["--steps", str(self.num_steps)] if 0 < steps < self.num_steps else []
+        name = setting.name() + (f"_{number + 1}" if number else "")
+        ended = self.runs.run(name, setting.place, [*self.options.options, *FIXED, *more])
+        start = next((event for event in ended.events if event["event"] == "start"), {})
+        if start.get("sharding"):
+            require_ddp({"distributed_type": "FSDP"}, "accel-ddp scaling")
+        if start and start["total_steps"] < self.num_steps and steps == 0:
+            self.show(f"--epochs gives only {start['total_steps']} steps with this batch. The run is repeated with --steps.")
+            more += ["--steps", str(self.num_steps)]
+            ended = self.runs.run(f"{name}_longer", setting.place, [*self.options.options, *FIXED, *more])
+        self.links += [ended.links] if ended.links else []
+        self.code = ended.code if ended.code in (USER_ERROR, INTERRUPTED) else 1
+        return ended
+
+    def _explain(self, ended: Ended) -> str:
+        """Show the error of a run, once, and return its first line."""
+        lines = [line.rstrip() for line in ended.text.splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"(^|[\]:|] )error: |the first cause: ", line)]
+        text = "\n".join(errors[:3] or lines[-20:]) or "it printed nothing"
+        how = "stopped early" if ended.code in (0, STOPPED, UNSAVED) else f"failed with exit code {ended.code}"
+        if text not in self.errors_shown:
+            self.show(f"The run {how}:\n{text}")
+        self.errors_shown.add(text)
+        return f"{how}: {(errors or lines or ['it printed nothing'])[-1][:200]}"
+
+    def summary(self, is_complete: bool) -> Summary:
+        return Summary(
+            recipe=self.options.recipe, modes=self.options.modes, results=self.results, links=self.links, left_out=self.left_out,
+            on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
+            steps=self.options.given.steps, warmup=self.options.given.warmup, places=[setting.place for setting in self.plan],
+        )  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"

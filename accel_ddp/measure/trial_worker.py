@@ -1,0 +1,329 @@
+"""One rank of a trial: `python -m accel_ddp.measure.trial_worker SPEC PARENT`, with RANK, WORLD_SIZE and so on in the environment.
+
+SPEC is a JSON file that describes what to measure, and PARENT is the process id of the agent. The worker prints reports as lines
+of JSON, then exits. It has no time limit of its own: the agent kills it.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.doctor.collective_process import read_nccl_log
+from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Transport, best_choice, best_exact
+from accel_ddp.measure.tune_shapes import Entries, unpack
+from accel_ddp.nodes.launcher import cpu_is_wanted
+
+WARM_UP_STEPS = 4  # DDP rebuilds its buckets after the first step, and PowerSGD compresses from the third step on
+MAX_REPETITIONS = 40
+ALIVE_SECONDS = 0.5  # a slow worker reports at this interval, so that it is not killed as one that hangs
+
+
+def report(event: str, **values: Any) -> None:
+    """Print a report with one system call, because the agent reads whole lines."""
+    os.write(1, json.dumps({"event": event, **values}).encode() + b"\n")
+
+
+class TrialFailed(Exception):
+    """The trial cannot continue. The argument is the reason."""
+
+
+class Worker:
+    """Measures all-reduce or DDP steps together with the other ranks."""
+
+    def __init__(self, spec: dict[str, Any]):
+        self.spec, self.reported_at = spec, time.perf_counter()
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank, self.local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def run(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist = torch, dist
+        if self.spec["measure"] == "ddp":
+            import torch._dynamo  # the first DDP imports it, which takes seconds that would count as part of a step
+        report("imported")
+        self.connect()
+        {"all_reduce": self.measure_all_reduce, "ddp": self.measure_ddp}[self.spec["measure"]]()
+        self.leave()
+
+    def connect(self) -> None:
+        """Create the process group and report the transport that it uses."""
+        torch, dist = self.torch, self.dist
+        gpus = 0 if cpu_is_wanted() or self.spec["backend"] == "gloo" else torch.cuda.device_count()
+        if 0 < gpus < self.local_ranks:
+            raise TrialFailed(f"{self.local_ranks} ranks on a node with {gpus} GPU(s): NCCL needs one GPU for each rank")
+        if not gpus and self.spec["backend"] == "nccl":
+            raise TrialFailed("--backend nccl: torch finds no GPU on this node")
+        self.device = torch.device("cuda", self.local_rank) if gpus else torch.device("cpu")
+        backend = "nccl" if gpus else "gloo"
+        if gpus:
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_ranks))
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=self.spec["seconds"] + 30), device_id=self.device if gpus else None
+        )
+        self.all_reduce(torch.ones(1 << 18, device=self.device))  # NCCL writes to its log which transport it chooses here
+        paths, network, interfaces = [], "", []
+        if log := os.environ.get("NCCL_DEBUG_FILE"):
+            with contextlib.suppress(OSError):
+                paths, network, interfaces = read_nccl_log(Path(log).read_text(errors="replace"))
+        device = torch.cuda.get_device_name() if gpus else f"CPU, {torch.get_num_threads()} threads"
+        version = "NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if gpus else "gloo"
+        transport = Transport(
+            backend, device, f"torch {torch.__version__}, {version}", network, paths, list(dict.fromkeys(interfaces))
+        )
+        report("connected", **asdict(transport))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize()
+
+    def all_reduce(self, tensor: Any, operation: str = "SUM") -> Any:
+        self.dist.all_reduce(tensor, op=getattr(self.dist.ReduceOp, operation))
+        self.synchronize()
+        return tensor
+
+    def time_each(self, function: Callable[[], Any], repetitions: int) -> list[float]:
+        """Return the milliseconds of each call on the slowest rank.
+
+        The numbers are the same on every rank, so all ranks make the same decisions from them.
+        """
+        spans = []
+        for _ in range(repetitions):
+            began = time.perf_counter()
+            function()
+            self.synchronize()
+            spans.append((time.perf_counter() - began) * 1000)
+            if time.perf_counter() - self.reported_at > ALIVE_SECONDS:
+                self.reported_at = time.perf_counter()
+                report("alive")
+        if not spans:
+            return []
+        return self.all_reduce(self.torch.tensor(spans, dtype=self.torch.float64, device=self.device), "MAX").tolist()
+
+    def median_time(self, function: Callable[[], Any], warm_up: int, seconds: float, best_ms: float = 0.0) -> tuple[float, bool]:
+        """Return the median of the milliseconds, and whether the measurement ended early as much slower than `best_ms`."""
+        self.time_each(function, warm_up)
+        spans = self.time_each(function, 3)
+        if best_ms and min(spans) > best_ms * MUCH_SLOWER:
+            return statistics.median(spans), True
+        repetitions = min(MAX_REPETITIONS, int(seconds * 1000 / max(statistics.median(spans), 1e-3)) - 3)
+        spans += self.time_each(function, repetitions) if repetitions > 0 else []
+        return statistics.median(spans), False
+
+    def measure_all_reduce(self) -> None:
+        """Report the time of an all-reduce for each message size in increasing order. Sizes that take too long are skipped."""
+        ms_per_byte, limit_ms = 0.0, self.spec["seconds"] * 1000
+        for size in self.spec["sizes"]:
+            if ms_per_byte * size * 5 > limit_ms / 2:
+                report("skipped", size=size, ms=ms_per_byte * size)
+                continue
+            buffer = self.torch.zeros(size // 4, device=self.device)
+            best_ms = self.spec["best_ms"].get(str(size), 0.0)
+            all_reduce = lambda buffer=buffer: self.dist.all_reduce(buffer)
+            ms, ended_early = self.median_time(all_reduce, 2, self.spec["seconds"] / 20, best_ms)
+            ms_per_byte = ms / size
+            self.check_collectives(buffer)
+            report("measured", size=size, ms=ms, ended_early=ended_early)
+            if ended_early:
+                return
+
+    def check_collectives(self, buffer: Any) -> None:
+        """Raise TrialFailed if a sum is wrong, and fail if another collective fails: such settings must not count as fast."""
+        buffer.fill_(self.rank + 1)
+        expected, actual = self.ranks * (self.ranks + 1) / 2, self.all_reduce(buffer)
+        if actual.min().item() != expected or actual.max().item() != expected:
+            raise TrialFailed(f"wrong sums: {actual.min().item()} to {actual.max().item()} instead of {expected}")
+        self.dist.broadcast(buffer[:1024], src=0)
+        self.dist.all_gather([self.torch.empty_like(buffer[:64]) for _ in range(self.ranks)], buffer[:64].contiguous())
+        self.synchronize()
+
+    def measure_ddp(self) -> None:
+        """Report the time of a DDP step for each config."""
+        torch, spec = self.torch, self.spec
+        model = build_proxy_model(torch, unpack(spec["entries"]), getattr(torch, spec["dtype"]), self.device)
+        self.autocast = contextlib.nullcontext()
+        if spec["autocast"]:
+            self.autocast = torch.autocast(self.device.type, getattr(torch, spec["autocast"]))
+        report("tokens", tokens=self.choose_tokens(model))
+        times: dict[Choice, float] = {(size, hook): ms for size, hook, ms in spec["times"]}
+        best_ms = 0.0
+        for number, fields in spec["configs"]:
+            config = resolve_config(DdpConfig(**fields), times)
+            if config is None:
+                report("redundant", number=number)
+                continue
+            report("config", number=number, bucket_cap_mb=config.bucket_cap_mb, comm_hook=config.comm_hook)
+            ms, ended_early = self.time_ddp(model, config, best_ms)
+            best_ms = min(best_ms or ms, ms)
+            if config.gradient_as_bucket_view and not ended_early:
+                times[config.choice] = min(ms, times.get(config.choice, ms))
+            report("timed", number=number, ms=ms, ended_early=ended_early)
+            for parameter in model.parameters():
+                parameter.grad = None
+            gc.collect()  # the DDP of this config has reference cycles that hold its buckets
+
+    def time_ddp(self, model: Any, config: DdpConfig, best_ms: float) -> tuple[float, bool]:
+        """Return the median of the milliseconds of a step, and whether the measurement ended early as much slower than `best_ms`.
+
+        `best_ms` is 0 for the first config of this process, before and after which more is done: clocks, caches and allocators
+        warm up first, and then the time of a step without communication is reported.
+        """
+        ddp, is_first, seconds = self.wrap(model, config), best_ms == 0.0, self.spec["config_seconds"]
+
+        def step() -> None:
+            for parameter in model.parameters():
+                parameter.grad = None
+            with self.autocast:
+                loss = ddp()
+            self.torch.autograd.backward([loss])
+
+        def step_without_communication() -> None:
+            with ddp.no_sync():
+                step()
+
+        if is_first:
+            spans = self.time_each(step, WARM_UP_STEPS)
+            self.time_each(step, max(0, min(50, int(1000 / spans[-1]))))
+        result = self.median_time(step, WARM_UP_STEPS, seconds, 0.0 if config.is_repeat else best_ms)
+        if is_first:  # not earlier: the first step of a DDP must communicate
+            report("compute_only", ms=self.median_time(step_without_communication, 1, seconds)[0])
+        return result
+
+    def choose_tokens(self, model: Any) -> int:
+        """Set and return the number of tokens in a step: as many as requested, or fewer if a step would take too long.
+
+        The number is the same on every rank.
+        """
+        requested, longest_ms = self.spec["tokens"], self.spec["config_seconds"] * 1000 / 4
+
+        def step() -> None:
+            with self.autocast:
+                loss = model()
+            self.torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])
+
+        tokens = min(8, requested)
+        while True:  # from few to many, because a step with all tokens could take minutes on a CPU
+            model.set_tokens(tokens)
+            self.time_each(step, 1)
+            ms = min(self.time_each(step, 2))
+            report("alive")
+            if tokens == requested or ms * 2 > longest_ms:
+                return tokens
+            tokens = min(requested, tokens * 4 if ms * 4 < longest_ms else tokens * 2)
+
+    def wrap(self, model: Any, config: DdpConfig) -> Any:
+        """Return the model in DDP, with the options that Accelerate would pass for this config."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        # Without device_ids: they are for moving inputs, and DDP fails if it has device_ids and the model has no inputs.
+        ddp = DistributedDataParallel(
+            model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=config.gradient_as_bucket_view,
+            broadcast_buffers=False,
+        )  # fmt: skip
+        if config.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)  # early, so that compressed steps are timed
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif config.comm_hook != "none":
+            ddp.register_comm_hook(None, getattr(default_hooks, f"{config.comm_hook}_compress_hook"))
+        return ddp
+
+    def leave(self) -> None:
+        """Return on rank 0 when all ranks are past the last collective, because rank 0 hosts the store that the others use."""
+        store, deadline = self.dist.distributed_c10d._get_default_store(), time.monotonic() + 5
+        left = store.add("left", 1)
+        while self.rank == 0 and left < self.ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = store.add("left", 0)
+        report("done")
+
+
+def resolve_config(config: DdpConfig, times: dict[Choice, float]) -> DdpConfig | None:
+    """Replace the "best so far" values of a config by what was measured. Return None for a repetition that is not needed.
+
+    Every rank has the same times, so every rank gets the same config.
+    """
+    best = best_exact(times) if config.comm_hook == "none" else best_choice(times)
+    resolved = replace(config, bucket_cap_mb=config.bucket_cap_mb or best[0], comm_hook=config.comm_hook or best[1])
+    is_repeated = resolved.choice == DEFAULT or (resolved.comm_hook == "none" and not config.comm_hook)
+    return None if is_repeated and config.is_repeat and not config.bucket_cap_mb else resolved
+
+
+def build_proxy_model(torch: Any, entries: Entries, dtype: Any, device: Any) -> Any:
+    """Return a module with these parameters, in this order, whose forward and backward passes cost about what the model's do.
+
+    Each matrix is multiplied with as many rows as there are tokens. Every parameter's output is an input of the next one, so the
+    backward pass computes the gradients one after the other, in reverse order. DDP overlaps communication with this computation.
+    """
+    nn = torch.nn
+
+    class ProxyModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds = [kind for kind, _, _ in entries]
+            self.weights = nn.ParameterList(
+                nn.Parameter(torch.full(shape, 0.01, dtype=dtype, device=device), requires_grad=is_trained)
+                for _, shape, is_trained in entries
+            )
+
+        def set_tokens(self, tokens: int) -> None:
+            self.inputs = {}
+            for kind, weight in zip(self.kinds, self.weights):
+                if kind == "embedding":
+                    self.inputs[kind, len(weight)] = torch.arange(tokens, device=device) % len(weight)
+                elif kind == "matrix":
+                    width = weight[0].numel()
+                    self.inputs[kind, width] = torch.full((tokens, width), 0.01, dtype=dtype, device=device)
+
+        def forward(self) -> Any:
+            carried = torch.zeros((), dtype=dtype, device=device)
+            for kind, weight in zip(self.kinds, self.weights):
+                if kind == "embedding":
+                    carried = carried + nn.functional.embedding(self.inputs[kind, len(weight)], weight).mean()
+                elif kind == "matrix":
+                    flat = weight.flatten(1)
+                    carried = nn.functional.linear(self.inputs[kind, flat.shape[1]] + carried, flat).mean()
+                else:
+                    carried = carried + weight.mean()
+            return carried
+
+    return ProxyModel()
+
+
+def main() -> None:
+    spec, parent = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    if sys.platform == "linux":  # the kernel kills this process when the agent dies
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # the agent died before the line above
+        os._exit(1)
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the agent kills this process; torch would print pages about it
+    code = 1
+    try:
+        Worker(spec).run()
+        code = 0
+    except TrialFailed as error:
+        report("failed", reason=str(error))
+    except Exception as error:
+        is_out_of_memory = "OutOfMemory" in type(error).__name__ or "not enough memory" in str(error)
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        report("failed", reason="out of memory" if is_out_of_memory else f"{type(error).__name__}: {first_line}"[:300])
+    sys.stderr.flush()
+    os._exit(code)  # without the shutdown of the interpreter, which may wait for ranks that have ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""`accel-ddp tune`: run the preflight, then connect the nodes and tune."""
+
+import argparse
+import asyncio
+import difflib
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from accel_ddp.doctor import findings, host
+from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
+from accel_ddp.doctor.cluster import check_cluster, print_progress
+from accel_ddp.doctor.doctor_command import read_options
+from accel_ddp.doctor.findings import Outcome
+from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+from accel_ddp.measure.agent import Agent, WorkerProcesses
+from accel_ddp.measure.trials import Coordinator
+from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
+from accel_ddp.measure.tune_results import TUNED_VARIABLES
+from accel_ddp.measure.tuner import Tuner
+from accel_ddp.nodes.messages import make_token
+from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.nodes.topology import Topology
+
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+ONE_RANK = (
+    "There is only one rank, so there is no communication to tune. Give the number of nodes (--num_machines 2, or --config_file "
+    "accelerate_configs/2node.yaml), or the number of ranks on this node (--num_processes 2)."
+)
+
+
+def main(words: list[str]) -> int:
+    """Return the exit code.
+
+    0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
+    130: interrupted.
+    """
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    parser = build_parser()
+    given, unknown = parser.parse_known_args(words[:script])
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    try:
+        return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:
+    """Run the doctor's preflight, then tune. Return the exit code."""
+    cfg = load_recipe_config(script_words) if script_words else None
+    # Add the options that only the doctor has. The model is left out, because only the main node reads it.
+    doctor_options = {**vars(given), "no_deep": False, "data": [], "output_dir": "", "model": ""}
+    topology, checks = read_options(argparse.Namespace(**doctor_options), script_words)
+    require_ddp(topology.accelerate_config, "accel-ddp tune")
+    options = options_from(given, cfg, topology, own_words, script_words)
+    if topology.is_launched or topology.num_local_processes > 1:
+        raise UserError(
+            "accel-ddp tune was started by a launcher, such as torchrun or accelerate launch. It starts the ranks of its node "
+            "itself: run it once on each node, without a launcher."
+        )
+    if topology.num_nodes == 1 and topology.num_ranks == 1:
+        raise UserError(ONE_RANK)
+    _prepare_preflight(checks, given, options, topology)
+    outcome = await check_cluster(topology, checks, print_progress)
+    if outcome.findings:
+        print(findings.format_findings(outcome.findings, findings.supports_colour()), flush=True)
+    if outcome.has_errors or not outcome.deep_port:
+        for line in outcome.table:
+            print(line)
+        print(f"preflight: {findings.summarize(outcome.findings)}. The tuning was not started.", flush=True)
+        return 1
+    nodes = len(outcome.roster)
+    if sum(outcome.ranks_of_nodes) == 1:
+        raise UserError(ONE_RANK)
+    print(f"preflight: {f'{nodes} nodes have' if nodes > 1 else 'this node has'} no errors", flush=True)
+    return await connect_and_tune(outcome, make_token(outcome.deep_port, "accel-ddp tune", checks.secret), options)
+
+
+def _prepare_preflight(checks: CheckOptions, given: argparse.Namespace, options: TuneOptions, topology: Topology) -> None:
+    """Add to the preflight that the options of `tune` must be the same on every node and that --out must be writable."""
+    checks.script, checks.deep, checks.measures_bandwidth, checks.output_dir = checks.script or "accel-ddp tune", True, False, ""
+    same = {name: getattr(given, name) for name in ("minutes", "trial_seconds", "model_bytes", "tokens")}
+    same |= {"try": given.tries, "tune_backend": given.backend}
+    checks.recipe |= {name: str(value) for name, value in same.items()}
+    if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
+        text = f"--out {options.out}: {reason}"
+        checks.findings.append(host.local_finding(topology, "E_OUT", text, "give another folder with --out on this node"))
+
+
+def _why_not_writable(folder: str) -> str:
+    """Return the reason why files cannot be written to the folder, or an empty string."""
+    existing, path = host.nearest_existing_folder(folder), Path(folder).expanduser().absolute()
+    if existing is None:
+        return "the disk does not answer"
+    for parent in (path, *path.parents):
+        if parent.exists() and not parent.is_dir():
+            return f"{parent} is a file, not a folder"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+
+
+async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions) -> int:
+    """Run the agent of this node, and on node 0 also the coordinator and the tuner. Return the exit code."""
+    node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
+    main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
+    interrupted = _catch_signals()
+    coordinator, tuning = Coordinator(nodes, token), None
+    try:
+        if node == 0:
+            await coordinator.open(main_ip, port)
+            tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
+        allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
+        environment = _worker_environment(outcome.interface, main_ip)
+        processes = WorkerProcesses(node, outcome.ranks_of_nodes, main_ip, environment, allowed)
+        code = await Agent(processes, options.out).run(main_ip, port, token, describe_node(node, options.out), interrupted)
+        if tuning:  # it may still be sending the end to the other nodes
+            await asyncio.wait([tuning], timeout=10)
+            if tuning.done():
+                tuning.result()
+        return code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if tuning:
+            tuning.cancel()
+            await asyncio.gather(tuning, return_exceptions=True)
+            await coordinator.close()
+
+
+def _catch_signals() -> asyncio.Future:
+    """Return a future whose result will be the name of the first signal that asks this process to end."""
+    loop = asyncio.get_running_loop()
+    interrupted: asyncio.Future = loop.create_future()
+    for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
+        loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
+    return interrupted
+
+
+def _worker_environment(interface: str, main_ip: str) -> dict[str, str]:
+    """Return the environment of the workers: without a launcher's variables and without the variables that are tuned."""
+    launcher = ("TORCHELASTIC_", "PET_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher) and name not in TUNED_VARIABLES}
+    kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # recipes set it too
+    return kept | host.socket_interface_variables(interface, main_ip)  # a recipe's preflight sets it too
+
+
+def describe_node(node: int, out: str) -> dict[str, Any]:
+    """Return the first message of this node's agent to the coordinator."""
+    networks, real = {}, host.external_interfaces()
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if name in real and entry.family == socket.AF_INET and entry.netmask and name not in networks:
+                networks[name] = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False))
+    return {
+        "node": node, "host": host.HOST, "interfaces": networks, "out": out,
+        "environment": {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)},
+        "has_chosen_interface": any(os.environ.get(name) for name in INTERFACE_VARIABLES),
+    }  # fmt: skip

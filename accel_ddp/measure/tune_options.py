@@ -1,0 +1,143 @@
+"""The options of `accel-ddp tune`: the parser, and what they mean for the tuning."""
+
+import argparse
+import contextlib
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
+from accel_ddp.doctor.doctor_command import add_options
+from accel_ddp.errors import UserError
+from accel_ddp.nodes.topology import Topology
+
+DESCRIPTION = """Finds the fastest communication settings for this cluster in a few minutes.
+Run the same command on every node, each with its own --machine_rank.
+
+The doctor's preflight checks run first. Then all-reduce is timed with different socket settings of NCCL, each in new processes
+on every node. Then a DDP step of your model is timed with the best of these settings and different bucket sizes and
+communication hooks. Every node prints the same table. The best values are written to OUT/tuned.env (environment variables; use
+it with `set -a; . OUT/tuned.env; set +a` on every node) and OUT/tuned.yaml (for --config of the recipes). The number of nodes
+and the address of the main node come from the same options and environment variables as for `accel-ddp doctor`."""
+
+DEFAULT_OUT = "accelerate_configs"
+OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
+_DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
+_LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
+                   "--mixed_precision", "--rdzv_backend")  # fmt: skip
+_TORCHRUN_OPTIONS = ("--nnodes", "--nproc_per_node", "--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
+                     "--rdzv_conf", "--max_restarts", "--monitor_interval")  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class TuneOptions:
+    """What is tuned. Only `out` may differ between the nodes."""
+
+    minutes: float
+    trial_seconds: float
+    backend: str
+    tries: list[dict[str, str]] = field(default_factory=list)  # environment variables of each --try
+    model: dict[str, Any] = field(default_factory=dict)  # options of a recipe; empty: no model
+    model_bytes: int = 0
+    tokens: int = 0  # per rank and step; 0: chosen by device
+    autocast: str = ""  # dtype of mixed precision; empty: off
+    launch: str = "accelerate launch"  # the user's launch command, for the printed instructions
+    out: str = DEFAULT_OUT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp tune", usage="accel-ddp tune [options] [RECIPE.py [its options]]", description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve", allow_abbrev=False,
+    )  # fmt: skip
+    add_options(parser)
+    for action in [action for action in parser._actions if action.dest in _DOCTOR_ONLY]:
+        parser._remove_action(action)
+        for group in parser._action_groups:
+            with contextlib.suppress(ValueError):
+                group._group_actions.remove(action)
+        for option in action.option_strings:
+            del parser._option_string_actions[option]
+    tuning = parser.add_argument_group("tuning")
+    tuning.add_argument("--model", default="", metavar="NAME",
+                        help="hub name or folder of the model, or builtin:NAME; default: the recipe's model")  # fmt: skip
+    tuning.add_argument("--model_bytes", type=int, default=0, metavar="BYTES",
+                        help="size of the gradients in float32, instead of a model")  # fmt: skip
+    tuning.add_argument("--tokens", type=int, default=0, metavar="N",
+                        help="tokens per rank and step; default: the recipe's micro_batch_size x max_length, with max_length at "
+                        "most 128; without a recipe 1024, on CPUs 128")  # fmt: skip
+    tuning.add_argument("--minutes", type=float, default=5.0, help="approximate time limit for the whole tuning (default 5)")
+    tuning.add_argument("--trial_seconds", type=float, default=20.0, metavar="SECONDS",
+                        help="a trial that hangs is killed after this time, not counting its start (default 20)")  # fmt: skip
+    tuning.add_argument("--try", action="append", default=[], dest="tries", metavar="'NAME=VALUE ...'",
+                        help="also try these environment variables; the option can be repeated")  # fmt: skip
+    tuning.add_argument("--out", default=DEFAULT_OUT, metavar="FOLDER",
+                        help=f"folder for tuned.env and tuned.yaml (default {DEFAULT_OUT})")  # fmt: skip
+    return parser
+
+
+def options_from(
+    given: argparse.Namespace, cfg: TrainConfig | None, topology: Topology, own_words: list[str], script_words: list[str]
+) -> TuneOptions:
+    """Return the options of the tuning. Raises UserError for values that make no sense.
+
+    `cfg` holds the options of the recipe, if there is one. `own_words` and `script_words` are the command line before the script,
+    and from the script on.
+    """
+    for name, minimum in {"minutes": 0.05, "trial_seconds": 1.0, "model_bytes": 0, "tokens": 0}.items():
+        if not getattr(given, name) >= minimum:
+            raise UserError(f"--{name} {getattr(given, name)}: must be at least {minimum}.")
+    if given.model and given.model_bytes:
+        raise UserError(f"--model {given.model} and --model_bytes {given.model_bytes}: both describe the model. Give only one.")
+    model = _model_options(given, cfg)
+    precision = getattr(cfg, "mixed_precision", "auto")
+    precision = str(topology.accelerate_config.get("mixed_precision", "no")) if precision == "auto" else precision
+    return TuneOptions(
+        minutes=given.minutes, trial_seconds=given.trial_seconds, backend=given.backend, out=given.out,
+        tries=[_parse_try(text) for text in given.tries], model=model if model.get("model") else {},
+        model_bytes=given.model_bytes, tokens=given.tokens or _tokens_of_recipe(cfg),
+        autocast={"bf16": "bfloat16", "fp16": "float16"}.get(precision, ""),
+        launch=_launch_command(topology.num_nodes, own_words, script_words),
+    )  # fmt: skip
+
+
+def _parse_try(text: str) -> dict[str, str]:
+    pairs = [word.partition("=") for word in shlex.split(text)]
+    if not pairs or not all(name and equals for name, equals, _ in pairs):
+        example = "--try 'NCCL_BUFFSIZE=8388608 NCCL_PROTO=Simple'"
+        raise UserError(f"--try {text!r}: must be environment variables with values, for example {example}.")
+    return {name: value for name, _, value in pairs}
+
+
+def _model_options(given: argparse.Namespace, cfg: TrainConfig | None) -> dict[str, Any]:
+    """Return the recipe's options, in which --model replaces the recipe's model. Empty with --model_bytes."""
+    if given.model_bytes:
+        return {}
+    options: dict[str, Any] = {}
+    if isinstance(cfg, RecipeConfig):
+        options = {**as_plain_dict(cfg), "lora_targets": list(cfg.lora_targets), "freeze": list(cfg.freeze)}
+    return {**options, "model": given.model} if given.model else options
+
+
+def _tokens_of_recipe(cfg: TrainConfig | None) -> int:
+    if cfg is None:
+        return 0
+    items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
+    return items * min(128, getattr(cfg, "max_length", 128))
+
+
+def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -> str:
+    """Return the command of the user's run: torchrun if there is one of its own options, and otherwise `accelerate launch`.
+
+    The command is the same on every node. OWN_RANKS stands for the value of --nproc_per_node.
+    """
+    names = [f"--{word[2:].partition('=')[0].replace('-', '_')}" if word.startswith("--") else "" for word in own_words]
+    is_torchrun = any(name in _TORCHRUN_OPTIONS and name not in _LAUNCH_OPTIONS for name in names)
+    known, options = _TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS, []
+    for index, (word, name) in enumerate(zip(own_words, names)):
+        if name in known and name != "--nproc_per_node":
+            options += [word] if "=" in word else own_words[index : index + 2]
+    rank = f"{'--node_rank' if is_torchrun else '--machine_rank'} $NODE_RANK" if nodes > 1 else ""
+    launcher = f"torchrun --nproc_per_node {OWN_RANKS}" if is_torchrun else "accelerate launch"
+    script = shlex.join(script_words) or "recipes/classify.py"
+    return " ".join(filter(None, [launcher, shlex.join(options), rank, script]))

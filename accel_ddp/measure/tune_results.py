@@ -1,0 +1,338 @@
+"""Types for what is measured, the rows of the printed tables, and the files with the best values."""
+
+import math
+import shlex
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Choose which settings to try next, and which of the measured ones to recommend.
+#
+# All functions are pure. Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is
+# better. NCCL reads its variables once per process, so every trial has to start new processes. The search therefore makes few
+# trials: first sets of variables that were fast elsewhere, then changes of one coordinate at a time from the best of these sets.
+Settings = dict[str, str]
+
+THREADS, SOCKETS, BUFFER = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_BUFFSIZE"
+CHANNELS, ALGORITHM, PROTOCOL = "NCCL_MIN_NCHANNELS", "NCCL_ALGO", "NCCL_PROTO"
+TUNED_VARIABLES = (THREADS, SOCKETS, BUFFER, CHANNELS, ALGORITHM, PROTOCOL)
+
+MIB = 1 << 20
+SIZES = (1 * MIB, 25 * MIB, 256 * MIB)  # a small model, one DDP bucket of the default size, a large message
+MAX_TRIALS = 12
+FASTER = 0.97  # a time counts as faster if it is below this share of the other time; a smaller difference is noise
+MUCH_SLOWER = 1.5  # a trial ends early if its time is above this multiple of the best time
+
+# Measured on one H200 as two nodes over TCP, all-reduce of 25 / 256 MiB: default 18.1 / 144.5 ms, first set 5.9 / 59.4 ms, second
+# set 6.5 / 47.2 ms. More threads and sockets without larger buffers were not faster than the default, so no set has only these.
+KNOWN_GOOD: tuple[Settings, ...] = (
+    {THREADS: "4", SOCKETS: "4", BUFFER: "16777216"},
+    {THREADS: "2", SOCKETS: "4", CHANNELS: "8", ALGORITHM: "Ring", PROTOCOL: "Simple"},
+    {BUFFER: "16777216"},
+    {THREADS: "4", SOCKETS: "4", BUFFER: "8388608", CHANNELS: "8"},
+)
+# The values of each coordinate; {} leaves the choice to NCCL. NCCL limits threads x sockets to 64. LL128 is not among the values,
+# because it corrupts data on hardware where it is not safe. Ring supports every collective.
+COORDINATES: tuple[tuple[Settings, ...], ...] = (
+    ({CHANNELS: "8"}, {CHANNELS: "16"}, {}),
+    ({ALGORITHM: "Ring", PROTOCOL: "Simple"}, {}),
+    ({BUFFER: "16777216"}, {BUFFER: "8388608"}, {}),
+    ({THREADS: "4", SOCKETS: "4"}, {THREADS: "2", SOCKETS: "4"}, {}),
+)
+# Tree can be faster on more than two nodes. `tree` alone leaves other collectives without an algorithm (NCCL issue 317), and so
+# does `allreduce:tree` since NCCL 2.31 (vLLM pull request 58179). This form gives an algorithm for every collective.
+TREE: Settings = {ALGORITHM: "ring,tree;allreduce:tree"}
+
+
+def format_settings(settings: Settings) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "default"
+
+
+def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
+    """Return the time by which settings are compared, from the all-reduce time of each message size.
+
+    If the gradients fit into one bucket, this is the time of a message of their size. Otherwise it is the geometric mean over the
+    sizes from one bucket up, so that no single size decides.
+    """
+    if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
+        return milliseconds[gradient_bytes]
+    compared = [ms for size, ms in milliseconds.items() if size >= SIZES[1]] or list(milliseconds.values())[-1:]
+    return math.exp(sum(map(math.log, compared)) / len(compared)) if compared else math.inf
+
+
+def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
+    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
+
+    `default_score` is the score without any settings.
+    """
+    best, best_score, tried = {}, default_score, [{}]
+    for settings in KNOWN_GOOD:
+        if settings in tried or len(tried) > MAX_TRIALS:
+            continue
+        tried.append(settings)
+        measured = yield settings
+        if measured is not None and measured < best_score:
+            best, best_score = settings, measured
+    for choices in COORDINATES:
+        if nodes > 2 and ALGORITHM in choices[0]:
+            choices = (*choices, TREE)
+        names = {name for choice in choices for name in choice}
+        for choice in choices:
+            settings = {name: value for name, value in best.items() if name not in names} | choice
+            settings = {name: settings[name] for name in TUNED_VARIABLES if name in settings}  # the same order in every row
+            if settings in tried or len(tried) > MAX_TRIALS:
+                continue
+            tried.append(settings)
+            measured = yield settings
+            if measured is not None and measured < best_score * FASTER:
+                best, best_score = settings, measured
+
+
+def interface_choices(interfaces: list[dict[str, str]]) -> list[list[str]]:
+    """Return the choices of network interfaces, each a list with the interface name of every node.
+
+    `interfaces` has one dictionary per node, from name to network ("10.0.0.0/24"). A choice consists of the interfaces in one
+    network that all nodes share, or, if the nodes share fewer than two networks, of the interfaces with the same name. The result
+    is empty if there are fewer than two choices.
+    """
+    first, *others = interfaces
+    networks = [network for network in dict.fromkeys(first.values()) if all(network in node.values() for node in others)]
+    if len(networks) > 1:
+        return [[next(name for name, its in node.items() if its == network) for node in interfaces] for network in networks]
+    names = [name for name in first if all(name in node for node in others)]
+    return [[name] * len(interfaces) for name in names] if len(names) > 1 else []
+
+
+def bucket_sizes(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
+    """Return the bucket sizes to try in MiB, DDP's default first.
+
+    Of the sizes that put all gradients into one bucket, only the smallest is kept.
+    """
+    kept = []
+    for size in sorted(sizes):
+        if size == 25 or not kept or kept[-1] * MIB < gradient_bytes:
+            kept.append(size)
+    return sorted(kept, key=lambda size: size != 25)
+
+
+Choice = tuple[int, str]  # bucket_cap_mb, comm_hook
+DEFAULT: Choice = (25, "none")  # DDP's defaults
+WORTH_ROUNDING = 0.9  # a hook rounds the gradients, so its time must be below this share of the time without a hook
+
+
+def _fastest(milliseconds: dict[Choice, float]) -> Choice | None:
+    """Return the choice with the smallest buckets among those whose times differ from the shortest only by noise.
+
+    Smaller buckets overlap better with the backward pass of a model that computes longer.
+    """
+    limit = min(milliseconds.values(), default=0.0) / FASTER
+    return min((choice for choice, ms in milliseconds.items() if ms < limit), default=None)
+
+
+def best_exact(milliseconds: dict[Choice, float]) -> Choice:
+    """Return the best choice without a hook: DDP's default, unless another is faster by more than noise."""
+    exact = {choice: ms for choice, ms in milliseconds.items() if choice[1] == "none"}
+    fastest = _fastest(exact) or DEFAULT
+    return fastest if exact.get(fastest, 0.0) < exact.get(DEFAULT, math.inf) * FASTER else DEFAULT
+
+
+def best_choice(milliseconds: dict[Choice, float]) -> Choice:
+    """Return the best choice without a hook, unless bf16 or fp16 is clearly faster.
+
+    If both are clearly faster and differ by less than 5 %, bf16 is preferred, because it has the range of float32.
+    """
+    exact = best_exact(milliseconds)
+    limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
+    faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
+    limit = min(faster.values(), default=0.0) * 1.05
+    safer = {choice: ms for choice, ms in faster.items() if choice[1] == "bf16" and ms < limit}
+    return _fastest(safer) or _fastest(faster) or exact
+
+
+def confirmed_choice(times: dict[Choice, list[float]]) -> tuple[Choice, float]:
+    """Return the best choice and its speed relative to the default, from one or more times of each choice.
+
+    The shortest of many noisy times is partly luck. So the candidates are found by their shortest times, and then compared by
+    their longest time against the default's shortest time.
+    """
+    shortest = {choice: min(each) for choice, each in times.items()}
+    candidates = {DEFAULT, best_exact(shortest), best_choice(shortest)}
+    compared = {choice: shortest[choice] if choice == DEFAULT else max(times[choice]) for choice in candidates}
+    chosen = best_choice(compared)
+    return chosen, shortest[DEFAULT] / compared[chosen]
+
+
+HOOK_EFFECTS = {
+    "none": "exact average over the ranks",
+    "bf16": "rounded to 8 significant bits (0.4 %) before the average; same range as float32",
+    "fp16": "rounded to 11 significant bits (0.05 %) before the average; above 65,504 overflows, below 6e-8 becomes 0",
+    "powersgd": "low-rank approximation, the remainder is added in later steps; changes the training, so it is never chosen",
+}
+
+
+@dataclass
+class Trial:
+    """One set of settings, measured in new processes on all nodes."""
+
+    settings: Settings
+    interfaces: list[str] = field(default_factory=list)  # the interface of each node, if the trial chooses interfaces
+    interface_variable: str = ""  # the environment variable that chooses the interface
+    note: str = ""
+    number: int = 0
+    milliseconds: dict[int, float] = field(default_factory=dict)  # all-reduce time by message size
+    failure: str = ""
+    ended_early: bool = False  # because it was much slower than the best trial
+    score: float = math.inf
+
+    def environment(self, node: int) -> Settings:
+        """Return the environment variables for a node."""
+        if not self.interfaces:
+            return dict(self.settings)
+        exact = "=" if self.interface_variable.startswith("NCCL") else ""  # without it, NCCL takes the name as a prefix
+        return {self.interface_variable: exact + self.interfaces[node], **self.settings}
+
+    @property
+    def label(self) -> str:
+        different = list(dict.fromkeys(self.interfaces))
+        interface = [f"{self.interface_variable}={'|'.join(different)}"] if different else []
+        settings = [format_settings(self.settings)] if self.settings or not interface else []
+        return " ".join([*interface, *settings, *([f"({self.note})"] if self.note else [])])
+
+
+@dataclass
+class Transport:
+    """How the ranks communicate, from their reports."""
+
+    backend: str  # nccl or gloo
+    device: str
+    version: str  # of torch and of the backend
+    network: str  # the network plugin that NCCL uses
+    paths: list[str]  # the transports between ranks in NCCL's log, for example NET/Socket or P2P/CUMEM
+    interfaces: list[str]
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.backend == "nccl"
+
+    @property
+    def uses_sockets(self) -> bool:
+        """Whether NCCL sends data through TCP sockets."""
+        return self.is_nccl and any("Socket" in path for path in self.paths or [self.network])
+
+
+@dataclass
+class DdpConfig:
+    """DDP options under which a step of the model is timed. The field names are those of TrainConfig."""
+
+    bucket_cap_mb: int = 0  # 0: the best size measured so far
+    comm_hook: str = "none"  # "": the best hook measured so far
+    gradient_as_bucket_view: bool = True
+    is_repeat: bool = False  # a second measurement, because the first one may have been lucky or unlucky
+
+    @property
+    def choice(self) -> Choice:
+        return self.bucket_cap_mb, self.comm_hook
+
+
+@dataclass
+class DdpTiming:
+    """The time of a DDP step, or the reason why there is none."""
+
+    milliseconds: float = math.nan
+    ended_early: bool = False
+    failure: str = ""
+
+
+def format_size(size: int) -> str:
+    return f"{size / MIB:.0f} MiB" if size >= MIB and size % MIB == 0 else f"{size / 1e6:.3g} MB"
+
+
+def format_time(milliseconds: float) -> str:
+    digits = 2 if milliseconds < 10 else 1 if milliseconds < 1000 else 0
+    return f"{milliseconds:.{digits}f}"
+
+
+def all_reduce_heading(sizes: list[int]) -> str:
+    return "trial" + "".join(f"{format_size(size):>10}" for size in sizes) + "    GB/s    speedup  settings (times in ms)"
+
+
+def all_reduce_row(trial: Trial, sizes: list[int], default_score: float) -> str:
+    times = "".join(f"{format_time(trial.milliseconds[size]) if size in trial.milliseconds else '-':>10}" for size in sizes)
+    if trial.failure:
+        return f"{trial.number:5}{times}       -     failed  {trial.label}: {trial.failure}"
+    largest = max(trial.milliseconds)
+    bandwidth = f"{largest / trial.milliseconds[largest] / 1e6:8.2f}"
+    speedup = f"{'slower' if trial.ended_early else format(default_score / trial.score, '.2f'):>11}"
+    return f"{trial.number:5}{times}{bandwidth}{speedup}  {trial.label}" + (" (ended early)" if trial.ended_early else "")
+
+
+DDP_HEADING = "bucket_cap_mb  comm_hook  bucket_view    ms/step  communication    speedup  effect on the gradients"
+
+
+def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms: float) -> str:
+    """Return a row of the table. `compute_ms` is the time of a step without communication, or 0 if it is not measured."""
+    view = str(config.gradient_as_bucket_view).lower()
+    head = f"{config.bucket_cap_mb:13}  {config.comm_hook:9}  {view:11}"
+    if timing.failure:
+        return f"{head}  {'-':>9}  {'-':>13}  {'failed':>9}  {timing.failure}"
+    communication = max(0.0, 1 - compute_ms / timing.milliseconds) if compute_ms else math.nan
+    speedup = "slower" if timing.ended_early else f"{default_ms / timing.milliseconds:.2f}"
+    effect = HOOK_EFFECTS[config.comm_hook] + " (ended early)" * timing.ended_early + " (repeated)" * config.is_repeat
+    return f"{head}  {format_time(timing.milliseconds):>9}  {communication:13.0%}  {speedup:>9}  {effect}"
+
+
+def env_text(header: list[str], settings: Settings) -> str:
+    """Return the content of tuned.env, which the user sources on every node.
+
+    The file is also written if nothing was faster, so that an older one does not stay in use.
+    """
+    lines = ["# NCCL and gloo settings for this cluster, written by `accel-ddp tune`.",
+             "# Run this on every node before `accelerate launch`: set -a; . THIS_FILE; set +a",
+             *(f"# {line}" for line in header)]  # fmt: skip
+    if "NCCL_BUFFSIZE" in settings or "NCCL_MIN_NCHANNELS" in settings:
+        lines.append("# Larger buffers and more channels use more GPU memory: channels x buffer size for each neighbour.")
+    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]  # a value of NCCL_ALGO may have a semicolon
+    lines += [] if settings else ["# Nothing was faster than the default, so no NCCL or gloo variable is set."]
+    lines += ["# The next variable ends the recipes' advice to run `accel-ddp tune`.", "ACCEL_DDP_TUNED=1"]
+    return "\n".join(lines) + "\n"
+
+
+def yaml_text(header: list[str], config: DdpConfig) -> str:
+    """Return the content of tuned.yaml, which recipes read with `--config`."""
+    lines = ["# DDP options for this cluster and model, written by `accel-ddp tune`.",
+             "# Use them with: recipes/classify.py --config THIS_FILE",
+             *(f"# {line}" for line in header),
+             f"# Gradients with comm_hook {config.comm_hook}: {HOOK_EFFECTS[config.comm_hook]}."]  # fmt: skip
+    if config.comm_hook != "none":
+        lines.append("# The hook changes the result by rounding, so a run must be resumed with the same hook.")
+    lines += [f'comm_hook: "{config.comm_hook}"', f"bucket_cap_mb: {config.bucket_cap_mb}"]
+    return "\n".join([*lines, f"gradient_as_bucket_view: {str(config.gradient_as_bucket_view).lower()}"]) + "\n"
+
+
+def write_files(folder: str, files: dict[str, str]) -> tuple[list[str], bool]:
+    """Write the files and return one line about each, and whether all of them are there.
+
+    A file that is replaced is kept with the suffix `.before`.
+    """
+    lines, is_complete = [], True
+    for name, text in files.items():
+        name = Path(name).name  # the main node sends the name: it must not lead out of the folder
+        path = Path(folder).expanduser() / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replaced = ""
+            if path.exists() and path.read_text(errors="replace") == text:
+                lines.append(f"{path} has this content already (probably a disk that the nodes share)")
+                continue
+            if path.exists():
+                path.replace(path.with_name(name + ".before"))
+                replaced = f"; the previous file is now {path.with_name(name + '.before')}"
+            draft = path.with_name(f".{name}.{time.time_ns()}")
+            draft.write_text(text)
+            draft.replace(path)
+            lines.append(f"wrote {path}{replaced}")
+        except OSError as error:
+            lines.append(f"could not write {path}: {error.strerror}")
+            is_complete = False
+    return lines, is_complete

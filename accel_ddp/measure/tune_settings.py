@@ -1,0 +1,305 @@
+"""Tune environment variables: time all-reduce under different settings of NCCL, or network interfaces for gloo."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from accel_ddp.measure import tune_results, tune_shapes
+from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
+from accel_ddp.measure.tune_options import TuneOptions
+from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Transport, Trial
+from accel_ddp.measure.tune_shapes import Entries, Gradients
+
+SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are timed after them
+
+
+class SettingsTuner:
+    """Searches the settings under which all-reduce is fastest. `began` is the start of the tuning."""
+
+    def __init__(self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float):
+        self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
+        self.minutes = options.minutes * (SHARE_WITH_MODEL if gradients.entries else 1.0)
+        self.settings_deadline, self.deadline = began + self.minutes * 60, began + options.minutes * 60
+        self.sizes = list(tune_results.SIZES)
+        if gradients.entries and gradients.bytes < tune_results.SIZES[1]:  # DDP never sends more than this in one message
+            self.sizes = sorted({*tune_results.SIZES[:2], gradients.bytes})
+
+    async def measure_default(self) -> tuple[Trial, Transport]:
+        """Measure the default settings and return the trial and the transport. Raises TuningEnded if the trial fails."""
+        trial = Trial({})
+        await self._measure(trial, read_nccl_log=True)
+        transport = None
+        if 0 in self.runner.connected:
+            reports = list(self.runner.connected.values())
+            every = lambda name: sorted({word for report in reports for word in report[name]})
+            first = {name: self.runner.connected[0][name] for name in ("backend", "device", "version", "network")}
+            # From all ranks, because a rank may communicate only with ranks on its own node.
+            transport = Transport(**first, paths=every("paths"), interfaces=every("interfaces"))
+            await self.coordinator.print_on_all(f"{transport.version}, {transport.device}")
+        await self.coordinator.print_on_all(tune_results.all_reduce_heading(self.sizes))
+        await self.coordinator.print_on_all(tune_results.all_reduce_row(trial, self.sizes, trial.score))
+        if trial.failure or transport is None:
+            text = f"The trial with the default settings failed, so there is nothing to compare with: {trial.failure}."
+            raise TuningEnded(1, f"{text} Run `accel-ddp doctor` on every node to find the reason.")
+        return trial, transport
+
+    async def tune(self, default: Trial, transport: Transport) -> Trial:
+        """Return the trial with the fastest settings, or the default trial if nothing is faster by more than noise."""
+        await self._print_transport(transport)
+        first = self._trials_to_start_with(transport)
+        proposals = tune_results.propose_settings(self.coordinator.nodes, default.score) if transport.uses_sockets else None
+        if expected := len(first) + (tune_results.MAX_TRIALS if proposals else 0):
+            seconds = self.runner.usual_seconds
+            await self.coordinator.print_on_all(
+                f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
+                f"trial starts after {self.minutes:.1f} minutes"
+            )
+        best, measured = default, []
+        score: float | None = None  # of the last proposal
+        while True:
+            is_proposal = not first
+            if first:
+                trial = first.pop(0)
+            else:
+                try:
+                    settings = proposals.send(score) if proposals else None
+                except StopIteration:
+                    settings = None
+                if settings is None:
+                    break
+                trial = Trial(settings, interfaces=best.interfaces, interface_variable=best.interface_variable)
+            if time.monotonic() + self.runner.usual_seconds > self.settings_deadline:
+                number = f"{self.runner.number} trial{'s' * (self.runner.number > 1)}"
+                await self.coordinator.print_on_all(
+                    f"the time for settings is over after {number}; a larger --minutes allows more"
+                )
+                break
+            await self.measure(trial, default, best)
+            is_complete = not trial.failure and not trial.ended_early
+            if is_complete:
+                measured.append(trial)
+                best = trial if trial.score < best.score * tune_results.FASTER else best
+            score = trial.score if is_proposal and is_complete else None
+        return await self.confirm(default, best, measured)
+
+    async def _print_transport(self, transport: Transport) -> None:
+        if not transport.is_nccl:
+            await self.coordinator.print_on_all("NCCL settings are not tried: gloo is used, because there are no GPUs")
+            return
+        paths = " and ".join(transport.paths) or "an unknown transport (not in its log)"
+        interfaces = f" through {', '.join(transport.interfaces)}" if transport.interfaces else ""
+        await self.coordinator.print_on_all(f"transport: NCCL {paths}, network {transport.network}{interfaces}")
+        if not transport.uses_sockets:
+            reason = why_not_sockets(transport, self.coordinator.nodes)
+            await self.coordinator.print_on_all(f"NCCL's socket settings are not tried: {reason}")
+
+    def _trials_to_start_with(self, transport: Transport) -> list[Trial]:
+        """Return trials of --try, of the settings in node 0's environment, and of the network interfaces."""
+        nodes = self.coordinator.nodes
+        infos = [self.coordinator.members[node].info for node in range(nodes)]
+        trials = [Trial(settings, note="--try") for settings in self.options.tries]
+        if transport.uses_sockets and (settings := infos[0]["environment"]):
+            trials.append(Trial(settings, note="as in node 0's environment"))
+        uses_tcp = transport.uses_sockets or not transport.is_nccl
+        if uses_tcp and nodes > 1 and not any(info["has_chosen_interface"] for info in infos):
+            variable = "NCCL_SOCKET_IFNAME" if transport.is_nccl else "GLOO_SOCKET_IFNAME"
+            choices = tune_results.interface_choices([info["interfaces"] for info in infos])
+            trials += [Trial({}, interfaces=choice, interface_variable=variable) for choice in choices]
+        return trials
+
+    async def confirm(self, default: Trial, best: Trial, measured: list[Trial]) -> Trial:
+        """Measure the best trial and the default again, and return the one that is then better.
+
+        The best of many noisy trials is partly luck. The best trial counts with the slower of its two scores, and the default
+        with the faster. If other trials are then ahead, they are measured again too.
+        """
+        if best is default:
+            return default
+        ends = max(self.settings_deadline, self.deadline - 4 * self.runner.usual_seconds)
+        if time.monotonic() + 2 * self.runner.usual_seconds < ends:
+            repeated = await self.measure(Trial(default.settings, note="repeated"), default)
+            default.score = min(default.score, repeated.score)
+            others = sorted((trial for trial in measured if trial is not best), key=lambda trial: trial.score)
+            candidates, best = [best, *others], default
+            for index, trial in enumerate(candidates):
+                no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
+                if trial.score >= best.score * tune_results.FASTER or no_time:
+                    break
+                repeated = Trial(trial.settings, trial.interfaces, trial.interface_variable, note="repeated")
+                await self.measure(repeated, default)
+                trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
+                for size, ms in repeated.milliseconds.items():
+                    trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
+                best = trial if trial.score < best.score * tune_results.FASTER else best
+        return best if best.score < default.score * tune_results.FASTER else default
+
+    async def measure(self, trial: Trial, default: Trial, best: Trial | None = None) -> Trial:
+        """Measure the trial, print its row on every node, and return it. It ends early if it is much slower than `best`."""
+        await self._measure(trial, best_ms=best.milliseconds if best else {})
+        await self.coordinator.print_on_all(tune_results.all_reduce_row(trial, self.sizes, default.score))
+        return trial
+
+    async def _measure(self, trial: Trial, read_nccl_log: bool = False, best_ms: dict[int, float] | None = None) -> None:
+        spec: dict[str, Any] = {
+            "measure": "all_reduce", "backend": self.options.backend, "seconds": self.options.trial_seconds,
+            "read_nccl_log": read_nccl_log, "sizes": self.sizes,
+            "best_ms": {str(size): ms for size, ms in (best_ms or {}).items() if size >= tune_results.SIZES[1]},
+        }  # fmt: skip
+        reports, trial.failure = await self.runner.run(trial, spec)
+        trial.number = self.runner.number
+        for report in reports:
+            if report["event"] == "measured":
+                trial.milliseconds[int(report["size"])] = float(report["ms"])
+                trial.ended_early = trial.ended_early or bool(report["ended_early"])
+        if not trial.failure and not trial.milliseconds:
+            trial.failure = "it measured nothing"
+        if not trial.failure:
+            trial.score = tune_results.score(trial.milliseconds, self.gradients.bytes)
+
+
+def why_not_sockets(transport: Transport, nodes: int) -> str:
+    """Return the reason why NCCL's socket settings have no effect on this transport."""
+    network = f"{transport.network} {' '.join(transport.paths)}"
+    if nodes == 1 or not any("NET" in path for path in transport.paths):
+        return "the ranks communicate through NVLink, PCIe or shared memory"
+    if "IB" in network:
+        return "InfiniBand or RoCE transfers the data, and sockets are used only to open connections"
+    if "OFI" in network or "Libfabric" in network:
+        return "the libfabric plugin (EFA) transfers the data and has its own tuning"
+    return f"the network is {transport.network}"
+
+
+# Tune DDP options: time a step of the model with different bucket sizes and communication hooks.
+MAX_STARTS = 3  # a config that fails ends its processes, and the remaining configs need new ones
+TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
+
+
+@dataclass
+class _Measurements:
+    """The configs and what the workers have reported about them."""
+
+    configs: dict[int, DdpConfig]
+    tokens: int
+    timings: dict[int, DdpTiming] = field(default_factory=dict)
+    current: int = -1  # the config that is being timed; -1 before the first one of a start
+    compute_ms: float = 0.0  # of a step without communication; 0 before it is measured
+
+    def times(self) -> dict[tune_results.Choice, list[float]]:
+        """Return all complete times of each choice. They are for gradient_as_bucket_view, which is the default."""
+        found: dict[tune_results.Choice, list[float]] = {}
+        for number, timing in self.timings.items():
+            config = self.configs[number]
+            if not timing.failure and not timing.ended_early and config.gradient_as_bucket_view:
+                found.setdefault(config.choice, []).append(timing.milliseconds)
+        return found
+
+    def remaining(self) -> list[tuple[int, dict[str, Any]]]:
+        return [(number, asdict(config)) for number, config in self.configs.items() if number not in self.timings]
+
+
+class DdpTuner:
+    """Searches the bucket size and the hook with which a step is shortest, under the best settings."""
+
+    def __init__(
+        self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
+        deadline: float,
+    ):  # fmt: skip
+        self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
+        self.is_nccl, self.deadline = is_nccl, deadline
+        tokens = options.tokens or (TOKENS_ON_GPU if is_nccl else TOKENS_ON_CPU)
+        self.measurements = _Measurements(dict(enumerate(configs_to_time(gradients.bytes, is_nccl))), tokens)
+
+    async def tune(self, best: Trial) -> tuple[DdpConfig, float] | None:
+        """Return the best config and its speed relative to DDP's default, or None if the default could not be timed."""
+        measurements = self.measurements
+        entries = await self._entries_for_the_time_left(best)
+        precision = f" in {self.options.autocast}" if self.options.autocast else ""
+        text = f"a DDP step with these gradients{precision}, {measurements.tokens} tokens per rank, settings: {best.label}"
+        await self.coordinator.print_on_all(f"{text}\n{tune_results.DDP_HEADING}")
+        for _ in range(MAX_STARTS):
+            remaining = measurements.remaining()
+            seconds_left = self.deadline - time.monotonic() - self.runner.startup_seconds
+            if not remaining or (measurements.timings and seconds_left < 5):
+                break
+            measurements.current = -1
+            _, failure = await self.runner.run(best, self._spec(entries, remaining, seconds_left), self._on_report)
+            if failure and measurements.current < 0:
+                await self.coordinator.print_on_all(f"the model could not be timed: {failure}")
+                break
+            if failure and measurements.current not in measurements.timings:
+                await self._add(measurements.current, DdpTiming(failure=failure))
+        if tune_results.DEFAULT not in measurements.times():
+            text = "DDP's default bucket size could not be timed, so no DDP options are written"
+            await self.coordinator.print_on_all(text)
+            return None
+        if untimed := len(measurements.remaining()):
+            await self.coordinator.print_on_all(f"{untimed} more configs were not timed; a larger --minutes allows more")
+        (bucket, hook), speedup = tune_results.confirmed_choice(measurements.times())
+        return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
+
+    def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
+        return {
+            "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
+            "read_nccl_log": False, "entries": tune_shapes.pack(entries), "dtype": self.gradients.dtype,
+            "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
+            "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
+            "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],
+        }  # fmt: skip
+
+    async def _on_report(self, report: dict[str, Any]) -> None:
+        measurements, event = self.measurements, report["event"]
+        if event == "config":
+            measurements.current = number = report["number"]
+            chosen = {name: report[name] for name in ("bucket_cap_mb", "comm_hook")}
+            measurements.configs[number] = replace(measurements.configs[number], **chosen)
+        elif event == "tokens" and report["tokens"] < measurements.tokens:
+            measurements.tokens = report["tokens"]
+            text = f"(with only {measurements.tokens} tokens, because more take too long here; less communication is overlapped)"
+            await self.coordinator.print_on_all(text)
+        elif event == "compute_only":
+            measurements.compute_ms = report["ms"]
+        elif event == "redundant":
+            del measurements.configs[report["number"]]
+        elif event == "timed":
+            await self._add(report["number"], DdpTiming(report["ms"], report["ended_early"]))
+
+    async def _add(self, number: int, timing: DdpTiming) -> None:
+        """Store a timing and print its row on every node."""
+        measurements = self.measurements
+        measurements.timings[number] = timing
+        default_ms = min(measurements.times().get(tune_results.DEFAULT, [math.nan]))
+        row = tune_results.ddp_row(measurements.configs[number], timing, measurements.compute_ms, default_ms)
+        await self.coordinator.print_on_all(row)
+
+    async def _entries_for_the_time_left(self, best: Trial) -> Entries:
+        """Return the parameters of the model, or as many of the first ones as can be sent often enough in the time left."""
+        entries, largest = self.gradients.entries, max(best.milliseconds)
+        step_seconds = self.gradients.bytes * best.milliseconds[largest] / largest / 1000
+        limit = max(10.0, self.deadline - time.monotonic()) * 0.7 / (len(self.measurements.configs) * 8)
+        if step_seconds <= limit:
+            return entries
+        kept = tune_shapes.first_entries(entries, int(tune_shapes.count_elements(entries) * limit / step_seconds))
+        size = tune_results.format_size(tune_shapes.count_elements(kept) * self.gradients.bytes_per_element)
+        await self.coordinator.print_on_all(
+            f"a step with all gradients would take {step_seconds:.1f} s, so only the first {size} of them are used; a larger "
+            "--minutes allows more"
+        )
+        return kept
+
+
+def configs_to_time(gradient_bytes: int, is_nccl: bool) -> list[DdpConfig]:
+    """Return the configs in the order in which they are timed, DDP's default first."""
+    # gloo cannot reduce bf16. With several buckets PowerSGD hangs over gloo, because callbacks start its collectives in a
+    # different order on each rank (seen with torch 2.13).
+    hooks = ["bf16", "fp16", "powersgd"] if is_nccl else ["fp16"]
+    sizes = tune_results.bucket_sizes(gradient_bytes)
+    configs = [DdpConfig(size) for size in sizes]
+    # A hook halves the bytes of each bucket but not its fixed cost, so larger buckets may be best with a hook although they are
+    # not without one. On one H200 as two nodes a step with the bf16 hook took 106 ms with 25 MB buckets and 70 ms with 100 MB.
+    configs += [DdpConfig(size, hooks[0]) for size in sizes if size >= 25]
+    configs += [DdpConfig(comm_hook=hook) for hook in hooks[1:]]
+    configs.append(DdpConfig(gradient_as_bucket_view=False))
+    # The default may have been unlucky, and the best without a hook and the best of all may have been lucky.
+    configs += [DdpConfig(25, is_repeat=True), DdpConfig(is_repeat=True), DdpConfig(comm_hook="", is_repeat=True)]
+    return configs

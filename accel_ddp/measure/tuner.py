@@ -1,0 +1,185 @@
+"""Run the whole tuning from the main node: all-reduce trials, DDP trials, and the files with the best values.
+
+A trial that hangs or fails is ended on every node and shown in the table, and the tuning continues with the next trial.
+"""
+
+import asyncio
+import json
+import math
+import shlex
+import sys
+import time
+from typing import Any
+
+from accel_ddp.measure import tune_results, tune_shapes
+from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
+from accel_ddp.measure.tune_options import OWN_RANKS, TuneOptions
+from accel_ddp.measure.tune_results import DdpConfig, Transport, Trial
+from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
+from accel_ddp.measure.tune_shapes import Entries, Gradients
+from accel_ddp.nodes.topology import describe_ranks
+
+SHAPES_MODULE = "accel_ddp.tasks.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
+SHAPES_SECONDS = 180.0  # torch may be read from a slow network disk
+WRITE_SECONDS = 15.0
+
+Files = dict[str, str]  # name -> content
+
+
+class Tuner:
+    def __init__(self, coordinator: Coordinator, options: TuneOptions, ranks_of_nodes: list[int], main_ip: str):
+        self.coordinator, self.options, self.ranks_of_nodes = coordinator, options, ranks_of_nodes
+        self.nodes = coordinator.nodes
+        self.runner = TrialRunner(coordinator, sum(ranks_of_nodes), main_ip, options.trial_seconds)
+
+    async def run(self) -> None:
+        """Tune, and end the agents of all nodes with an exit code, whatever happens."""
+        try:
+            await self.coordinator.wait_for_members()
+            await self.tune()
+            await self._end(0, "")
+        except TuningEnded as ended:
+            await self._end(ended.code, ended.text)
+        except Exception as error:  # a bug here must not leave the other nodes waiting
+            await self._end(1, f"the tuning failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _end(self, code: int, text: str) -> None:
+        await self.coordinator.send({"command": "exit", "code": code, "text": text})
+
+    async def tune(self) -> None:
+        """Measure, and write the best values to files. Raises TuningEnded if the tuning cannot be completed."""
+        began, minutes = time.monotonic(), self.options.minutes
+        await self.coordinator.print_on_all(
+            f"tuning {sum(self.ranks_of_nodes)} ranks on {self.nodes} node{'s' * (self.nodes > 1)} "
+            f"({self.coordinator.hosts}), for at most {minutes:g} minute{'s' * (minutes != 1)} (--minutes)"
+        )
+        gradients = await self.read_gradients()
+        settings_tuner = SettingsTuner(self.coordinator, self.runner, self.options, gradients, began)
+        default, transport = await settings_tuner.measure_default()
+        best = await settings_tuner.tune(default, transport)
+        ddp_best = None
+        if gradients.entries:
+            deadline = began + minutes * 60
+            ddp_tuner = DdpTuner(self.coordinator, self.runner, self.options, gradients, transport.is_nccl, deadline)
+            ddp_best = await ddp_tuner.tune(best)
+        await self.conclude(default, best, ddp_best, transport)
+
+    async def read_gradients(self) -> Gradients:
+        """Return the gradients of the model in the options, and print their size."""
+        options = self.options
+        if not options.model and not options.model_bytes:
+            text = "bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes"
+            await self.coordinator.print_on_all(text)
+            return Gradients([])
+        entries = tune_shapes.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
+        is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
+        gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "float32"))
+        size = tune_results.format_size(gradients.bytes)
+        await self.coordinator.print_on_all(f"gradients: {tune_shapes.count_elements(entries):,} elements, {size}")
+        return gradients
+
+    async def _read_entries(self) -> Entries:
+        """Return the shapes of the model's parameters, which a subprocess finds. Raises TuningEnded if it does not."""
+        name = self.options.model["model"]
+        await self.coordinator.print_on_all(f"reading the parameter shapes of --model {name} ...")
+        command, pipe = [sys.executable, "-m", SHAPES_MODULE, json.dumps(self.options.model)], asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
+        reading = asyncio.ensure_future(process.communicate())
+        try:
+            deadline = time.monotonic() + SHAPES_SECONDS
+            while not reading.done():
+                await self.coordinator.next_event(time.monotonic() + 0.1)  # raises TuningEnded if a node is lost
+                if time.monotonic() > deadline:
+                    raise TuningEnded(2, f"--model {name}: reading its config took more than {SHAPES_SECONDS:.0f} s.")
+            stdout, stderr = reading.result()
+        finally:
+            reading.cancel()
+            if process.returncode is None:
+                process.kill()
+        try:
+            answer = json.loads(stdout.decode().strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            last = (stderr.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
+            answer = {"error": f"--model {name}: reading its parameter shapes failed: {last}."}
+        if "error" in answer:
+            text = "Alternatively give only the size of its gradients in bytes, for example --model_bytes 440000000."
+            raise TuningEnded(2, f"error: {answer['error']} {text}")
+        return answer["entries"]
+
+    async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
+        """Print the best values, write them to files on every node, and print how to use them."""
+        files = self._files(default, best, ddp_best, transport)
+        await self.coordinator.print_on_all("\n".join(self._summary(default, best, ddp_best)))
+        is_complete = await self._write(files)
+        env_name = "tuned.env" if "tuned.env" in files[0] else "tuned.$NODE_RANK.env"
+        for node in range(self.nodes):
+            out = shlex.quote(str(self.coordinator.members[node].info["out"]).rstrip("/"))
+            config = f" --config {out}/tuned.yaml" if ddp_best else ""
+            launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
+            text = f"To use the result, run on every node:\n  set -a; . {out}/{env_name}; set +a\n  {launch}{config}"
+            await self.coordinator.send({"command": "print", "text": text}, only=node)
+        if not is_complete:
+            raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
+
+    def _summary(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None) -> list[str]:
+        lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
+        if ddp_best:
+            config, speedup = ddp_best
+            options = f"bucket_cap_mb {config.bucket_cap_mb}, comm_hook {config.comm_hook}"
+            lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
+        if variables := best.environment(0):
+            lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+        obsolete = [name for name in self.coordinator.members[0].info["environment"] if name not in best.settings]
+        if obsolete:
+            lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
+        return lines
+
+    def _files(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> list[Files]:
+        """Return the files of each node."""
+        largest = max(best.milliseconds)
+        best_time = tune_results.format_time(best.milliseconds[largest])
+        default_time = tune_results.format_time(default.milliseconds.get(largest, math.nan))
+        hosts = [str(self.coordinator.members[node].info["host"]) for node in range(self.nodes)]
+        ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
+        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
+        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
+        header.append(f"all-reduce of {tune_results.format_size(largest)}: {best_time} ms")
+        if best is default:
+            header[-1] += " with the default settings"
+        else:
+            speedup = f"{default.score / best.score:.2f} times the default's speed over the compared sizes"
+            header[-1] += f", with the default settings {default_time} ms; {speedup}"
+        texts = [tune_results.env_text(header, best.environment(node)) for node in range(self.nodes)]
+        if len(set(texts)) == 1:
+            files = [{"tuned.env": text} for text in texts]
+        else:  # the names of the interfaces differ, and the nodes may share a disk
+            files = [{f"tuned.{node}.env": text} for node, text in enumerate(texts)]
+        if ddp_best:
+            config, speedup = ddp_best
+            model = self.options.model.get("model") or f"--model_bytes {self.options.model_bytes}"
+            step = f"model: {model}; a DDP step is {speedup:.2f} times as fast as with DDP's defaults"
+            files = [{**each, "tuned.yaml": tune_results.yaml_text([*header, step], config)} for each in files]
+        return files
+
+    async def _write(self, files: list[Files]) -> bool:
+        """Write the files of all nodes, and return whether all of them are there.
+
+        The main node is first. If the nodes share a disk, the other nodes then find its files there.
+        """
+        is_complete = True
+        for node in range(self.nodes):
+            await self.coordinator.send({"command": "write", "files": files[node]}, only=node)
+            answer = await self._answer_of(node)
+            is_complete = is_complete and answer["is_complete"]
+            lines = [f"{self.coordinator.name(node)}: {line}" for line in answer["lines"]]
+            await self.coordinator.print_on_all("\n".join(lines))
+        return is_complete
+
+    async def _answer_of(self, node: int) -> dict[str, Any]:
+        deadline = time.monotonic() + WRITE_SECONDS
+        while received := await self.coordinator.next_event(deadline):
+            if received[0] == node and received[1]["event"] == "written":
+                return received[1]
+        line = f"could not write its files within {WRITE_SECONDS:.0f} s: its disk does not answer"
+        return {"lines": [line], "is_complete": False}

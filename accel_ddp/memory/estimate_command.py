@@ -1,0 +1,190 @@
+"""`accel-ddp estimate RECIPE [options]`: the GPU memory of a run, from the config of its model alone."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.errors import UserError
+from accel_ddp.memory.at_start import NAMES
+from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
+from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.launcher import read_accelerate_config
+from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
+
+USABLE = 0.99  # of the number in the name of a GPU, in GiB
+NUMBERS = [1, 2, 4, 8]
+MODES = {"no": "no", "": "no", "none": "no", "bf16": "bf16", "fp16": "fp16"}  # of mixed_precision in an accelerate config
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp estimate",
+        usage="accel-ddp estimate [--config_file FILE] [--gpus N ...] [--memory GB ...] [--json] RECIPE [options of the recipe]",
+        description="Print the GPU memory that each rank of a recipe needs, with DDP and with FSDP. No weights and no data are loaded. "
+        "Texts are assumed to have --max_length tokens. docs/memory.md explains the rows.",
+    )
+    parser.add_argument(
+        "--config_file", default="", help="an accelerate config: its GPUs, its settings of FSDP and its precision"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        help="numbers of GPUs (default: those of the config, or of 1 2 4 8 those that divide the batch)",
+    )
+    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB of a GPU (default: 24 40 80 141)")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    return parser
+
+
+def main(words: list[str]) -> int:
+    """Print a table, or JSON with --json, and return the exit code."""
+    names = recipe_files.recipe_names()
+    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    parser = build_parser()
+    listed = f"The recipes are: {', '.join(names)}."
+    if at == len(words) and words and not words[-1].startswith("-") and parser.parse_known_args(words)[1]:
+        raise UserError(f"accel-ddp estimate {words[-1]}: there is no such recipe. {listed}")
+    given = parser.parse_args(words[:at])
+    if at == len(words):
+        raise UserError(f"accel-ddp estimate needs a recipe, for example sft. {listed}")
+    own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
+    if own not in ("", "-h", "--help"):
+        raise UserError(
+            f"{own}: belongs to accel-ddp estimate. Type it before the recipe: accel-ddp estimate {own} ... {words[at]}."
+        )
+    for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
+        if wrong := [value for value in values if not 0 < value < math.inf]:
+            raise UserError(f"--{name} {wrong[0]:g}: must be above 0.")
+    launch = _read_config(given.config_file)
+    recipe = load_recipe(recipe_files.recipe_path(words[at]))
+    cfg = parse_config(recipe.Config, words[at + 1 :], words[at])
+    if not hasattr(cfg, "model"):
+        raise UserError(
+            f"{words[at]}: has no option --model, so that its model is not known before it runs. "
+            "Estimate a recipe with a model of transformers, for example sft."
+        )
+    precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
+    model_class = getattr(getattr(recipe, "Task", None), "model_class", "")
+    estimator = Estimator(cfg, model_class, precision, launch.num_nodes)
+    numbers = given.gpus or launch.numbers or [number for number in NUMBERS if cfg.global_batch_size % number == 0]
+    try:
+        layouts = _layouts(estimator, launch, sorted(set(numbers)))
+    except UserError:
+        raise
+    except Exception as error:  # code of transformers, or of the model
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UserError(
+            f"--model {cfg.model}: its memory cannot be estimated. Tracing its forward pass failed: {reason}"
+        ) from error
+    if given.json:
+        rows = [_as_json(one) for one, _ in layouts]
+        print(json.dumps({"precision": precision, "estimates": rows}, indent=1))
+    else:
+        print(_table([one for one, _ in layouts]))
+        print(_fits(estimator, layouts, given.memory))
+    return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What an accelerate config states."""
+
+    plan: ShardingPlan | None = None
+    numbers: tuple[int, ...] = ()  # of GPUs; empty: not known
+    num_nodes: int = 1
+    precision: str = ""
+
+
+def _read_config(word: str) -> Launch:
+    """Return what an accelerate config states. Raise UserError for a config that a run would refuse."""
+    if not word:
+        return Launch()
+    path = str(recipe_files.config_path(word))
+    config = read_accelerate_config(path)
+    values = {}
+    for name in ("num_processes", "num_machines"):
+        text = str(config.get(name, ""))
+        if not text.isdigit() and text not in ("", "auto", "-1", "None"):
+            raise UserError(f"--config_file {word}: {name}: {text} is not a number.")
+        values[name] = int(text) if text.isdigit() else 0
+    number, nodes = values["num_processes"], values["num_machines"] or 1
+    precision = str(config.get("mixed_precision", "no")).lower()
+    if precision not in MODES:
+        raise UserError(f"--config_file {word}: mixed_precision: {precision} is not supported. Use no, bf16 or fp16.")
+    # The number of ranks is checked for each number of GPUs.
+    plan = read_plan(variables_of(config), 0, path)
+    return Launch(plan, (number,) if number else (), nodes, MODES[precision])
+
+
+def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[tuple[Estimate, ShardingPlan | None]]:
+    """Return the estimates of DDP and FSDP for each number of GPUs, with the plans of FSDP."""
+    found: list[tuple[Estimate, ShardingPlan | None]] = []
+    for number in numbers:
+        found.append((estimator.estimate(number), None))
+        if launch.plan:
+            estimator.require_sharded()
+        if launch.plan and launch.plan.replicas == ONE_PER_NODE and number > launch.num_nodes and number % launch.num_nodes:
+            raise UserError(
+                f"--gpus {number}: the accelerate config has num_machines: {launch.num_nodes} and one copy of the model on each node, "
+                f"so that each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
+            )
+        if number > 1 and (launch.plan or estimator.can_be_sharded()):
+            # A plan has copies on nodes. Fewer GPUs than nodes are on one node.
+            nodes = launch.num_nodes if number % launch.num_nodes == 0 else 1
+            plan = (launch.plan or ShardingPlan()).on_nodes([number // nodes] * nodes)
+            found.append((estimator.estimate(number, plan), plan))
+    return found
+
+
+def _as_json(one: Estimate) -> dict[str, Any]:
+    return {**dataclasses.asdict(one), "total": one.total, "peak": one.peak, "with_graphs": one.with_graphs}
+
+
+def load_recipe(path: Path) -> Any:
+    """Return the module of a recipe. Raise UserError if it is not a recipe."""
+    sys.path.insert(0, str(path.parent))  # own_loop.py imports classify.py
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "Config"):
+        raise UserError(f"{path}: has no class Config, so that it is not a recipe.")
+    return module
+
+
+def _table(found: list[Estimate]) -> str:
+    lines = [["GiB per GPU", *(one.title for one in found)]]
+    for name, title in NAMES.items():
+        if any(one.rows.get(name) for one in found):
+            lines.append([title, *(f"{one.rows[name] / GIB:.2f}" for one in found)])
+    lines.append(["total", *(f"{one.total / GIB:.2f}" for one in found)])
+    for title, name in (("CUDA graphs, if there is room", "graphs"), ("more in an evaluation", "evaluation")):
+        if any(getattr(one, name) for one in found):
+            lines.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]) for line in lines)
+
+
+def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
+    lines = ["The total is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether a run fits."]
+    if not layouts[0][0].has_activations:
+        lines.append("Activations are not included, because the forward pass of this model could not be traced.")
+    for size in sorted(sizes):
+        usable = size * USABLE * GIB
+        good = [one.title for one, _ in layouts if fits(one, usable)]
+        if good:
+            lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
+            continue
+        one, plan = layouts[-1]
+        advice = estimator.suggest(one.ranks, plan, usable)
+        change = f"Use {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
+        lines.append(f"{size:g} GB: does not fit. {change}")
+    return "\n".join(lines)

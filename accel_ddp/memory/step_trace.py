@@ -1,0 +1,356 @@
+"""Traces one micro-batch of a run with fake tensors: how much memory its tensors take at each moment."""
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_ddp.memory.fake_model import NARROW, FakeModel, make_batch, remove_padding
+from accel_ddp.speed.linear_cross_entropy import OutputHead
+from accel_ddp.speed.padding_free import NeedsPadding
+from accel_ddp.speed.padding_free_model import layers_of
+from accel_ddp.tasks import masking
+from accel_ddp.training import losses
+from accel_ddp.training.losses import CurrentBatch
+
+# Records how much memory the tensors of a step take at each moment, with tensors that have shapes and no values.
+#
+# `Tracker` sees every operator and stores the size of each new storage until the storage is freed. The operators run on fake tensors
+# of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
+LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
+BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it
+
+# What a storage is used for. `Trace.moments` has one column for each.
+ACTIVATIONS, LOSS, CASTS_OF_LAYERS, CASTS_OF_REST, GRADIENTS_OF_LAYERS, GRADIENTS_OF_REST = range(6)
+NUM_KINDS = 6
+
+
+def rounded(size: int) -> int:
+    """Return the bytes that the allocator of a GPU uses for `size` bytes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class Tracker(TorchDispatchMode):
+    """Records the bytes of each kind after every allocation. Parameters are not counted."""
+
+    def __init__(self, in_layers: dict[nn.Parameter, bool]):
+        """`in_layers`: all parameters, and whether they belong to one of the layers."""
+        super().__init__()
+        self.deadline = time.monotonic() + LIMIT_SECONDS
+        self.kind = ACTIVATIONS  # of new storages
+        self.is_in_middle = False  # whether the forward pass of the layer runs that stands for others
+        self.live = np.zeros((2, NUM_KINDS), dtype=np.int64)  # all bytes, and those that this layer has allocated
+        self.moments: list[np.ndarray] = []
+        self._known: dict[int, list[Any]] = {}  # storage -> [bytes, kind, whether this layer has allocated it, weak reference]
+        self._parameters = {p.untyped_storage()._cdata: inside for p, inside in in_layers.items()}
+        for p, inside in in_layers.items():
+            if p.requires_grad:
+                p.register_hook(lambda g, kind=GRADIENTS_OF_LAYERS if inside else GRADIENTS_OF_REST: self._move(g, kind))
+
+    def mark(self) -> int:
+        """Return the number of the current moment."""
+        self.moments.append(self.live.copy())
+        return len(self.moments) - 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"it takes more than {LIMIT_SECONDS} s")
+        out = function(*args, **(kwargs or {}))
+        kind = self.kind
+        if function is torch.ops.aten._to_copy.default:
+            inside = self._parameters.get(args[0].untyped_storage()._cdata)
+            kind = kind if inside is None else CASTS_OF_LAYERS if inside else CASTS_OF_REST
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(one, Tensor):
+                self._add(one, kind)
+        return out
+
+    def _add(self, tensor: Tensor, kind: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._parameters:
+            return
+        size = rounded(storage.nbytes())
+        self._known[key] = [0, kind, self.is_in_middle, weakref.ref(storage, lambda _: self._remove(key))]
+        self._resize(self._known[key], size)
+        self.mark()
+
+    def _resize(self, entry: list[Any], size: int) -> None:
+        self.live[: 1 + entry[2], entry[1]] += size - entry[0]
+        entry[0] = size
+
+    def _remove(self, key: int) -> None:
+        self._resize(self._known.pop(key), 0)
+
+    def _move(self, tensor: Tensor, kind: int) -> None:
+        """Count a storage as another kind, because it has become a gradient of a parameter."""
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            size = entry[0]
+            self._resize(entry, 0)
+            entry[1] = kind
+            self._resize(entry, size)
+
+
+# Functions that autocast computes in float32 on a GPU. On a CPU it computes them in the type of their input.
+_IN_FLOAT32 = {
+    F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax,
+    torch.log_softmax, torch.pow, Tensor.pow, torch.exp, Tensor.exp,
+}  # fmt: skip
+
+
+class LikeGpu(TorchFunctionMode):
+    """Lets operators save what they save on a GPU: attention no scores, dropout one byte per element, norms float32."""
+
+    def __init__(self, copies_logits: bool):
+        super().__init__()
+        self.copies_logits = copies_logits
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3])
+        if function in _GROUPED:
+            return _Grouped.apply(*args[:2])
+        if function is torch.rand and args and not args[0]:
+            return 1.0  # OPT and BART skip a layer if such a number is small
+        if function is F.dropout:
+            return _dropout(*args, **kwargs)
+        if function is F.log_softmax and kwargs.get("dtype") and not torch.is_grad_enabled():
+            # For float16 a GPU has one kernel. Before it, torch copies bfloat16 logits to float32. A compiled loss needs no copy.
+            wide = args[0].to(kwargs["dtype"]) if self.copies_logits and args[0].dtype == torch.bfloat16 else None
+            out = torch.empty(args[0].shape, dtype=kwargs["dtype"])
+            del wide
+            return out
+        if function in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+        return function(*args, **kwargs)
+
+
+# Products of experts, whose fake versions accept no float32.
+_GROUPED = {getattr(home, name) for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}
+
+
+class _Grouped(torch.autograd.Function):
+    """Multiplies rows by the matrices of their experts, and saves both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrices)
+        return x.new_empty((x.shape[0], matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+class _Attention(torch.autograd.Function):
+    """Saves queries, keys, values, the output and one float32 number per query, as the fused kernels of a GPU do."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+        q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+TRACED_LAYERS = 3  # the first, the last, and one that stands for all others
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory of a micro-batch, besides weights and optimizer state."""
+
+    moments: np.ndarray  # bytes of each kind (a column) at each moment
+    num_layers: int
+    output_of_layer: int  # bytes
+    is_padding_free: bool
+    evaluation: int  # bytes of the largest moment of an evaluation
+
+
+NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, 0)  # of a model that cannot be traced
+
+
+def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
+    """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again.
+
+    `precision` is that of --mixed_precision: no, bf16 or fp16.
+    """
+    model = fake.model
+    with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
+        stack, num_layers = _shorten(model)
+        is_padding_free = remove_padding(fake, cfg)
+        head = _prepare_head(fake)
+        tracker = Tracker(_find_parameters(model, stack))
+        computed = _Autocast(model, precision, tracker)
+        marks = _Marks(tracker, stack)
+        model.train(cfg.dropout)
+        batch = make_batch(fake, cfg, micro_batch_size)
+        with tracker, CurrentBatch(batch):
+            loss = _loss(fake, computed, head, batch, cfg)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            # `torch.autograd.grad` would leave `LikeGpu`, in which checkpointed layers must be computed again too.
+            gradients = _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, tuple(trained), allow_unreachable=True, accumulate_grad=False
+            )
+            tracker.mark()
+        moments = marks.extend(np.stack(tracker.moments), num_layers)
+        del gradients, loss
+        marks.remove()
+        evaluation = _trace_evaluation(fake, computed, cfg, tracker)
+    return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluation)
+
+
+def _trace_evaluation(fake: FakeModel, computed: "_Autocast", cfg: Any, tracker: Tracker) -> int:
+    tracker.moments.clear()
+    before = int(tracker.live[0].sum())
+    fake.model.eval()
+    batch = make_batch(fake, cfg, getattr(cfg, "eval_batch_size", 1))
+    with torch.no_grad(), tracker, CurrentBatch(batch):
+        scores = computed(**{name: value for name, value in batch.items() if name != "labels"}, **_more_inputs(fake, batch))
+        logits = getattr(scores, "logits", None)
+        if logits is not None and fake.model_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+            first = int(fake.model_class == "AutoModelForCausalLM")
+            losses.of_tokens(logits[:, : logits.shape[1] - first], batch["labels"][:, first:], "rows")
+    return max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
+
+
+def _find_parameters(model: nn.Module, stack: nn.ModuleList | None) -> dict[nn.Parameter, bool]:
+    inside = {id(p) for p in stack.parameters()} if stack is not None else set()
+    return {p: id(p) in inside for p in model.parameters()}
+
+
+def _shorten(model: nn.Module) -> tuple[nn.ModuleList | None, int]:
+    """Remove all but `TRACED_LAYERS` layers. Return what remains of their stack, and how many layers there were."""
+    try:
+        layers = layers_of(model)
+    except NeedsPadding:
+        return None, 0
+    stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(layers) and m[0] is layers[0])
+    del stack[TRACED_LAYERS:]
+    return stack, len(layers)
+
+
+class _Autocast(nn.Module):
+    """The model inside of autocast, with outputs in float32, as Accelerate's `prepare` makes it."""
+
+    def __init__(self, model: nn.Module, precision: str, tracker: Tracker):
+        super().__init__()
+        self.inner, self.tracker = model, tracker
+        self.narrow = NARROW.get(precision)
+
+    def forward(self, **inputs: Any) -> Any:
+        self.tracker.kind = ACTIVATIONS
+        with torch.autocast("cpu", dtype=self.narrow) if self.narrow else contextlib.nullcontext():
+            out = self.inner(**inputs)
+        if self.narrow:
+            for name, value in list(out.items()):
+                out[name] = value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        self.tracker.kind = LOSS
+        return out
+
+
+def _prepare_head(fake: FakeModel) -> OutputHead | None:
+    """Return the head that computes the loss in chunks, for a causal language model whose logits are the output of its head."""
+    if fake.model_class == "AutoModelForMaskedLM":
+        whole = fake.model.get_base_model() if hasattr(fake.model, "get_base_model") else fake.model
+        masking.compute_masked_logits_only(whole)
+    if fake.model_class != "AutoModelForCausalLM":
+        return None
+    head = OutputHead(fake.model)
+    text = fake.config.get_text_config()
+    scales = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    head.is_last = not any(getattr(text, name, None) not in (None, 1, 1.0) for name in scales)
+    return head
+
+
+def _more_inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
+    if fake.model_class == "AutoModelForSeq2SeqLM":
+        return {"decoder_input_ids": batch["labels"], "use_cache": False}
+    return {"use_cache": False} if fake.model_class == "AutoModelForCausalLM" else {}
+
+
+def _loss(fake: FakeModel, computed: _Autocast, head: OutputHead | None, batch: Any, cfg: Any) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"} | _more_inputs(fake, batch)
+    if head is not None:
+        return head.loss_sum(computed, inputs, losses.next_tokens(batch["labels"]), batch)
+    if fake.model_class == "AutoModelForMaskedLM":
+        places = torch.zeros(max(1, int(batch["labels"].numel() * getattr(cfg, "mask_share", 0.15))), dtype=torch.long)
+        return losses.cross_entropy(*masking.masked_logits(computed, batch | {"masked_positions": places}))
+    out = computed(**inputs)
+    if fake.model_class == "AutoModelForSeq2SeqLM":
+        return losses.of_tokens(out.logits, batch["labels"])
+    return (out.logits if "logits" in out else out.last_hidden_state).sum()
+
+
+class _Marks:
+    """Finds the moments at which the middle one of three layers begins and ends, forward and backward."""
+
+    def __init__(self, tracker: Tracker, stack: nn.ModuleList | None):
+        self.tracker, self.at, self.output_bytes = tracker, {}, 0
+        self.hooks: list[Any] = []
+        for number, layer in enumerate(stack or ()):
+            # A checkpointed layer runs again in the backward pass. Only the first call counts.
+            begin = functools.partial(self._begin, number)
+            self.hooks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
+        if stack is not None:
+            self.hooks.append(stack[-1].register_forward_hook(self._end))
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _begin(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if f"forward {number}" in self.at:
+            return
+        self.at[f"forward {number}"] = self.tracker.mark()
+        self.tracker.is_in_middle = number == 1
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.at.setdefault(f"backward {number}", self.tracker.mark()) and None)
+
+    def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and not self.output_bytes:
+            self.output_bytes = rounded(hidden.untyped_storage().nbytes())
+            if hidden.requires_grad:
+                hidden.register_hook(self._end_loss)
+
+    def _end_loss(self, _: Tensor) -> None:
+        self.tracker.kind = ACTIVATIONS
+
+    def extend(self, moments: np.ndarray, num_layers: int) -> np.ndarray:
+        """Return the moments of `num_layers` layers. Those of the middle layer are repeated, with what each repetition leaves."""
+        of_all, of_middle = moments[:, 0], moments[:, 1]
+        more = num_layers - TRACED_LAYERS
+        if more <= 0 or "forward 2" not in self.at:
+            return of_all
+        first, last, end = self.at["forward 1"], self.at["forward 2"], len(moments) - 1
+        began, ended = self.at.get("backward 2", end), self.at.get("backward 1", end)
+        left, freed = of_middle[began], of_all[ended] - of_all[began]
+        parts = [of_all[:first], *[of_all[first:last] + i * of_middle[last] for i in range(more + 1)]]
+        parts.append(of_all[last:began] + more * of_middle[last:began])
+        parts += [of_all[began:ended] + more * left + i * freed for i in range(more + 1)]
+        return np.concatenate([*parts, of_all[ended:] + more * (left + freed)])

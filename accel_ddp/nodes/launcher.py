@@ -1,0 +1,223 @@
+"""What `accelerate launch` was asked to start, and whether that world is the one that is running."""
+
+import argparse
+import logging
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.errors import UserError
+
+# Ranks that mpirun has started: their variables are translated into those of torch.
+#
+# torch does not read these variables, and Accelerate reads them only on CPUs. Without the translation each rank would train alone on
+# its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
+# Names of the rank, the number of ranks, the local rank and the number of local ranks.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # also Intel MPI
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MARK = "ACCEL_DDP_WORLD_OF_MPI"
+
+
+def adopt_mpi_world() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of mpirun, unless a launcher has set them.
+
+    On one node MASTER_ADDR and MASTER_PORT are set too. On several nodes only the user can state the address of rank 0.
+    """
+    if any(name in os.environ for name in _TORCH[:2]):
+        return
+    for names in (_OPEN_MPI, _MVAPICH, _MPICH):
+        values = [os.environ.get(name, "") for name in names]
+        if all(value.isdigit() for value in values) and int(values[1]) > 1:
+            os.environ.update(zip(_TORCH, values))
+            os.environ[_MARK] = "1"
+            if values[1] == values[3]:
+                os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+                # Two jobs on one machine have different names. This range is below the one from which systems assign ports.
+                name = os.environ.get("PMIX_NAMESPACE", "")
+                os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(name.encode()) % 12000 if name else 29500))
+            os.environ.setdefault("MASTER_PORT", "29500")
+            return
+
+
+def is_world_of_mpi() -> bool:
+    """Return whether mpirun has started the ranks of this world, without another launcher."""
+    return os.environ.get(_MARK) == "1"
+
+
+def remove_mpi_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment for processes that are not ranks of the world that mpirun has started."""
+    known = {*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK}
+    return {name: value for name, value in environment.items() if name not in known}
+
+
+logger = logging.getLogger(__name__)
+
+# Settings of an accelerate config that may differ between nodes. A difference in any other setting starts a different training.
+PER_NODE_SETTINGS = frozenset({
+    "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
+    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment", "num_cpu_threads_per_process",
+})  # fmt: skip
+# Options of `accelerate launch` that replace distributed_type of the config.
+DISTRIBUTED_TYPES = {
+    "multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"
+}  # fmt: skip
+
+
+# The accelerate config of ranks that torchrun starts. `accel-ddp launch` sets it where Accelerate cannot start the ranks.
+CONFIG_FILE = "ACCEL_DDP_CONFIG_FILE"
+
+
+def cpu_is_wanted() -> bool:
+    """Return whether ACCELERATE_USE_CPU asks for training on CPUs although there may be GPUs."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def read_accelerate_config(file: str) -> dict[str, Any]:
+    """Return the settings of an accelerate config file.
+
+    An empty `file` means the file that the `accelerate config` wizard wrote, if there is one, and an empty dictionary
+    otherwise.
+    """
+    import yaml
+
+    if file and not Path(file).is_file():
+        raise UserError(f"--config_file {file}: there is no such file. Give the path of an accelerate config.")
+    for path in [Path(file)] if file else _configs_of_wizard():
+        try:
+            values = yaml.safe_load(path.read_text()) or {}
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            raise UserError(f"--config_file {path}: the file cannot be read: {error}") from error
+        if not isinstance(values, dict):
+            raise UserError(f"--config_file {path}: the file is not an accelerate config. It must have lines of `name: value`.")
+        return values
+    return {}
+
+
+def _configs_of_wizard() -> list[Path]:
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    files = [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
+    return [file for file in files if file.is_file()]
+
+
+def find_config_file(argv: list[str]) -> str:
+    """Return the config file that a launcher uses: --config_file, that of torchrun (CONFIG_FILE), that of the wizard, or ""."""
+    if os.environ.get(CONFIG_FILE) and parse_accelerate_command(argv) is None:
+        return os.environ[CONFIG_FILE]
+    for at, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name.replace("-", "_") == "__config_file":
+            return value or "".join(argv[at + 1 : at + 2])
+    return next((str(file) for file in _configs_of_wizard()), "")
+
+
+def find_accelerate_request() -> dict[str, Any]:
+    """Return the settings and options given to the `accelerate launch` that started this process, or {} if none did."""
+    return _find_accelerate_command() or {}
+
+
+def is_started_by_accelerate() -> bool:
+    """Return whether `accelerate launch` started this process, also if it has neither settings nor options."""
+    return _find_accelerate_command() is not None
+
+
+def _find_accelerate_command() -> dict[str, Any] | None:
+    import psutil
+
+    for parent in psutil.Process().parents()[:2]:
+        try:
+            argv = parent.cmdline()
+        except psutil.Error:
+            continue
+        request = parse_accelerate_command(argv)
+        if request is not None:
+            return request
+    return None
+
+
+def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
+    """Return the settings and options of an `accelerate launch` command line, or None if `argv` is another command."""
+    names = ("launch", "accelerate-launch", "accelerate.commands.launch")
+    at = [i for i, argument in enumerate(argv) if Path(argument).name in names]
+    at += [i for i, argument in enumerate(argv) if argument.endswith("accelerate/commands/launch.py")]
+    if not at or not any("accelerate" in argument for argument in argv[: at[0] + 1]):
+        return None
+    argv = argv[at[0] + 1 :]
+    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py") or argument in ("-m", "--module")), len(argv))
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    for name in ("num_processes", "num_machines", "machine_rank", "main_process_port", "num_cpu_threads_per_process"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--cpu", action="store_const", const=True)
+    for name, kind in DISTRIBUTED_TYPES.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest="distributed_type", action="store_const", const=kind)
+    try:
+        given = {name: value for name, value in vars(parser.parse_known_args(argv[:script])[0]).items() if value is not None}
+    except argparse.ArgumentError:
+        return {}
+    try:
+        base = read_accelerate_config(given.pop("config_file", ""))
+    except UserError:  # accelerate reads the same file and reports the problem itself
+        base = {}
+    return {**base, **given}
+
+
+def check_rank_variables() -> None:
+    """Raise UserError if there are several ranks, but not all variables by which they find each other."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
+    ]
+    if not num_ranks.isdigit() or int(num_ranks) < 2 or not missing:
+        return
+    if is_world_of_mpi():
+        raise UserError(
+            f"mpirun has started {num_ranks} ranks on several nodes, but {missing[0]} is not set, so that they cannot find the node of "
+            "rank 0. Type mpirun -x MASTER_ADDR=10.0.0.1 with the address of the first host."
+        )
+    raise UserError(
+        f"WORLD_SIZE is {num_ranks}, but {missing[0]} is not set. Start with `accelerate launch` or torchrun, which set both."
+    )
+
+
+def check_requested_world() -> None:
+    """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
+
+    `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
+    --cpu. It prints nothing about either.
+    """
+    request, started = find_accelerate_request(), int(os.environ.get("WORLD_SIZE", 1))
+    processes, machines = request.get("num_processes"), request.get("num_machines") or 1
+    if not isinstance(processes, int) or processes < 1:
+        return
+    below = processes // machines * machines
+    if processes != below:
+        raise UserError(
+            f"num_processes {processes} (the total over all nodes) is not a multiple of num_machines {machines}: accelerate "
+            f"has started {started} instead. Use num_processes {below or machines} or {below + machines}. For different numbers of "
+            "ranks on the nodes, start torchrun with its own --nproc_per_node on each node, or use `accel-ddp launch`."
+        )
+    if processes != started and not (processes == 1 and is_world_of_mpi()):
+        raise UserError(
+            f"accelerate was asked for {processes} processes but started {started}: `--cpu`, use_cpu: true and distributed_type "
+            "MULTI_CPU or NO start one process, which would train alone. Use --config_file accelerate_configs/1node.yaml "
+            f"--num_processes {processes}, or write `distributed_type: MULTI_GPU` and `use_cpu: false` into your config. Without "
+            "GPUs both train on the CPUs."
+        )
+
+
+def warn_about_independent_tasks() -> None:
+    """Log a warning if srun started several tasks that do not form one world.
+
+    srun does not set the variables that torch reads, so each task would train alone.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
+        logger.warning(
+            "srun has started %s processes, and each of them trains alone, because RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together, run one `accelerate launch` per node.",
+            tasks,
+        )

@@ -1,0 +1,167 @@
+"""Probes of the path from one node to another: whether it works, its round trip, and how many bytes per second it transfers."""
+
+import asyncio
+import contextlib
+import errno
+import statistics
+import time
+from typing import Any
+
+from accel_ddp.nodes import messages
+from accel_ddp.nodes.messages import whole_number
+
+CONNECT_SECONDS = 4.0  # TCP repeats a lost SYN after 1 and 3 s
+STALL_SECONDS = 3.0
+PAYLOAD = 256 << 10  # bytes: many packets of any size that a path may drop
+MOST = 64 << 20  # bytes of one measurement
+_PINGS = 10
+_SMALLEST, _LARGEST, _TRANSFERS, _LONG_ENOUGH, _RATE_SECONDS = 64 << 10, 16 << 20, 6, 0.05, 8.0  # of `measure_rate`
+_MOST_CONNECTIONS = 1024  # at once; those without the token are closed after 3 s
+
+# The results of a probe.
+OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "ok", "dropped", "refused", "unreachable", "stalled", "cut"
+
+
+class ProbeServer:
+    """Ports on the data address of this node, which answer nodes that have the token."""
+
+    def __init__(self, token: bytes):
+        self.token = token
+        self.servers: list[asyncio.Server] = []
+        self.ports: list[int] = []
+        self.num_connections = 0
+
+    async def open(self, ip: str, num_ports: int = 2) -> None:
+        for _ in range(num_ports):
+            sock = messages.open_listening_socket(ip, 0)
+            self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 20))
+            self.ports.append(sock.getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.num_connections >= _MOST_CONNECTIONS:
+            writer.close()
+            return
+        self.num_connections += 1
+        try:
+            await messages.handshake(reader, writer, self.token, is_client=False)
+            await serve_transfers(reader, writer)
+        except (messages.HandshakeError, OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # the event loop would print these as errors when it ends
+        finally:
+            self.num_connections -= 1
+            writer.close()
+
+    async def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+async def serve_transfers(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: dict[str, Any] | None = None
+) -> None:
+    """Receive what the other side sends to measure the path. `request` is its first message, if that was already read."""
+    for _ in range(4 * _PINGS):  # a bound for peers that send requests without end
+        request = request or await messages.receive(reader, 3 * STALL_SECONDS)
+        size = whole_number(request.get("bytes", 0), MOST)
+        request, left = None, size
+        while left:
+            # This timeout is longer than the sender's, because the side that gives up first decides whether the path looks
+            # stalled or cut.
+            piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
+            if not piece:
+                return
+            left -= len(piece)
+        await messages.send(writer, {"got": size})
+
+
+def classify_error(error: BaseException) -> str:
+    """Return the result of a probe whose `connect` raised this error."""
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return DROPPED
+    if isinstance(error, ConnectionRefusedError):
+        return REFUSED
+    unreachable = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM)
+    return UNREACHABLE if getattr(error, "errno", None) in unreachable else CUT
+
+
+async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
+    """Probe one direction of one pair of nodes.
+
+    Returns {"how": "ok", "seconds": round trip, "rate": bytes per second}, or {"how": another result}, with the port.
+    """
+    if not ports:  # that node could not open any, and reports this itself
+        return {"how": CUT, "port": 0}
+    result: dict[str, Any] = {"how": OK, "port": ports[0]}
+    writers = []
+    try:
+        for port in ports:
+            result["port"] = port
+            try:
+                reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
+            except (OSError, asyncio.TimeoutError) as error:
+                return {**result, "how": classify_error(error)}
+            writers.append(writer)
+            try:
+                await messages.handshake(reader, writer, token, is_client=True)
+            except (messages.HandshakeError, OSError):
+                return {**result, "how": CUT}
+
+        try:
+            result["seconds"] = statistics.median([await _transfer(reader, writer, 0, STALL_SECONDS) for _ in range(_PINGS)])
+            seconds = await _transfer(reader, writer, PAYLOAD, 2 * STALL_SECONDS)
+            result["rate"] = PAYLOAD / seconds
+            if measures:  # as much as this path transfers in about a third of a second
+                size = int(min(MOST, max(PAYLOAD, 0.3 * PAYLOAD / seconds)))
+                result["rate"] = max(size / await _transfer(reader, writer, size, 10), result["rate"])
+        except asyncio.TimeoutError:
+            return {**result, "how": STALLED}
+        except OSError:
+            return {**result, "how": CUT}
+        return result
+    finally:
+        for writer in writers:
+            with contextlib.suppress(Exception):
+                writer.close()
+
+
+async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
+    """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
+
+    It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
+    that of the fastest transfer, because the training delays some of them.
+    """
+    try:
+        reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
+    except (OSError, asyncio.TimeoutError):
+        return None
+    best, size = 0.0, _SMALLEST
+    try:
+        await messages.handshake(reader, writer, token, is_client=True)
+        for _ in range(_TRANSFERS):
+            began = time.monotonic()
+            try:
+                seconds = await _transfer(reader, writer, size, _RATE_SECONDS)
+            except asyncio.TimeoutError:
+                return best or size / (time.monotonic() - began)  # at most this
+            best = max(best, size / seconds)
+            if seconds > 10 * _LONG_ENOUGH:
+                break  # the path is so slow that more transfers would only delay the training
+            if seconds < _LONG_ENOUGH and size < _LARGEST:
+                size *= 4
+    except (messages.HandshakeError, OSError):
+        return best or None
+    finally:
+        writer.close()
+    return best
+
+
+async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, size: int, seconds: float) -> float:
+    """Send `size` bytes and return the seconds until the other side has confirmed them. Raises asyncio.TimeoutError."""
+    began = time.monotonic()
+    await messages.send(writer, {"bytes": size})
+    block = bytes(min(size, 1 << 20))
+    for at in range(0, size, len(block) or 1):
+        writer.write(block[: size - at])
+        await asyncio.wait_for(writer.drain(), seconds)
+    await messages.receive(reader, seconds)
+    return time.monotonic() - began

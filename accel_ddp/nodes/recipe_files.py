@@ -1,0 +1,81 @@
+"""Find the recipes and the accelerate configs, in the repository and in an installed wheel.
+
+In the repository both are folders beside `accel_ddp/`. The wheel contains them as folders inside the package (see
+`[tool.hatch.build.targets.wheel]` in pyproject.toml). This module uses the standard library only, so that listing the
+recipes does not wait for torch.
+"""
+
+import ast
+import difflib
+from pathlib import Path
+
+from accel_ddp.errors import UserError
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def recipes_folder() -> Path:
+    """Return the folder that contains classify.py and the other recipes."""
+    return _folder("recipes")
+
+
+def configs_folder() -> Path:
+    """Return the folder that contains local.yaml and the other accelerate configs."""
+    return _folder("accelerate_configs")
+
+
+def _folder(name: str) -> Path:
+    # The wheel's folder comes first: beside an installed package there may be a folder of the same name that is not ours.
+    for folder in (_PACKAGE / name, _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise UserError(f"{_PACKAGE / name} does not exist: this installation of accel_ddp is incomplete. Install accel_ddp again.")
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes, without `.py`, in alphabetical order."""
+    return sorted(path.stem for path in recipes_folder().glob("*.py"))
+
+
+def recipe_path(word: str) -> Path:
+    """Return the file of a recipe. `word` is the name of a recipe that comes with accel_ddp, or the path of a script."""
+    if word.endswith(".py"):
+        if Path(word).is_file():
+            return Path(word)
+        name = Path(word).stem
+        hint = f"To run the recipe that comes with accel_ddp, type `{name}`." if name in recipe_names() else "Check the path."
+        raise UserError(f"{word}: there is no such file. {hint}")
+    if word not in recipe_names():
+        raise UserError(f"{word!r} is not a recipe.{nearest(word, recipe_names())} The recipes are: {', '.join(recipe_names())}.")
+    return recipes_folder() / f"{word}.py"
+
+
+def config_path(word: str) -> Path:
+    """Return the file of an accelerate config. `word` is a path, or the name of a config that comes with accel_ddp."""
+    if Path(word).is_file():
+        return Path(word)
+    names = sorted(path.name for path in configs_folder().glob("*.yaml"))
+    for name in (word, f"{word}.yaml"):
+        if name in names:
+            return configs_folder() / name
+    raise UserError(f"--config_file {word}: there is no such file. These come with accel_ddp: {', '.join(names)}.")
+
+
+def summary(recipe: Path) -> str:
+    """Return the first line of the docstring. The file is parsed and not imported."""
+    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
+
+
+def imported_recipes(recipe: Path) -> list[Path]:
+    """Return the recipes in the same folder that `recipe` imports: own_loop.py imports classify.py."""
+    tree = ast.parse(recipe.read_text(encoding="utf-8"))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return [path for path in sorted(recipe.parent.glob("*.py")) if path.stem in modules]
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return a question that suggests the known word nearest to `word`, or an empty string."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""

@@ -1,0 +1,156 @@
+"""Connects the output of a rank to the guard of its node, which then receives the lines of each rank separately."""
+
+import contextlib
+import io
+import os
+import re
+import select
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+# How processes share a terminal in which the main rank shows a live panel. It depends on nothing but the standard library.
+#
+# The panel is below the cursor. Its process draws it with one write, between BEGIN_FRAME and END_FRAME, and returns the cursor
+# to where it was: to an empty line above the panel, or behind an incomplete line. Monitors, other ranks and launchers print to
+# the same terminal. Their lines begin at the cursor, therefore above the panel, and the next frame is drawn below them.
+# ERASE_BELOW before a line removes the panel, so nothing of it remains beside a text of several lines. No terminal mode is
+# changed, so a killed process leaves only its last panel, which the next line of a monitor removes.
+ERASE_BELOW = "\x1b[J"
+# Terminals that support synchronized output show a frame at once. Others ignore it. It also marks what does not belong into a log.
+BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
+
+_FRAME = re.compile(f"{re.escape(BEGIN_FRAME)}.*?{re.escape(END_FRAME)}", re.DOTALL)
+_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-Z\\^_78=>])")
+
+
+def can_draw(descriptor: int, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this is a terminal that can move its cursor."""
+    try:
+        return os.isatty(descriptor) and (environ or os.environ).get("TERM", "") not in ("", "dumb", "unknown")
+    except OSError:
+        return False
+
+
+def erase_before_line(descriptor: int) -> str:
+    """Return what to write before a line that another process than that of the panel prints. "" if this is no terminal."""
+    return ERASE_BELOW if can_draw(descriptor) else ""
+
+
+def split_incomplete_frame(text: str) -> tuple[str, str]:
+    """Return the text up to a frame that is not complete, and the beginning of that frame."""
+    at = text.rfind(BEGIN_FRAME)
+    if at >= 0 and END_FRAME not in text[at:]:
+        return text[:at], text[at:]
+    for length in range(min(len(BEGIN_FRAME) - 1, len(text)), 0, -1):  # the mark itself may arrive in two parts
+        if BEGIN_FRAME.startswith(text[-length:]):
+            return text[:-length], text[-length:]
+    return text, ""
+
+
+def without_frames(text: str) -> str:
+    """Return the text without frames."""
+    return _FRAME.sub("", text)
+
+
+def without_controls(text: str) -> str:
+    """Return the text without control sequences, as it is stored in a log."""
+    return _CONTROL.sub("", without_frames(text))
+
+
+class SharedStream:
+    """A stream of a rank that shares its terminal with the panel of the main rank."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.at_line_start = stream, True
+
+    def write(self, text: str) -> int:
+        if text:
+            self.stream.write(ERASE_BELOW + text if self.at_line_start else text)
+            self.at_line_start = text.endswith("\n")
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+VARIABLE = "ACCEL_DDP_OUTPUT"  # a folder with one FIFO, or one link to a terminal, for each local rank
+_DROPPED = b"\n(some output is missing here, because it was not read in time)\n"
+
+
+def connect_output() -> bool:
+    """Let stdout and stderr of this rank, and of everything it starts, write to the guard. Return whether they do.
+
+    Without a guard that reads, the streams stay as they are. Only the first call has an effect.
+    """
+    folder = os.environ.pop(VARIABLE, "")  # a child process inherits the streams, which it may also have redirected
+    if not folder:
+        return False
+    path = os.path.join(folder, f"rank{os.environ.get('LOCAL_RANK') or 0}")
+    flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK  # NONBLOCK: an error instead of waiting for a reader
+    try:
+        own = os.open(path, flags)
+        try:
+            # Each call of `open` has flags of its own. Those of 1 and 2 are inherited by other programs, which expect to wait.
+            inherited = os.open(path, flags)
+        except OSError:
+            os.close(own)
+            raise
+    except OSError:
+        return False
+    os.set_blocking(inherited, True)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed, or replaced by something else
+            stream.flush()
+    os.dup2(inherited, 1)
+    os.dup2(inherited, 2)
+    os.close(inherited)
+    raw = RankStream(own)
+    sys.stdout = sys.__stdout__ = _text(raw, sys.stdout, "strict")
+    sys.stderr = sys.__stderr__ = _text(raw, sys.stderr, "backslashreplace")
+    return True
+
+
+def _text(raw: "RankStream", before: Any, errors: str) -> io.TextIOWrapper:
+    encoding, errors = getattr(before, "encoding", None) or "utf-8", getattr(before, "errors", None) or errors
+    return io.TextIOWrapper(raw, encoding, errors, line_buffering=True)  # type: ignore[type-var]  # as Python's own with -u
+
+
+class RankStream(io.RawIOBase):
+    """Writes to the guard, and never fails.
+
+    A rank that waits in `print` stops all ranks of the job. Output that the guard has not taken after some seconds is therefore
+    dropped, and so is all output after the guard has ended.
+    """
+
+    def __init__(self, descriptor: int, seconds: float = 10):
+        self.descriptor, self.seconds = descriptor, seconds
+        self.is_dropping = False
+
+    def write(self, data: Any) -> int:
+        view = memoryview(_DROPPED + bytes(data) if self.is_dropping else data).cast("B")
+        while view:
+            try:
+                view = view[os.write(self.descriptor, view) :]
+                self.is_dropping = False
+            except BlockingIOError:
+                # Waiting is not repeated for each line, because a rank that waits for every line would be as bad as one that hangs.
+                if self.is_dropping or not select.select([], [self.descriptor], [], self.seconds)[1]:
+                    self.is_dropping = True
+                    break
+            except OSError:  # the guard has ended
+                break
+        return memoryview(data).nbytes
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self.descriptor)

@@ -1,0 +1,292 @@
+"""What the live panel shows, as rows of text."""
+
+import contextlib
+import io
+import locale
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.box import ASCII, ROUNDED
+from rich.console import COLOR_SYSTEMS, Console, OverflowMethod
+from rich.segment import Segment
+from rich.text import Text
+
+from accel_ddp import phases
+from accel_ddp.config import option_values
+from accel_ddp.config.option_values import BestMetric
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.observe.hook import Hook
+from accel_ddp.ranks.process import process
+from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
+
+# The progress of a run: a live panel in a terminal, and plain lines elsewhere.
+
+
+class Progress(Hook):
+    """Updates the panel that `start` has opened. If there is none, it prints a line every `--log_every` steps."""
+
+    def __init__(self, cfg: TrainConfig):
+        self.cfg, self.every, self.num_items = cfg, cfg.log_every, 0
+
+    @property
+    def state(self) -> "State | None":
+        """What the panel shows. None: there is no panel."""
+        return process.display.state if process.display else None
+
+    def on_describe(self, facts):
+        self.num_items = facts.get("items", 0)
+
+    def on_start(self, step, total_steps, evaluations):
+        self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
+        self.evaluations = dict(evaluations)
+        if state := self.state:
+            state.first_step, state.began, state.numbers = step, self.began, None
+            state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
+            state.evaluations, state.metric = self.evaluations, _metric_of(self.cfg)
+            state.total_steps = total_steps
+
+    def on_warm_up(self, step, seconds):
+        print(f"warm-up: {seconds:.1f} s")
+        self._begin_steps()
+
+    def on_update(self, numbers, pace):
+        if state := self.state:
+            state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
+            if numbers.ranks:
+                state.samples = state.samples[1], numbers.ranks
+        elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
+            seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
+            print(
+                f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace}  "
+                f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+            )
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = metrics
+        when = f"step {step}" if step else "before training"
+        print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if step == self.first:
+            self._begin_steps()
+
+    def on_end(self, step, summary):
+        if process.display:
+            process.display.finish("stopped" if "stopped" in summary else "done")
+        before, after = self.evaluations.get(0, {}), self.evaluations.get(step, {})
+        both = {name: (before[name], after[name]) for name in after if name in before}
+        if step and both:
+            width = max(map(len, both))
+            print("\n".join([f"{'':{width}}  {'before':>10}  {'after':>10}"] + [
+                f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
+            ]))  # fmt: skip
+
+    def _begin_steps(self) -> None:
+        self.began = time.monotonic()  # the remaining time is estimated from steps alone
+        if state := self.state:
+            state.began = self.began
+
+
+def _metric_of(cfg: TrainConfig) -> option_values.BestMetric | None:
+    with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
+        return cfg.best()
+    return None
+
+
+WIDEST = 110  # columns; a wider panel is harder to read
+NARROW = 50  # columns; a narrower panel has no frame
+_SHORT_WAIT = 1.0  # seconds; ranks wait for each other in most phases, and a short wait is part of the phase around it
+_LABELS = {
+    phases.START: "start", phases.LOAD: "load", phases.TOKENISE: "tokenise", phases.COMPILE: "compile", phases.EVALUATE: "evaluate",
+    phases.METRICS: "evaluate", phases.SAVE: "save", phases.END: "finish", phases.EXPORT: "export", phases.WAIT: "wait for other ranks",
+}  # fmt: skip
+
+
+@dataclass
+class State:
+    """The run as it is known. The training thread replaces values, and the thread of the panel reads them."""
+
+    title: str = ""
+    opened: float = field(default_factory=time.monotonic)
+    total_steps: int = 0  # 0: the training has not begun
+    first_step: int = 0
+    began: float = 0.0  # when the first step began
+    steps_per_epoch: float = 0.0
+    numbers: Numbers | None = None  # of the last update
+    updated: float = 0.0  # when `numbers` arrived
+    pace: Pace | None = None
+    samples: tuple[Sequence[RankSample], Sequence[RankSample]] = ((), ())  # the last two
+    metric: BestMetric | None = None
+    evaluations: dict[int, Metrics] = field(default_factory=dict)
+    bar: str = ""  # of a library
+    phase: str = "start"
+
+    @property
+    def step(self) -> int:
+        return self.numbers.step if self.numbers else max(self.first_step, process.heartbeat.step)
+
+    def seconds_left(self) -> float | None:
+        """Return the time that the remaining steps take at the mean speed of those so far. None: it is not known."""
+        if not self.numbers or self.numbers.step <= self.first_step:
+            return None
+        seconds = (self.updated - self.began) / (self.numbers.step - self.first_step) * (self.total_steps - self.numbers.step)
+        return max(seconds - (time.monotonic() - self.updated), 0.0)
+
+    def observe_phase(self) -> None:
+        """Read from the heartbeat of this rank what it does now."""
+        heartbeat = process.heartbeat
+        phase, (done, total) = heartbeat.phase, heartbeat.progress
+        if phase == phases.WAIT and (time.monotonic_ns() - heartbeat.since) * 1e-9 < _SHORT_WAIT:
+            return
+        self.phase = _LABELS.get(phase, "train" if self.total_steps or heartbeat.step else "start")
+        if self.phase == "evaluate" and total:
+            self.phase += f" {done / total:.0%} ({done:,} of {total:,} batches)"
+        if self.phase != "save" and phases.read(heartbeat.memory).writing:
+            self.phase += ", writing a checkpoint"
+
+
+def shows_unicode(encoding: str | None) -> bool:
+    """Return whether the terminal shows box characters: the locale and the stream use UTF-8."""
+    named = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    is_utf8 = lambda name: (name or "").lower().replace("-", "").endswith("utf8")
+    return is_utf8(encoding) and (is_utf8(named.partition("@")[0]) if named else is_utf8(locale.getpreferredencoding(False)))
+
+
+class Renderer:
+    """Turns a state into rows. rich reads COLORTERM and NO_COLOR, and draws frames in the characters that `encoding` has.
+
+    rich.panel.Panel and Console.print, which also measure and wrap, would take 3 times as long.
+    """
+
+    def __init__(self, encoding: str = "utf-8"):
+        self.console = Console(file=io.StringIO(), force_terminal=True, legacy_windows=False)
+        self.color_system = COLOR_SYSTEMS.get(self.console.color_system or "")
+        self.is_ascii = not encoding.startswith("utf")
+        self.box = ASCII if self.is_ascii else ROUNDED
+        self.overflow: OverflowMethod = "crop" if self.is_ascii else "ellipsis"
+
+    def rows(self, state: State, columns: int, lines: int) -> list[str]:
+        """Return at most `lines` rows, each narrower than `columns`, because terminals differ in what follows the last column."""
+        width, has_frame = max(min(columns - 1, WIDEST), 1), columns > NARROW and lines >= 8
+        inner = width - 4 if has_frame else width
+        first, *others = [_flow(items, inner, self.overflow) for items in _groups(state)]
+        content = [*first]
+        if state.total_steps:
+            content.append(self._bar(state.step / state.total_steps, inner))
+        content += [row for rows in others for row in rows]
+        if state.bar:
+            content += _flow([_plain(state.bar, "dim")], inner, self.overflow)
+        content = content[: max(lines - 2 * has_frame, 1)]
+        return list(self._framed(content, state.title, inner)) if has_frame else [*map(self._draw, content)]
+
+    def _framed(self, rows: Sequence[Text], title: str, inner: int) -> Iterator[str]:
+        """Yield the rows in a frame with a title."""
+        box = self.box
+        name = _plain(f" {title} " if title else "", "bold")
+        name.truncate(inner, overflow=self.overflow)
+        top, rest = box.top_left + box.top, box.top * (inner + 1 - name.cell_len) + box.top_right
+        yield self._draw(_plain(top, "dim")) + self._draw(name) + self._draw(_plain(rest, "dim"))
+        left, right = self._draw(_plain(f"{box.mid_left} ", "dim")), self._draw(_plain(f" {box.mid_right}", "dim"))
+        for row in rows:
+            yield f"{left}{self._draw(row)}{' ' * (inner - row.cell_len)}{right}"
+        yield self._draw(_plain(box.bottom_left + box.bottom * (inner + 2) + box.bottom_right, "dim"))
+
+    def _draw(self, row: Text) -> str:
+        """Return the text with the sequences of its colours."""
+        segments = row.render(self.console)
+        if self.console.no_color:
+            segments = Segment.remove_color(segments)
+        render = lambda text, style: style.render(text, color_system=self.color_system) if style else text
+        return "".join(render(segment.text, segment.style) for segment in segments)
+
+    def _bar(self, done: float, width: int) -> Text:
+        filled = round(min(done, 1.0) * width)
+        full, empty = ("=", "-") if self.is_ascii else ("━", "─")  # they also differ without colours
+        return Text.assemble((full * filled, "green" if done >= 1 else "cyan"), (empty * (width - filled), "bright_black"))
+
+
+def _groups(state: State) -> Iterator[list[Text]]:
+    """Yield what belongs into one row, if the terminal is wide enough."""
+    now = time.monotonic()
+    items = [_plain(state.phase, "bold cyan")]
+    if state.total_steps:
+        items.append(_item("step", f"{state.step:,}/{state.total_steps:,}"))
+        if state.steps_per_epoch:
+            items.append(_item("epoch", f"{state.step / state.steps_per_epoch:.2f}"))
+    elif state.step:  # a loop of the user
+        items.append(_item("step", f"{state.step:,}"))
+    items.append(_item("elapsed", format_seconds(now - state.opened)))
+    if (left := state.seconds_left()) is not None and state.step < state.total_steps:
+        items.append(_item("left", format_seconds(left)))
+    yield items
+    if state.numbers and state.pace:
+        numbers = state.numbers
+        rates = [_plain(rate) for rate in str(state.pace).split("  ")]
+        yield [
+            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"), *rates
+        ]  # fmt: skip
+    if state.evaluations:
+        yield list(_evaluation_items(state))
+    if splits := splits_between(*state.samples):
+        yield list(_time_items(splits))
+
+
+def _evaluation_items(state: State) -> Iterator[Text]:
+    """Yield the metric that is compared, of the last and of the best evaluation. Without one, yield the first metrics."""
+    last = max(state.evaluations)
+    metrics, metric = state.evaluations[last], state.metric
+    yield _plain("evaluation", "dim")
+    when = f"at step {last:,}" if last else "before training"
+    if metric and metric.name in metrics:
+        yield _item(metric.name, f"{metrics[metric.name]:.4f}", when)
+        if ranking := metric.rank(state.evaluations):
+            best = ranking[0]
+            yield _item("best", f"{state.evaluations[best][metric.name]:.4f}", f"at step {best:,}" if best else "before training")
+    else:
+        for name, value in list(metrics.items())[:3]:
+            yield _item(name, f"{value:.4f}", when)
+
+
+def _time_items(splits: Sequence[Split]) -> Iterator[Text]:
+    """Yield how an average rank spends a step."""
+    mean = Split(*(sum(values) / len(splits) for values in zip(*splits)))
+    seconds = max(sum(mean), 1e-9)
+    parts = {
+        "data": mean.data,
+        "compute": mean.forward + mean.backward + mean.optimizer,
+        "communication": mean.communication,
+        "other": mean.other,
+    }
+    yield _item("time per step", f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms")
+    yield from (_item(name, f"{value / seconds:.0%}") for name, value in parts.items())
+
+
+def _item(name: str, value: str, more: str = "") -> Text:
+    return Text.assemble((f"{name} ", "dim"), value, (f" {more}" if more else "", "dim"))
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Return a text of one row. Control characters in it would move the cursor."""
+    return Text.assemble(("".join(c if c.isprintable() else " " for c in text), style))  # `Text.render` uses only spans
+
+
+def _flow(items: Iterable[Text], width: int, overflow: OverflowMethod) -> list[Text]:
+    """Return rows that are filled with items. An item that is wider than a row is cut."""
+    rows: list[Text] = []
+    for item in items:
+        item.truncate(width, overflow=overflow)
+        if rows and rows[-1].cell_len + 3 + item.cell_len <= width:
+            rows[-1].append("   ").append_text(item)
+        else:
+            rows.append(Text(no_wrap=True, overflow="crop").append_text(item))
+    return rows
+
+
+def format_seconds(seconds: float) -> str:
+    """Return 3:07 or 2:03:07."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

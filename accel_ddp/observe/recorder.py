@@ -1,0 +1,391 @@
+"""Records the steps that `--profile` selects, and brings the traces of all ranks to the main rank."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.observe import profile_summary, traces
+from accel_ddp.observe.ranges import Ranges
+from accel_ddp.observe.trace_analysis import analyse
+from accel_ddp.observe.traces import Clock
+from accel_ddp.phases import PROFILE, Timing
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
+from accel_ddp.ranks.process import process
+from accel_ddp.training.own_time import OwnTime
+from accel_ddp.training.step_numbers import Split
+
+# Measures how far the clocks of hosts differ, so that traces of several hosts can be shown on one time axis.
+ROUND_TRIPS = 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def kernel_id() -> str:
+    """Return a text that is the same for all processes with the same clock: those of one kernel, also in several containers."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return process.host
+
+
+def measure_clock(
+    ranks: list[int], now: Callable[[], int] | None = None, clock_id: str | None = None, round_trips: int = ROUND_TRIPS
+) -> Clock:
+    """Return how the clock of this rank differs from that of rank 0. This is a collective of all ranks.
+
+    Each of `ranks` in turn asks rank 0 for its time. The reply belongs to the middle of the round trip, and the fastest of several
+    round trips has the smallest error, which is at most half of its duration. Ranks on the host of rank 0 have its clock.
+    """
+    now = now or time.time_ns
+    ids = gather_everywhere(kernel_id() if clock_id is None else clock_id)
+    best = Clock()
+    for rank in ranks:
+        if ids[rank] == ids[0]:
+            continue
+        message = torch.zeros(1, dtype=torch.int64)
+        for trip in range(round_trips):
+            if process.is_main:
+                dist.recv(message, rank, group=process.slow_group)
+                message[0] = now()
+                dist.send(message, rank, group=process.slow_group)
+            elif process.rank == rank:
+                sent = now()
+                dist.send(message, 0, group=process.slow_group)
+                dist.recv(message, 0, group=process.slow_group)
+                received = now()
+                found = Clock(int(message) - (sent + received) / 2, (received - sent) / 2)
+                best = found if not trip or found.accuracy < best.accuracy else best
+    return best
+
+
+def between(before: Clock, after: Clock) -> Clock:
+    """Return the clock in the middle of two measurements. The accuracy includes how far the clock has drifted meanwhile."""
+    drift = abs(after.offset - before.offset) / 2
+    return Clock((before.offset + after.offset) / 2, max(before.accuracy, after.accuracy) + drift)
+
+
+# Brings files of all ranks to the main rank. Nodes need not share a folder.
+CHUNK = 4 << 20  # bytes; the memory that this needs on each side
+
+
+def collect_files(ranks: list[int], sizes: dict[int, list[int]], mine: list[Path], targets: dict[int, list[Path]]) -> list[str]:
+    """Send the files `mine` of this rank to the main rank, one rank after the other. Return what went wrong there.
+
+    To be called by all ranks. On the main rank, `sizes` has the sizes of the files of each rank, and `targets` the paths to write.
+    If the main rank cannot write a file, it receives the rest all the same, because the other rank sends it.
+    """
+    problems = []
+    for rank in ranks:
+        if rank == 0 or process.rank not in (0, rank):
+            continue
+        if process.rank == rank:
+            for path in mine:
+                _send(path)
+        else:
+            for size, path in zip(sizes[rank], targets[rank]):
+                problems.append(_receive(rank, size, path))
+    return [problem for problem in problems if problem]
+
+
+def _send(path: Path) -> None:
+    """Send a file. If it cannot be read to its end, zeros are sent for the rest, and the last message tells it."""
+    size, is_complete = path.stat().st_size, True
+    with path.open("rb") as file:
+        for at in range(0, size, CHUNK):
+            expected = min(CHUNK, size - at)
+            data = b""
+            with contextlib.suppress(OSError):
+                data = file.read(expected)
+            is_complete = is_complete and len(data) == expected
+            chunk = torch.frombuffer(bytearray(data.ljust(expected, b"\0")), dtype=torch.uint8)
+            dist.send(chunk, 0, group=process.slow_group)
+            process.heartbeat.beat()
+    dist.send(torch.tensor([int(is_complete)]), 0, group=process.slow_group)
+
+
+def _receive(rank: int, size: int, path: Path) -> str:
+    problem = ""
+    file: IO[bytes] | None = None
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror}"
+    for at in range(0, size, CHUNK):
+        chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
+        dist.recv(chunk, rank, group=process.slow_group)
+        process.heartbeat.beat()
+        if file is not None and not problem:
+            try:
+                file.write(chunk.numpy())
+            except OSError as error:
+                problem = f"{path} cannot be written: {error.strerror}"
+    status = torch.zeros(1, dtype=torch.int64)
+    dist.recv(status, rank, group=process.slow_group)
+    if file is not None:
+        try:
+            file.close()
+        except OSError as error:
+            problem = problem or f"{path} cannot be written: {error.strerror}"
+    return problem or ("" if status.item() else f"rank {rank} could not read its trace")
+
+
+BEFORE = 100_000_000  # nanoseconds from the start of the merged trace to its first step; viewers reject negative times
+
+
+def start_recorder(
+    accelerator: Accelerator,
+    cfg: TrainConfig,
+    own_time: OwnTime,
+    step: int,
+    total_steps: int,
+    pauses_after: Callable[[int], bool],
+    model: dict[str, Any],
+) -> "Recorder | None":
+    """Return the recorder of a run that has done `step` steps, or None if nothing is to be recorded.
+
+    `pauses_after` returns whether an evaluation or a checkpoint follows a step. `model` describes the model, for the advice.
+    """
+    asked, window = parse_steps(cfg.profile), choose_window(cfg.profile, step, total_steps, pauses_after)
+    if window is None:
+        if asked is not None and step < total_steps:
+            print_on_main(f"--profile {cfg.profile}: nothing is recorded, because this run continues after step {step}.")
+        return None
+    if isinstance(asked, Window) and asked != window:
+        reason = f"an evaluation or a checkpoint follows step {window.last}" if window.last != asked.last else ""
+        reason = reason or f"this run continues after step {step}"
+        print_on_main(f"--profile {cfg.profile}: only {window} will be recorded, because {reason}.")
+    has_warm_up = window.first - 1 > step and not pauses_after(window.first - 1)
+    return Recorder(accelerator, cfg, own_time, window, has_warm_up, model)
+
+
+def profiled_ranks(cfg: TrainConfig) -> list[int]:
+    """Return the ranks of `--profile_ranks`. Raise UserError on every rank if one of them does not exist."""
+    firsts = [sum(count for _, count in process.nodes[:node]) for node in range(len(process.nodes))]
+    return choose_ranks(cfg.profile_ranks, process.num_ranks, firsts)
+
+
+class Recorder:
+    """Records a window of steps. Every rank has one, because the traces are collected by all ranks together.
+
+    Outside of the window it costs two comparisons per step, and after the window `fit` has none.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        cfg: TrainConfig,
+        own_time: OwnTime,
+        window: Window,
+        has_warm_up: bool,
+        model: dict[str, Any],
+    ):
+        self.cfg, self.own_time, self.window, self.model = cfg, own_time, window, model
+        self.on_gpu = accelerator.device.type == "cuda"
+        self.precision = accelerator.mixed_precision
+        self.ranks = profiled_ranks(cfg)
+        self.records = process.rank in self.ranks
+        self.starts_at = window.first - has_warm_up
+        self.profiler: profile | None = None
+        self.problem = ""  # why this rank records nothing
+        self.is_complete = False
+        self.ranges = Ranges(process.heartbeat, own_time)
+
+    # ---- what `fit` calls
+
+    def begin_step(self, step: int) -> bool:
+        """Prepare step `step`. Return whether that took time that does not belong to a step."""
+        if step < self.starts_at:
+            return False
+        if step == self.starts_at:
+            self._start()
+        if step < self.window.first:
+            return True
+        if step == self.window.first:
+            self._synchronize()  # what the GPU still computes does not belong to the window
+        if self.profiler is not None and step > self.starts_at:
+            self.advance()
+        if step == self.window.first:
+            self.timing = self.own_time.settle(step - 1)
+            self.own_time.restart()
+            self.began = time.time_ns()
+        if self.profiler is not None:
+            self.ranges.begin_step(step)
+        return step == self.window.first
+
+    def end_step(self, step: int, is_stopping: bool) -> bool:
+        """End step `step`. Return whether the recording is complete. Every rank passes the same values."""
+        if step < self.starts_at:
+            return False
+        self.is_complete = is_stopping or step == self.window.last
+        if is_stopping:  # a signal leaves seconds for the checkpoint
+            self.close()
+            print_on_main("--profile: nothing was stored, because the run is stopping.")
+            return True
+        if step == self.window.last:
+            self._finish(step)
+            return True
+        self.ranges.end_step()
+        return False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        self.close()
+        if kind is None and not self.is_complete:
+            print_on_main(f"--profile {self.cfg.profile}: nothing was stored, because the run has ended before {self.window}.")
+
+    def close(self) -> None:
+        """Stop torch.profiler and discard what it has recorded. This involves no other rank."""
+        self.own_time.measures_all = False
+        self.ranges.detach()
+        if self.profiler is not None:
+            with contextlib.suppress(Exception):
+                self.profiler.stop()
+            self.profiler = None
+
+    # ---- recording
+
+    def _start(self) -> None:
+        """Start torch.profiler on the ranks that record. It stores nothing of a step in which it warms up: it loads CUPTI there."""
+        with process.heartbeat.within(PROFILE):
+            self.clock = measure_clock(self.ranks)
+            self.own_time.measures_all = True
+            if self.records:
+                os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints two lines about each profile
+                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+                count = self.window.last - self.window.first + 1
+                plan = schedule(wait=0, warmup=1, active=count + 1) if self.starts_at < self.window.first else None
+                profiler = profile(activities=activities, schedule=plan)
+                try:
+                    profiler.start()
+                except RuntimeError as error:  # another profiler is active
+                    self.problem = f"torch.profiler cannot start: {error}"
+                else:
+                    self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
+                    self.ranges.attach()
+            broadcast_object(None, what="start torch.profiler")
+        self.own_time.restart()
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _finish(self, step: int) -> None:
+        """Store the traces and the summary. Training continues if that is not possible."""
+        self._synchronize()
+        self.ranges.end_step()
+        timing = self.own_time.settle(step)
+        profiler, self.profiler = self.profiler, None
+        self.close()
+        with process.heartbeat.within(PROFILE), contextlib.ExitStack() as stack:
+            try:
+                if profiler is not None:
+                    profiler.stop()
+            except RuntimeError as error:
+                profiler, self.problem = None, f"torch.profiler cannot stop: {error}"
+            clock = between(self.clock, measure_clock(self.ranks))
+            zero = min(gather_everywhere(self.began + clock.offset)) - BEFORE
+            mine: dict[str, Any] = {"rank": process.rank, "host": process.host, "node": process.node}
+            files: list[Path] = []
+            try:
+                if profiler is not None:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_ddp_profile_")))
+                    analysis, files = self._export(profiler, folder, clock, zero)
+                    mine |= analysis | {"breakdown": self._breakdown(timing), "clock": clock._asdict()}
+            except Exception as error:  # a full disk, or a trace of another version of torch; the other ranks wait below
+                self.problem = f"{type(error).__name__}: {error}"
+            everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
+            self._store(everyone, files)
+            broadcast_object(None, what="store the profile")
+
+    def _breakdown(self, timing: Timing) -> dict[str, float]:
+        """Return the seconds per step that log.jsonl has for the same steps, for a comparison."""
+        count = self.window.last - self.window.first + 1
+        return {part: round((getattr(timing, part) - getattr(self.timing, part)) / count, 9) for part in Split._fields}
+
+    def _export(self, profiler: profile, folder: Path, clock: traces.Clock, zero: float) -> tuple[dict[str, Any], list[Path]]:
+        """Write the trace of this rank and its part of the merged trace. Return its analysis and both paths."""
+        plain, own, fragment = folder / "trace.json", folder / "own.json.gz", folder / "fragment.json.gz"
+        profiler.export_chrome_trace(str(plain))
+        trace = traces.read_trace(plain)
+        plain.unlink()
+        if self.ranges.marks:
+            traces.add_marks(trace, self.ranges.marks, self.ranges.thread_id)
+        traces.write_trace(own, trace)
+        traces.write_fragment(fragment, traces.align(trace, traces.Place(process.rank, process.host), clock, zero))
+        analysis = analyse(trace)
+        if self.on_gpu and analysis["kind"] != "gpu":
+            raise RuntimeError("torch.profiler has recorded no kernel. Another profiler (nsys, DCGM) may use the GPU's counters")
+        return analysis, [own, fragment]
+
+    # ---- on the main rank
+
+    def _store(self, everyone: list[dict[str, Any]] | None, files: list[Path]) -> None:
+        """Collect the files of all ranks on the main rank and write the summary there."""
+        folder = Path(self.cfg.output_dir) / traces.FOLDER
+        problems, targets = [], {}
+        recorded = [one for one in everyone or [] if one["sizes"]]
+        if everyone:
+            targets = {
+                one["rank"]: [folder / traces.file_of(one["rank"]), folder / f".fragment_{one['rank']}"] for one in recorded
+            }
+            problems = [f"rank {one['rank']} ({one['host']}): {one['problem']}" for one in everyone if one["problem"]]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for old in (*folder.glob(traces.file_of("*")), *(folder / name for name in traces.FILES)):
+                    old.unlink(missing_ok=True)
+                for source, target in zip(files, targets.get(0, [])):
+                    shutil.copyfile(source, target)
+            except OSError as error:
+                problems.append(f"{folder} cannot be written: {error.strerror}")
+        sizes = {one["rank"]: one["sizes"] for one in recorded}
+        problems += collect_files(broadcast_object(sorted(sizes)), sizes, files, targets)
+        if everyone is None:
+            return
+        try:
+            if recorded:
+                self._summarize(folder, recorded, [targets[one["rank"]][1] for one in recorded])
+        except (OSError, EOFError, zlib.error) as error:  # the disk is full, or a part that was received is not complete
+            problems.append(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}")
+        except Exception as error:  # in the analysis; no summary is worth a run
+            problems.append(f"{folder} has no summary: {type(error).__name__}: {error}")
+        for path in folder.glob(".fragment_*"):
+            path.unlink(missing_ok=True)
+        if problems:
+            text = "; ".join(problems)
+            print(f"--profile: the profile is not complete: {text}. Training continues.", file=sys.stderr, flush=True)
+
+    def _summarize(self, folder: Path, recorded: list[dict[str, Any]], fragments: list[Path]) -> None:
+        recorded = [{name: value for name, value in one.items() if name not in ("sizes", "problem")} for one in recorded]
+        micro, count = self.cfg.split(process.num_ranks)
+        options = {name: getattr(self.cfg, name) for name in profile_summary.OPTIONS if hasattr(self.cfg, name)}
+        run = {
+            "steps": [self.window.first, self.window.last], "num_ranks": process.num_ranks, "num_nodes": len(process.nodes),
+            "device": torch.cuda.get_device_name() if self.on_gpu else "CPU", "precision": self.precision,
+            "micro_batch_size": micro, "accumulation": count, "options": options, **self.model,
+        }  # fmt: skip
+        made = profile_summary.summarize(run, recorded)
+        # The text is printed first: a full disk does not prevent it.
+        text = profile_summary.format_text(made, self.cfg.output_dir)
+        print(text, flush=True)
+        clocks = {
+            f"rank {one['rank']}": {"offset_us": one["clock"]["offset"] / 1000, "accuracy_us": one["clock"]["accuracy"] / 1000}
+            for one in recorded
+        }
+        worst = max(one["clock"]["accuracy"] for one in recorded) / 1000
+        metadata = {"clocks": clocks, "clock_accuracy_us": worst, "steps": str(self.window)}
+        profile_summary.write(folder, made, text)
+        traces.join_fragments(folder / traces.MERGED, fragments, metadata)

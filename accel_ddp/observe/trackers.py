@@ -1,0 +1,225 @@
+"""Trackers: wandb, tensorboard, trackio, mlflow, and the others that Accelerate knows.
+
+Each tracker has a thread and a queue (`tracker_thread`), so that the run never waits for one, except for a limited time at its end.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import secrets
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+
+from accel_ddp.compat import keep_forks_apart_from_starts
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.observe.hook import Hook, rates_of
+from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
+from accel_ddp.observe.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
+from accel_ddp.ranks.process import process
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.records.redaction import redact_command, redact_values
+from accel_ddp.saving import checkpoint_format
+from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, splits_between
+
+MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node
+STOP_SECONDS = 10.0  # after a stop request; Slurm, Kubernetes and torchrun kill 30 s after SIGTERM, and the save comes first
+FAILURE_SECONDS = 3.0  # after an error, which the other ranks have received already
+
+
+class Trackers(Hook):
+    """Passes everything that happens to the threads of the trackers."""
+
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig):
+        self.accelerator, self.cfg = accelerator, cfg
+        self.facts: dict[str, Any] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.before: Sequence[RankSample] = ()
+        self.scale = Scale(0, cfg.global_batch_size, ())
+        self.total_steps = self.step = 0
+        self.is_closed = False
+        names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
+        folder = str(accelerator.logging_dir or cfg.output_dir)
+        run_id = _wandb_id(cfg) if "wandb" in names else ""
+        # wandb and others record the command line. All options are parsed by now.
+        sys.argv[:] = redact_command(sys.argv)
+        keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
+        self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
+        self._put("import", Tracker.load.__name__)
+        process.wait_for_imports = functools.partial(wait_for_imports, self.threads)
+        # Those of an earlier `fit` of this process, which nothing else would close before the process ends.
+        self.close_earlier, process.close_trackers = process.close_trackers, self.close
+
+    def _put(self, what: str, method: str, *arguments: Any, is_row: bool = False, is_vital: bool = True) -> None:
+        for thread in self.threads:
+            thread.put(Call(what, getattr(thread.tracker, method), arguments, is_row, is_vital))
+
+    def _put_row(self, values: dict[str, Any], step: int) -> None:
+        if values:
+            self._put("log", "log", values, step, is_row=True)
+
+    def on_describe(self, facts):
+        self.facts = facts
+        nodes = tuple(rank["node"] for rank in facts.get("ranks", []))
+        self.scale = Scale(facts.get("items", 0), self.cfg.global_batch_size, nodes)
+
+    def on_start(self, step, total_steps, evaluations):
+        self.close_earlier()
+        self.total_steps, self.step = total_steps, step
+        self.evaluations = dict(evaluations)
+        config = redact_values(as_plain_dict(self.cfg))
+        if sharding := self.facts.get("sharding"):
+            config["sharding"] = sharding["text"]
+        self._put("start", "start", config, redact_values(self.facts), step, self.accelerator.trackers)
+
+    def on_warm_up(self, step, seconds):
+        self._put_row({"speed/warm_up_seconds": seconds}, step)
+
+    def on_restart(self, step, restart):
+        self._put_row(row_of_restart(restart), step)
+
+    def on_update(self, numbers, pace):
+        self.step = numbers.step
+        if numbers.step % self.cfg.log_every == 0 or numbers.step == self.total_steps:
+            for thread in self.threads:  # the row is made in the thread
+                thread.put(Call("log", _log_update, (thread.tracker, numbers, pace, self.before, self.scale), is_row=True))
+        self.before = numbers.ranks or self.before
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = metrics
+        self._put_row({f"eval/{name}": value for name, value in metrics.items()}, step)
+        trained = {at: values for at, values in self.evaluations.items() if at}
+        if best := best_of(trained, self.cfg.metric_directions() or {self.cfg.best().name: self.cfg.best().direction}):
+            self._put("summary", "summarize", best, step, is_row=True)
+
+    def on_tables(self, step, tables: dict[str, Table]):
+        self._put("tables", "log_tables", tables, step, is_row=True, is_vital=False)
+
+    def on_save(self, step, path):
+        for thread in self.threads:
+            thread.put(Call("log", _log_save, (thread.tracker, step, path), is_row=True))
+
+    def on_end(self, step, summary):
+        self._put_row({"restarts/goodput": summary["goodput"]} if "goodput" in summary else {}, step)
+        self._put("summary", "summarize", {"train/skipped_steps": summary.get("skipped_steps", 0)}, step)
+
+    def on_export(self, folder):
+        if self.cfg.log_model:
+            self._put("upload the model", "log_model", folder, is_vital=False)
+
+    def close(self, is_stopped: bool = False, has_failed: bool = False) -> None:
+        """Finish the trackers, and wait for them for a limited time."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.close_earlier(is_stopped=is_stopped, has_failed=has_failed)
+            wait = (
+                self.cfg.tracker_wait
+            )  # the last numbers take seconds; more would delay the next job if a server does not answer
+            if has_failed or is_stopped:
+                wait = min(wait, FAILURE_SECONDS if has_failed else STOP_SECONDS)
+            elif self.cfg.log_model:
+                wait = max(wait, MODEL_SECONDS)
+            close_all(self.threads, wait)
+
+
+def _log_update(tracker: Tracker, numbers: Any, pace: Any, before: Sequence[RankSample], scale: "Scale") -> None:
+    tracker.log(row_of_update(numbers, pace, before, scale), numbers.step)
+
+
+def _log_save(tracker: Tracker, step: int, path: Path) -> None:
+    count = len(checkpoint_format.list_checkpoints(path.parent))
+    tracker.log({"checkpoints/newest_step": step, "checkpoints/count": count}, step)
+
+
+def _wandb_id(cfg: TrainConfig) -> str:
+    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed or restarted, or a new one."""
+    path = Path(cfg.output_dir) / "wandb_id.txt"
+    known = os.environ.get("WANDB_RUN_ID", "")
+    with contextlib.suppress(OSError):
+        known = known or (path.read_text().strip() if cfg.resume else "")
+    known = known or secrets.token_hex(4)
+    with contextlib.suppress(OSError):
+        path.write_text(known + "\n")
+    return known
+
+
+# The numbers that trackers show, grouped as panels: train/, eval/, speed/, system/, restarts/ and checkpoints/.
+# Beyond these numbers the curves of a panel cannot be told apart, and every row would have thousands of values.
+MOST_RANKS = 16  # with a curve each; beyond, there is the minimum, mean and maximum of each node
+MOST_NODES = 16  # beyond, there is the minimum, mean and maximum of all ranks
+
+
+class Scale(NamedTuple):
+    """What turns the numbers of a step into rates: the size of the run."""
+
+    items: int  # of the training data
+    global_batch_size: int
+    nodes: tuple[int, ...]  # the node of each rank
+
+
+def row_of_update(numbers: Numbers, pace: Pace, before: Sequence[RankSample], scale: Scale) -> dict[str, float]:
+    """Return the row of a logged step. `before` are the samples of the logged step before, or ()."""
+    row = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr}
+    if scale.items:
+        row["train/epoch"] = numbers.step * scale.global_batch_size / scale.items
+    row["speed/samples_per_second"] = pace.samples
+    if pace.samples > 0:
+        row["speed/step_seconds"] = scale.global_batch_size / pace.samples
+    row |= {f"speed/{name}": value for name, value in rates_of(numbers, pace).items()}
+    return row | _row_of_times(before, numbers.ranks) | _row_of_system(numbers.ranks, scale.nodes)
+
+
+def _row_of_times(before: Sequence[RankSample], ranks: Sequence[RankSample]) -> dict[str, float]:
+    """Return the parts of a step in seconds, as the mean over ranks, and what the slowest rank costs the others in each step."""
+    if not (splits := splits_between(before, ranks)):
+        return {}
+    row = {f"speed/step_{part}_seconds": statistics.mean(getattr(split, part) for split in splits) for part in Split._fields}
+    if len(splits) > 1:
+        own = [sum(split) - split.communication for split in splits]
+        slowest = max(range(len(own)), key=own.__getitem__)
+        row["speed/slowest_rank"] = slowest
+        # The median is that of the faster half, so that with two ranks it is the other one.
+        row["speed/slowest_rank_costs_seconds"] = own[slowest] - statistics.median_low(own)
+    return row
+
+
+def _row_of_system(ranks: Sequence[RankSample], nodes: Sequence[int]) -> dict[str, float]:
+    """Return what each rank or each node uses of its machine. wandb itself measures only the main node."""
+    if len(nodes) != len(ranks):
+        return {}
+    row: dict[str, float] = {}
+    for name in SYSTEM:
+        values = [getattr(rank, name) for rank in ranks]
+        if len(ranks) <= MOST_RANKS:
+            row |= {f"system/node{node}.rank{rank}/{name}": value for rank, (node, value) in enumerate(zip(nodes, values))}
+            continue
+        groups: dict[str, list[float]] = {}
+        for node, value in zip(nodes, values):
+            if not math.isnan(value):
+                groups.setdefault(f"node{node}" if len(set(nodes)) <= MOST_NODES else "all", []).append(value)
+        for group, known in groups.items():
+            row |= {f"system/{group}/{name}_min": min(known), f"system/{group}/{name}_max": max(known)}
+            row[f"system/{group}/{name}_mean"] = statistics.mean(known)
+    return {name: value for name, value in row.items() if not math.isnan(value)}
+
+
+def row_of_restart(restart: dict[str, Any]) -> dict[str, float]:
+    """Return the row of an automatic restart."""
+    names = {"restart": "count", "lost_steps": "lost_steps", "lost_seconds": "lost_seconds", "goodput": "goodput"}
+    return {f"restarts/{name}": restart[key] for key, name in names.items() if isinstance(restart.get(key), int | float)}
+
+
+def best_of(evaluations: dict[int, dict[str, float]], directions: dict[str, Any]) -> dict[str, float]:
+    """Return the best value of each metric whose direction is known, and its step."""
+    best: dict[str, float] = {}
+    for name, direction in directions.items():
+        values = {step: metrics[name] for step, metrics in evaluations.items() if not math.isnan(metrics.get(name, math.nan))}
+        if values and direction in ("min", "max"):
+            step = (min if direction == "min" else max)(values, key=lambda at: (values[at], at if direction == "min" else -at))
+            best |= {f"best/{name}": values[step], f"best/{name}_step": step}
+    return best

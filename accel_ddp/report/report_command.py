@@ -1,0 +1,223 @@
+"""Finds the folders of runs among the paths that a user has typed."""
+
+import argparse
+import os
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+from accel_ddp.errors import UserError
+from accel_ddp.records import run_log
+from accel_ddp.report.csv_files import write_csv
+from accel_ddp.report.markup import require_page
+from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_reader import read_run
+from accel_ddp.report.sections import unique_names
+from accel_ddp.saving import checkpoint_format
+
+_MOST_FOLDERS = 5000  # that are searched below a folder that is no run
+_DEEPEST = 3
+_MOST_SHOWN = 5
+
+
+def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the folders of runs, each once, and why others were left out. Raise UserError if there is no run, or no such path.
+
+    If one path is given it must be a run. Of several, as `runs/classify/*` has them, those that are not runs are left out.
+    """
+    found: dict[Path, Path] = {}
+    left_out: dict[str, str] = {}
+    for word in words:
+        folder = Path(word).expanduser()
+        if not os.path.lexists(folder):
+            raise UserError(f"{word}: there is no such folder.{_suggest_beside(folder)}")
+        try:
+            _require_run(folder, word)
+        except UserError as error:
+            left_out[word] = str(error)
+        else:
+            found.setdefault(folder.resolve(), folder)
+    if not found:
+        reasons = list(left_out.values())
+        raise UserError(reasons[0] if len(reasons) == 1 else "no run was given. " + " ".join(reasons[:_MOST_SHOWN]))
+    return list(found.values()), _listed(list(left_out))
+
+
+def _listed(words: list[str]) -> list[str]:
+    """Return one message about the paths that are not runs, or none."""
+    if not words:
+        return []
+    more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
+    reason = "this is no run" if len(words) == 1 else "these are no runs"
+    return [f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {reason}."]
+
+
+def _require_run(folder: Path, word: str) -> None:
+    """Raise UserError, with what to type instead, if `folder` has no log of a run."""
+    if (folder / run_log.FILE).is_file():
+        return
+    parent = folder.parent if folder.name else folder.resolve().parent
+    if (parent / run_log.FILE).is_file():
+        what = "a checkpoint of a run" if checkpoint_format.is_checkpoint_name(folder) else "part of a run"
+        raise UserError(f"{word} is {what}. Type: accel-ddp report {shlex.quote(str(parent))}")
+    if not folder.is_dir():
+        raise UserError(f"{word} is a file. Give the folder of a run, which contains {run_log.FILE}.")
+    if below := _runs_below(folder):
+        newest = sorted(below, key=_changed_at, reverse=True)
+        listed = ", ".join(shlex.quote(str(one)) for one in newest[:_MOST_SHOWN])
+        more = f" and {len(below) - _MOST_SHOWN} more" if len(below) > _MOST_SHOWN else ""
+        is_flat = len(below) > 1 and all(one.parent == folder for one in below)
+        everything = f". For all of them: accel-ddp report {shlex.quote(str(folder))}/*" if is_flat else ""
+        raise UserError(
+            f"{word} is not a run: it has no {run_log.FILE}. Below it {'is a run' if len(below) == 1 else f'are {len(below)} runs'}: "
+            f"{listed}{more}. Type: accel-ddp report {shlex.quote(str(newest[0]))}{everything}"
+        )
+    if (folder / ".accel_ddp").exists() or (folder / ".lock").exists():
+        raise UserError(f"{word} has no {run_log.FILE}: the run has not begun to train, or it was refused. Give another run.")
+    reason = "is empty" if not any(folder.iterdir()) else f"is not a run: it has no {run_log.FILE}, and no run is below it"
+    raise UserError(
+        f"{word} {reason}. Give the folder of a run, which is its --output_dir, for example runs/classify/20260131-120000."
+    )
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Return the runs in a folder and its subfolders, as far as a short search finds them."""
+    found: list[Path] = []
+    level, searched = [folder], 0
+    for _ in range(_DEEPEST):
+        below: list[Path] = []
+        for one in level:
+            searched += 1
+            if searched > _MOST_FOLDERS:
+                return found
+            try:
+                below += sorted(
+                    Path(entry.path) for entry in os.scandir(one) if entry.is_dir() and not entry.name.startswith(".")
+                )
+            except OSError:
+                continue
+        found += [one for one in below if (one / run_log.FILE).is_file()]
+        level = [one for one in below if not (one / run_log.FILE).is_file()]
+    return found
+
+
+def _changed_at(folder: Path) -> float:
+    try:
+        return (folder / run_log.FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _suggest_beside(folder: Path) -> str:
+    """Return the runs beside a path that does not exist, or ""."""
+    there = folder.parent
+    while not there.is_dir() and there != there.parent:
+        there = there.parent
+    newest = sorted(_runs_below(there), key=_changed_at, reverse=True) if there.is_dir() and there != Path("/") else []
+    if not newest:
+        return " Give the folder of a run, which is its --output_dir."
+    return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
+
+
+# The command `accel-ddp report`.
+_EXAMPLES = """examples:
+  accel-ddp report runs/classify/20260131-120000                 one run: the page is report.html in its folder
+  accel-ddp report runs/classify/* --out compare.html            several runs on one page, with their differences
+  accel-ddp report runs/classify/20260131-120000 --csv numbers   CSV files too, in the folder numbers
+
+A run that has not ended is shown as it is now. docs/report.md describes the page and the files."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp report",
+        usage="accel-ddp report RUN... [--out FILE] [--csv FOLDER] [--open]",
+        description="Write one HTML file about one or several runs, which opens without a network: curves, the time of\n"
+        "each rank, evaluations, checkpoints, incidents, options and versions.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its --output_dir)")
+    default = "RUN/report.html; for several runs report.html in the current folder"
+    parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
+    parser.add_argument("--csv", default="", metavar="FOLDER", help="also write the numbers as CSV files into this folder")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+    return parser
+
+
+def main(words: list[str]) -> int:
+    """Write the report of the runs in `words` and return the exit code."""
+    given = build_parser().parse_args(words)
+    folders, left_out = find_runs(given.runs)
+    path = _choose_path(given.out, folders)
+    if given.csv and Path(given.csv).exists() and not Path(given.csv).is_dir():
+        raise UserError(f"--csv {given.csv}: is a file. Give a folder.")
+    runs = _read_all(folders, left_out)
+    for run in runs:
+        left_out += [f"{run.name}: {note}" for note in run.notes]
+    for text in left_out:
+        print(f"warning: {text}", file=sys.stderr)
+    _write_page(runs, path)
+    print(f"{path} ({_size(path)})")
+    if given.csv:
+        for one in write_csv(runs, given.csv):
+            print(f"{one} ({_size(one)})")
+    if given.open:
+        _open(path)
+    return 0
+
+
+def _read_all(folders: list[Path], left_out: list[str]) -> list[Run]:
+    """Return the runs. Of several, those that cannot be read are left out."""
+    runs = []
+    for folder, name in zip(folders, unique_names(folders)):
+        try:
+            runs.append(read_run(folder, name))
+        except UserError as error:
+            if len(folders) == 1:
+                raise
+            left_out.append(str(error))
+    if not runs:
+        raise UserError("none of these runs can be read. " + " ".join(left_out))
+    return runs
+
+
+def _choose_path(out: str, folders: list[Path]) -> Path:
+    """Return the path of the page. Raise UserError if it cannot be written, before the runs are read."""
+    path = Path(out).expanduser() if out else Path("report.html")
+    if not out and len(folders) == 1 and os.access(folders[0], os.W_OK):
+        path = folders[0] / "report.html"
+    option = f"--out {out}" if out else str(path)
+    require_page(path, option, "--out", "report")
+    return path
+
+
+def _write_page(runs: list[Run], path: Path) -> None:
+    """Replace the page atomically: a browser that reloads it sees the old page or the new one."""
+    from accel_ddp.report.page import write_page
+
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
+            write_page(runs, new)
+        new.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+
+
+def _open(path: Path) -> None:
+    import webbrowser
+
+    if not webbrowser.open(path.absolute().as_uri()):
+        print(f"warning: --open: this machine has no browser. Copy {path} to a machine that has one.", file=sys.stderr)

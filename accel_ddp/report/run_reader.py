@@ -1,0 +1,344 @@
+"""Reads the folder of a run: its log, its options, its checkpoints, its tables and its incidents."""
+
+import fcntl
+import math
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_ddp.errors import UserError
+from accel_ddp.records import eval_tables, incidents, run_log
+from accel_ddp.records.files import read_objects
+from accel_ddp.records.redaction import redact
+from accel_ddp.report import run_data
+from accel_ddp.report.log_reader import LogContent, read_log_columns
+from accel_ddp.report.run_data import Run, State, number_of
+from accel_ddp.report.run_summary import summarize
+from accel_ddp.saving import checkpoint_format
+
+# Collects the incidents of a run: diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
+_PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
+_MOST = 2000
+_MOST_GAPS = 100  # groups of steps that are not finite
+_SAME_SECONDS = 300.0  # the same text within this time is the same incident
+
+
+def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the incidents in the order of time, each once: time, step, level, kind, text, rank, host. Unknown values are None."""
+    recorded = [_incident(line) for line in read_objects(folder / incidents.FILE) if "text" in line]
+    found = [
+        *recorded,
+        *_restarts(list(read_objects(folder / "restarts.jsonl")), content.events),
+        *_resumes(content.events),
+        *_nonfinite(content.updates, {one["step"] for one in recorded if one["kind"].startswith("SKIPPED_STEP")}),
+        *(_incident(event, kind=event["event"]) for event in content.events if _is_finding(event)),
+    ]
+    if end and end.get("skipped_steps"):
+        text = (
+            f"{end['skipped_steps']} updates of the last attempt were skipped, because their loss or gradients were not finite."
+        )
+        found.append(_incident({**end, "text": text}, "warning", "SKIPPED_STEPS"))
+    if end and end.get("stopped") and not any(one["kind"] == "STOPPED" and _is_near(one, end) for one in recorded):
+        found.append(_incident({**end, "text": f"The run was stopped: {end['stopped']}"}, "info", "STOPPED"))
+    return _bounded(_once(found))
+
+
+def _bounded(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the incidents, or the first and the last of them if there are very many."""
+    half = _MOST // 2
+    if len(found) <= _MOST:
+        return found
+    line = {**found[half], "text": f"{len(found) - _MOST} more incidents are left out here. incidents.jsonl contains them."}
+    return [*found[:half], _incident({**line, "level": "info", "kind": "LEFT_OUT", "rank": None, "host": None}), *found[-half:]]
+
+
+def _is_near(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two incidents happened at about the same time. A time that is not known is near to none."""
+    times = [number_of(item.get("time")) for item in (one, other)]
+    return abs(times[0] - times[1]) < _SAME_SECONDS
+
+
+def _incident(line: dict[str, Any], level: str = "info", kind: str = "") -> dict[str, Any]:
+    text = str(line.get("text", ""))
+    if prefix := _PREFIX.match(text):
+        level, kind, text = prefix[1], prefix[2] or kind, text[prefix.end() :]
+    time, step, rank = (number_of(line.get(name)) for name in ("time", "step", "rank"))
+    return {
+        "time": time if math.isfinite(time) else None,
+        "step": int(step) if math.isfinite(step) and step >= 0 else None,
+        "level": line["level"] if line.get("level") in ("info", "warning", "error") else level,
+        "kind": str(line.get("kind") or kind),
+        "text": text,
+        "rank": int(rank) if math.isfinite(rank) and rank >= 0 else None,
+        "host": str(line["host"]) if line.get("host") else None,
+    }
+
+
+def _is_finding(event: dict[str, Any]) -> bool:
+    """Return whether an event of the log is a message for people. `restart` is one that is treated elsewhere."""
+    return "text" in event and event["event"] not in ("restart", "start", "end", "evaluate", "save", "tables")
+
+
+def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return failures and restarts. restarts.jsonl has those of the last job, and the log those of all jobs."""
+    found = [_incident(line, "error", "FAILURE") for line in lines if line.get("event") == "failure"]
+    restarts = [line for line in lines if line.get("event") == "training" and "restart" in line]
+    restarts += [event for event in events if event["event"] == "restart"]
+    for line in {(one.get("restart"), one.get("lost_seconds"), one.get("committed")): one for one in restarts}.values():
+        found.append(_incident({**line, "step": line.get("failed_step"), "kind": ""}, "error", "FAILURE"))
+        text = (
+            f"Training continues at step {line.get('step')} after restart {line.get('restart')}. Lost steps: {line.get('lost_steps')}. "
+            f"Lost time: {line.get('lost_seconds')} s."
+        )
+        found.append(_incident({"time": line.get("time"), "step": line.get("step"), "text": text}, "warning", "RESTART"))
+    return found
+
+
+def _resumes(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the attempts after the first one that were not started by an automatic restart."""
+    found, attempt = [], 0
+    for number, event in enumerate(events):
+        if event["event"] == "start":
+            attempt += 1
+            following = [one["event"] for one in events[number + 1 : number + 8]]
+            attempt_ends = following.index("start") if "start" in following else len(following)
+            if attempt > 1 and "restart" not in following[:attempt_ends]:
+                ranks = event.get("ranks")
+                place = f" on {len(ranks)} rank{'s' * (len(ranks) != 1)}" if isinstance(ranks, list) and ranks else ""
+                text = f"Attempt {attempt} continues at step {event['step']}{place}."
+                found.append(_incident({**event, "text": text}, "info", "RESUME"))
+    return found
+
+
+def _nonfinite(updates: dict[str, np.ndarray], recorded: set[int | None]) -> list[dict[str, Any]]:
+    """Return one incident for each group of logged steps in a row whose loss or gradient norm is not finite.
+
+    Steps that incidents.jsonl contains are `recorded`.
+    """
+    step = updates["step"]
+    names = [name for name in ("loss", "grad_norm") if name in updates]
+    bad = ~np.all([np.isfinite(updates[name]) for name in names], axis=0) if names else np.zeros(len(step), bool)
+    bad &= ~np.isin(step, [one for one in recorded if one is not None])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], bad.astype(np.int8), [0]])))
+    groups = list(zip(edges[::2], edges[1::2] - 1))
+    found = []
+    for first, last in groups[:_MOST_GAPS]:
+        what = " and ".join(
+            f"{name} is {updates[name][first]}" for name in names if not np.isfinite(updates[name][first])
+        ).replace("grad_norm", "the gradient norm").replace("loss", "the loss")  # fmt: skip
+        until = (
+            f", and the values of {last - first + 1} logged steps up to step {step[last]} are not finite" if last > first else ""
+        )
+        line = {
+            "time": updates["time"][first].item(),
+            "step": step[first].item(),
+            "text": f"{what} in step {step[first]}{until}.",
+        }
+        found.append(_incident(line, "warning", "NOT_FINITE"))
+    if len(groups) > _MOST_GAPS:
+        more = groups[_MOST_GAPS:]
+        first = more[0][0]
+        text = f"the loss or the gradient norm is not finite in {sum(b - a + 1 for a, b in more)} more logged steps."
+        line = {"time": updates["time"][first].item(), "step": step[first].item(), "text": text}
+        found.append(_incident(line, "warning", "NOT_FINITE"))
+    return found
+
+
+def _once(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the incidents in the order of time, without those that two files contain. The longer text is kept."""
+    kept: list[dict[str, Any]] = []
+    last: dict[str, dict[str, Any]] = {}  # by the first line of the text; a traceback may follow
+    for one in sorted(found, key=lambda one: (one["time"] is None, one["time"] or 0.0)):
+        begin = one["text"].partition("\n")[0]
+        same = last.get(begin)
+        if same and _is_near(same, one) and (same["step"] == one["step"] or None in (same["step"], one["step"])):
+            longer = max(same["text"], one["text"], key=len)
+            same |= {name: value for name, value in one.items() if same[name] in (None, "")} | {"text": longer}
+            continue
+        last[begin] = one
+        kept.append(one)
+    return kept
+
+
+_YOUNG_SECONDS = 120.0  # a log that has grown since then, or within three times the usual time between lines, is young
+_RECENT_LINES = 20
+
+
+def read_run(folder: str | Path, name: str = "") -> Run:
+    """Return the run in a folder. Raise UserError if its log cannot be read or contains no event."""
+    folder = Path(folder)
+    path = folder / run_log.FILE
+    try:
+        content = read_log_columns(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    if not content.events and not len(content.updates["step"]):
+        reason = "it is empty" if not path.stat().st_size else "no line is a complete event"
+        raise UserError(f"{path} contains no events: {reason}. The run has not begun, or this file belongs to another program.")
+    run = Run(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
+    for event in content.events:
+        if event["event"] == "start":
+            run.starts.append(event)
+            run.end = None  # of an earlier attempt
+        elif event["event"] == "end":
+            run.end = event
+    run.evaluations = _read_evaluations(content)
+    run.state = _find_state(run)
+    run.options = _read_object(folder / "config.json", run.notes)
+    best = _read_object(folder / "best.json", run.notes)
+    run.checkpoints = _find_checkpoints(run.folder, content, best)
+    run.tables = _read_tables(run, content, best)
+    run.incidents = find_incidents(folder, content, run.end)
+    run.profile = _read_object(folder / "profile" / "summary.json", run.notes) or None
+    run.notes += _notes_of(content, run)
+    run.summary = summarize(run, best, content)
+    # Newer runs store no secrets, but a message of an older one may contain some.
+    run.starts, run.options, run.incidents, run.end = _redacted([run.starts, run.options, run.incidents, run.end])
+    return run
+
+
+def _redacted(value: Any) -> Any:
+    """Return a JSON value whose texts contain neither secrets of the environment nor passwords in URLs."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {name: _redacted(one) for name, one in value.items()}
+    return [_redacted(one) for one in value] if isinstance(value, list) else value
+
+
+def _notes_of(content: LogContent, run: Run) -> list[str]:
+    notes = []
+    if content.newer_schema is not None:
+        notes.append(
+            f"The log was written by a newer version of accel_ddp (schema {content.newer_schema}; this version reads "
+            f"{run_log.SCHEMA}), so that some values may be missing or wrong. Run: pip install -U accel_ddp"
+        )
+    if content.num_bad_lines:
+        lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"
+        notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
+    if not run.starts:
+        notes.append("The log has no beginning (event start).")
+    if content.ranks.stride > 1:
+        notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
+    return notes
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return a JSON object from a file, or {} if the file is missing. A damaged file is noted."""
+    try:
+        value = run_data.parse(path.read_bytes())
+        if isinstance(value, dict):
+            return value
+        notes.append(f"{path.name} contains no JSON object. It is left out.")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        notes.append(f"{path.name} is damaged or cannot be read. It is left out.")
+    return {}
+
+
+def _read_evaluations(content: LogContent) -> list[dict[str, Any]]:
+    """Return step, time and metrics of each evaluation, in the order of steps. The last evaluation of a step counts."""
+    found = {}
+    for event in content.events:
+        if event["event"] == "evaluate":
+            metrics = {name: value for name, value in event.items() if name not in ("event", "repeated", "step", "time")}
+            numbers = {name: number_of(value) for name, value in metrics.items()}
+            known = {name: number for name, number in numbers.items() if number == number or str(metrics[name]).lower() == "nan"}
+            found[event["step"]] = {"step": event["step"], "time": event["time"], **known}
+    return [found[step] for step in sorted(found)]
+
+
+def _find_state(run: Run) -> State:
+    """Return whether the run has ended. A run holds the lock of its folder.
+
+    A lock of another machine may not be visible here. In this case a log that grows belongs to a run that continues.
+    """
+    if run.end is not None:
+        return "stopped" if run.end.get("stopped") else "complete"
+    try:
+        with (run.folder / ".lock").open("rb") as file:
+            holder = file.read(1000).decode("utf-8", "replace")
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if holder.endswith(f" on {socket.gethostname()}"):
+            return "interrupted"
+    except BlockingIOError:
+        return "running"
+    except OSError:
+        pass
+    times = run.updates["time"][-_RECENT_LINES:]
+    gaps = np.diff(times[np.isfinite(times)])
+    try:
+        age = time.time() - (run.folder / run_log.FILE).stat().st_mtime
+    except OSError:
+        return "interrupted"
+    return "running" if age < max(_YOUNG_SECONDS, 3 * gaps.max(initial=0.0)) else "interrupted"
+
+
+def _find_checkpoints(folder: Path, content: LogContent, best: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the checkpoints that the log mentions or the folder contains, in the order of steps."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in content.events:
+        if event["event"] == "save":
+            found[event["step"]] = {"step": event["step"], "path": Path(str(event.get("path", ""))).name, "time": event["time"]}
+    there = {checkpoint_format.step_of(path): path for path in checkpoint_format.list_checkpoints(folder)}
+    for step, path in there.items():
+        found.setdefault(step, {"step": step, "path": path.name, "time": _committed_at(path)})
+    for step, one in found.items():
+        one |= {"exists": step in there, "is_best": step == best.get("step"), "bytes": _size_of(there.get(step))}
+    return [found[step] for step in sorted(found)]
+
+
+def _committed_at(path: Path) -> float:
+    try:
+        return (path / checkpoint_format.MANIFEST).stat().st_mtime
+    except OSError:
+        return float("nan")
+
+
+def _size_of(path: Path | None) -> int | None:
+    """Return the bytes of a checkpoint, or None if it does not exist any more."""
+    if path is None:
+        return None
+    total = 0
+    for one in path.rglob("*"):
+        try:
+            total += one.stat().st_size if one.is_file() else 0
+        except OSError:  # removed at this moment
+            return None
+    return total
+
+
+def _read_tables(run: Run, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the tables of the last evaluation and of the best one."""
+    steps = sorted({event["step"] for event in content.events if event["event"] == "tables"})
+    found = {}
+    for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):
+        values = _read_object(run.folder / eval_tables.file_of(step), run.notes)
+        valid = {name: table for name, value in values.items() if (table := _table_of(value))}
+        if len(valid) < len(values):
+            run.notes.append(f"{eval_tables.file_of(step)} contains damaged tables. They are left out.")
+        if valid:
+            found[step] = valid
+    return found
+
+
+def _table_of(value: Any) -> dict[str, Any] | None:
+    """Return a table whose rows all have a cell for each column, or None if it is damaged."""
+    if not isinstance(value, dict) or not isinstance(value.get("columns"), list) or not isinstance(value.get("rows"), list):
+        return None
+    width = len(value["columns"])
+    if not all(isinstance(row, list) and len(row) == width for row in value["rows"]):
+        return None
+    columns = [str(name) for name in value["columns"]]
+    return {
+        "columns": columns,
+        "rows": value["rows"],
+        "kind": str(value.get("kind", "scores")),
+        "title": str(value.get("title", "")),
+    }

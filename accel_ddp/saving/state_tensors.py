@@ -1,0 +1,179 @@
+"""Converts the state of a model and an optimizer to named tensors and back."""
+
+import hashlib
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.process import process
+from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region, sharded_like
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA and the packages that affect results."""
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in ("accel_ddp", "torch", "accelerate", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+EMA = "ema"  # NAME/ema is the average of a weight; it is stored among the optimizer's tensors
+
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return weights, the optimizer's tensors with the averages of weights, and its other values, by the names of parameters.
+
+    Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks. An optimizer whose
+    state has tensor subclasses converts it to plain tensors with its method `to_plain`, and back with `from_plain`.
+    """
+    weights = to_save(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors, values = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}, {}
+    to_plain = getattr(optimizer, "to_plain", dict)
+    for i, parameter in enumerate(parameters(optimizer)):
+        name = names.get(id(parameter), f"#{i}")
+        for key, value in to_plain(optimizer.state.get(parameter, {})).items():
+            if isinstance(value, Tensor):
+                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                    raise UserError(
+                        f"The optimizer {type(optimizer).__name__} stores a tensor of its own for the part of a parameter that a "
+                        f"rank holds ({key}). A checkpoint of a sharded run can store it only if it is a DTensor like the parameter."
+                    )
+                tensors[f"{name}/{key}"] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                values.setdefault(name, {})[key] = value
+            else:
+                raise UserError(
+                    f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} for each parameter ({key}). A "
+                    "checkpoint can store tensors, numbers and strings only."
+                )
+    return weights, tensors, values
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether peft has added adapters, so that the weights below them never change."""
+    return hasattr(model, "peft_config")
+
+
+def to_save(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that are saved: all of them, or under adapters the trained ones and the buffers."""
+    weights = unique(model.state_dict())
+    if not has_adapters(model):
+        return weights
+    changing = {name for name, p in model.named_parameters() if p.requires_grad} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in weights.items() if name in changing}
+
+
+def digest_of_frozen(model: nn.Module) -> str:
+    """Return a digest of the weights below adapters, which are not saved, or "" for a model without adapters.
+
+    It covers 64 values of each tensor and costs milliseconds. It distinguishes models, but does not detect a flipped bit. A sharded
+    model has the same digest as the whole model. For a sharded model this is a collective.
+    """
+    if not has_adapters(model):
+        return ""
+    frozen = {
+        name: p.detach() for name, p in model.named_parameters()
+        if not p.requires_grad and "original_module" not in name  # the random weights of a new head, which are not used
+    }  # fmt: skip
+    sharded = is_sharded(model)
+    samples = {name: b"" if sharded and not is_first_copy(p) else _some_values(p) for name, p in frozen.items()}
+    shares = gather_everywhere(samples) if sharded else [samples]  # the parts of a tensor are in the order of ranks
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in frozen.items():
+        digest.update(f"{name} {list(p.shape)} {p.dtype}".encode() + b"".join(share[name] for share in shares))
+    return digest.hexdigest()
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    """Return every n-th value of a tensor, about 64 in all, of those that this rank holds."""
+    every = max(1, tensor.numel() // 64)
+    offsets, _ = region(tensor)
+    before = offsets[0] * math.prod(tensor.shape[1:]) if offsets else 0  # values in the rows above this part
+    return local(tensor).reshape(-1)[-before % every :: every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def own_pieces(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of which this rank stores its part. Each part is stored by one rank, and the main rank stores the rest."""
+    stored = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor)}
+    return {name: tensor for name, tensor in stored.items() if local(tensor).numel() or (not tensor.numel() and process.is_main)}
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def unique(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without duplicates: tied weights, which share memory, appear once, under their first name."""
+    seen: set[Any] = set()
+    once = {}
+    for name, tensor in tensors.items():
+        own = local(tensor)
+        place: Any = name
+        if own.numel():
+            place = (own.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        elif tensor.numel():  # this rank has no row of it; the answer must be that of the other ranks
+            place = (own.untyped_storage()._cdata, tensor.shape)
+        if place not in seen:
+            seen.add(place)
+            once[name] = tensor
+    return once
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
+    """Raise UserError if a checkpoint has other tensors than the model."""
+    lines = [f"{name} is only in the checkpoint" for name in there if name not in ours]
+    lines += [f"{name} is only in the model" for name in ours if name not in there]
+    lines += [
+        f"{name} is {ours[name]} in the model and {there[name]} in the checkpoint"
+        for name in ours if name in there and tuple(ours[name]) != tuple(there[name])
+    ]  # fmt: skip
+    if lines:
+        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+        raise UserError(
+            f"--resume: {path} belongs to another model: {'; '.join(lines[:3])}{more}. Use the --model and options of that run."
+        )
+
+
+def region_of_state(shape: list[int], parameter: Tensor | None) -> tuple[list[int], list[int]]:
+    """Return the region that this rank holds of an optimizer's tensor of this shape, which belongs to a parameter."""
+    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
+        return region(parameter)
+    return [0] * len(shape), shape
+
+
+def as_state(part: Tensor, shape: list[int], parameter: Tensor | None) -> Tensor:
+    """Return an optimizer's tensor of this shape from the region that this rank holds."""
+    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
+        return sharded_like(part.to(local(parameter).device), parameter)
+    return part
+
+
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
+    """Load the state of each parameter into the optimizer. Learning rate and other options stay as they are."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
+    from_plain = getattr(optimizer, "from_plain", lambda plain, parameter: plain)
+    found = {i: from_plain(state[name], p) for i, (name, p) in enumerate(zip(order, parameters(optimizer))) if name in state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": found})

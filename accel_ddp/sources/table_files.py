@@ -1,0 +1,305 @@
+"""Reads tables from files. A file that cannot be read is reported with the line, the reason, and what to do about it."""
+
+import codecs
+import csv
+import difflib
+import io
+import json
+import logging
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_ddp.errors import UserError
+from accel_ddp.sources.places import warn
+
+if TYPE_CHECKING:
+    import datasets
+
+FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"PK\x03\x04": "unzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+}
+SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
+SEPARATORS = ";\t|"  # between the cells of a .csv, by mistake
+
+
+def load_file(option: str, path: str) -> "datasets.Dataset":
+    """Return the rows of a file with one of the endings in FILE_FORMATS.
+
+    All cells of a .csv or .tsv are texts, exactly as they are in the file, or None if they are empty. The types that pandas finds
+    differ between the parts of a large file, and they change texts such as 007.
+    """
+    import datasets
+
+    file = require_file(option, path)
+    kind = FILE_FORMATS.get(file.suffix.lower(), "")
+    if not kind:
+        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {', '.join(FILE_FORMATS)}.")
+    if kind != "parquet":
+        require_utf8(option, file)
+    options = _check_csv(option, file) if kind == "csv" else {}
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the UserErrors below replace what it would log
+    try:
+        rows = _load(kind, file, options)
+    except Exception as error:  # many types of datasets, pyarrow and pandas
+        if "corresponds to no data" in str(error):
+            raise UserError(f"{option} {path}: the file has no rows.") from error
+        raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+    if len(rows) == 0:
+        raise UserError(f"{option} {path}: the file has no rows.")
+    return rows
+
+
+def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
+    import datasets
+
+    place = {"data_files": str(file.resolve()), "split": "train"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pandas warns about empty cells at the end of lines
+            return datasets.load_dataset(kind, **place, **options)
+    except Exception:
+        # `datasets` derives the types of columns from the first 10 MB, and fails if later lines have other types.
+        if kind != "json" or file.stat().st_size < 10 << 20 or _find_broken_json(file):
+            raise
+        return datasets.load_dataset(kind, **place, chunksize=file.stat().st_size + 1)
+
+
+# ---------------------------------------------------------------------------------------------- any file
+
+
+def require_file(option: str, path: str) -> Path:
+    """Return the path of a file. Raise UserError if it is missing, a folder, empty or compressed."""
+    file = Path(path)
+    if file.is_dir():
+        raise UserError(f"{option} {path}: is a folder and not a file. {describe_folder(file)}")
+    if not file.is_file():
+        if any(mark in path for mark in "*?[") and file.parent.is_dir():
+            reason = "Patterns are not supported here. Give the name of one file."
+        elif path.startswith("~"):
+            reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
+        else:
+            found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
+            near = difflib.get_close_matches(file.name, found, n=1)
+            reason = f"Did you mean {file.parent / near[0]}?" if near else "Check the path."
+        raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")
+    if file.stat().st_size == 0:
+        raise UserError(f"{option} {path}: the file is empty.")
+    with file.open("rb") as opened:
+        begin = opened.read(6)
+    tool = next((tool for mark, tool in COMPRESSED.items() if begin.startswith(mark)), "")
+    if tool == "unzip" and file.suffix.lower() not in (".zip", ".gz"):
+        raise UserError(f"{option} {path}: is a zip archive or a table of Excel. Export the table as .csv in UTF-8.")
+    if tool:
+        name = file.stem if Path(file.stem).suffix else f"new{file.suffix}"
+        command = f"unzip {file.name}" if tool == "unzip" else f"{tool} < {file.name} > {name}"
+        raise UserError(f"{option} {path}: is compressed. Decompress it first, for example: {command}")
+    return file
+
+
+def describe_folder(folder: Path) -> str:
+    """Return what is in a folder, and which of its files to give instead."""
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    if not entries:
+        return "It is empty."
+    endings = Counter("folders" if entry.is_dir() else entry.suffix or "other files" for entry in entries)
+    counts = ", ".join(f"{number:,} {ending}" for ending, number in endings.most_common(4))
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return f"It was written with `save_to_disk` of datasets ({counts}). Write its rows with `to_parquet` instead."
+    usable = [entry for entry in entries if entry.suffix.lower() in FILE_FORMATS and entry.is_file()]
+    preferred = sorted(usable, key=lambda file: (file.suffix == ".txt", "train" not in file.name.lower()))
+    return f"It contains {counts}. " + (f"Give one file, for example {preferred[0]}." if usable else "None of these can be read.")
+
+
+def require_utf8(option: str, file: Path) -> None:
+    """Raise UserError if the file is not UTF-8. This costs a small part of the time that reading rows takes."""
+    decoder, num_bytes, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    with file.open("rb") as opened:
+        while True:
+            piece = opened.read(1 << 20)
+            if num_bytes == 0 and (piece.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in piece[:4096]):
+                hint = f"Convert it, for example: iconv -f UTF-16 -t UTF-8 {file.name} > new{file.suffix}"
+                raise UserError(f"{option} {file}: the file is not UTF-8, but UTF-16 or binary. {hint}")
+            rest = decoder.getstate()[0]  # an incomplete character at the end of the previous piece
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:
+                raw = rest + piece
+                line += raw[: error.start].count(b"\n") - rest.count(b"\n")
+                place = num_bytes - len(rest) + error.start
+                raise UserError(
+                    f"{option} {file}: the file is not UTF-8: {error.reason} at byte {place} (0x{raw[error.start]:02x}) in line "
+                    f"{line:,}. Save it as UTF-8, or convert it, for example: iconv -f LATIN1 -t UTF-8 {file.name} > new{file.suffix}"
+                ) from error
+            if not piece:
+                return
+            num_bytes, line = num_bytes + len(piece), line + piece.count(b"\n")
+
+
+def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
+    """Return the line where each row begins, for row numbers from 0 and lines from 1. Return {} if lines are not known.
+
+    Lines differ from rows if a file has a header, empty lines, or cells with line breaks.
+    """
+    file, wanted = Path(path), set(numbers)
+    suffix = file.suffix.lower()
+    if not file.is_file():
+        return {}
+    if suffix in (".csv", ".tsv"):
+        starts = [line for line, _ in _read_cells(file)][1:]
+    elif suffix in (".jsonl", *SENTENCE_FILES):
+        with file.open("rb") as lines:
+            filled = [number for number, line in enumerate(lines, start=1) if line.strip() and not line.startswith(b"-DOCSTART-")]
+        is_start = lambda i: (
+            suffix == ".jsonl" or i == 0 or filled[i - 1] < filled[i] - 1
+        )  # sentences have empty lines between them
+        starts = [number for i, number in enumerate(filled) if is_start(i)]
+    else:
+        return {}
+    return {row: line for row, line in enumerate(starts) if row in wanted}
+
+
+# ---------------------------------------------------------------------------------------------- .csv and .tsv
+
+
+def _check_csv(option: str, file: Path) -> dict[str, Any]:
+    """Return the options with which `datasets` reads the table. Raise UserError for lines with too many cells.
+
+    pandas would take the first column for an index, or drop cells, if lines have more cells than the header.
+    """
+    import datasets
+    import pandas
+
+    records = _read_cells(file)
+    _, header = next(records, (0, []))
+    if not header:
+        raise UserError(f"{option} {file}: the file has no rows.")
+    # Empty cells at the end of a line are not data: some programs write a separator after every cell.
+    too_long = [(line, len(cells)) for line, cells in records if len(cells) > len(header) and any(cells[len(header) :])]
+    if too_long:
+        line, number = too_long[0]
+        found = f"line {line:,} has {number} cells, but the header has {len(header)}"
+        more = f" {len(too_long):,} lines have too many cells." if too_long[1:] else ""
+        if mark := next((mark for mark in SEPARATORS if len(header) == 1 and mark in header[0]), ""):
+            hint = f"Cells seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
+        else:
+            is_csv = file.suffix.lower() == ".csv"
+            hint = 'Put cells that contain a comma into quotes: "a, b".' if is_csv else "A cell of a .tsv cannot contain a tab."
+        raise UserError(f"{option} {file}: {found}.{more} {hint}")
+    options = _dialect(file) | {
+        "keep_default_na": False,
+        "na_values": [""],
+    }  # "None" and "NA" are texts and labels like any other
+    csv.writer(line := io.StringIO()).writerow(header)
+    names = [str(name) for name in pandas.read_csv(io.StringIO(line.getvalue())).columns]  # pandas makes repeated names distinct
+    for name in [name for name, number in Counter(header).items() if number > 1 and name][:3]:
+        others = [new for new, old in zip(names, header) if old == name]
+        warn(f"{option} {file}: {len(others)} columns are named {name!r}. They are read as {', '.join(others)}.")
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    return {**options, "features": features, "index_col": False, "usecols": names}
+
+
+def _dialect(file: Path) -> dict[str, Any]:
+    # Quotes in a .tsv are ordinary characters.
+    return (
+        {"sep": "\t", "quoting": csv.QUOTE_NONE} if file.suffix.lower() == ".tsv" else {"sep": ",", "quoting": csv.QUOTE_MINIMAL}
+    )
+
+
+def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the first line and the cells of each row. The first row is the header. Empty lines are left out, as pandas does."""
+    dialect = _dialect(file)
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader, line = csv.reader(lines, delimiter=dialect["sep"], quoting=dialect["quoting"]), 1
+            for cells in reader:
+                if len(cells) > 1 or (cells and cells[0].strip()):
+                    yield line, cells
+                line = reader.line_num + 1
+    finally:
+        csv.field_size_limit(limit)
+
+
+# ---------------------------------------------------------------------------------------------- reasons
+
+
+def _find_reason(kind: str, file: Path, error: Exception) -> str:
+    """Return why `datasets` could not read the file, and what to do about it."""
+    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+    if kind == "json":
+        found = _find_broken_json(file)
+        return f"{found} Correct it in the file. --skip_broken leaves out rows, but only if the file is JSON." if found else cause
+    if kind == "csv" and "EOF inside string" in cause:
+        *_, (line, _) = _read_cells(file)
+        return f"the quote of a cell in line {line:,} is not closed. Close it, or write two quotes for a quote inside a cell."
+    if kind == "parquet":
+        with file.open("rb") as opened:
+            begin = opened.read(20)
+        is_text = begin.isascii() and begin.decode("ascii").isprintable()
+        return f"{cause.rstrip('.')}." + (f" It begins with {begin.decode()!r}: rename it to its real format." if is_text else "")
+    return cause
+
+
+def _find_broken_json(file: Path) -> str:
+    """Return the first place that is not JSON, or not an object with distinct keys, or ""."""
+    with file.open(encoding="utf-8-sig") as opened:
+        first = next((line for line in opened if line.strip()), "")
+        opened.seek(0)
+        # One object per line is usual. Otherwise the whole file is one list, or objects of several lines each.
+        texts = opened if first.lstrip().startswith("{") and _decode(first)[0] == "" else [opened.read()]
+        for number, text in enumerate(texts, start=1):
+            problem, line = _decode(text.rstrip())
+            if problem:
+                return f"line {number + line - 1:,} {problem}"
+    return ""
+
+
+def _decode(text: str) -> tuple[str, int]:
+    """Return ("", 0) if `text` is white space, or one or more objects, or a list of objects. Else return (problem, its line)."""
+    decoder, place = json.JSONDecoder(object_pairs_hook=_with_distinct_keys), _skip_blanks(text, 0)
+    while place < len(text):
+        line_of = lambda place: text.count("\n", 0, place) + 1
+        if place and text[place] == ",":
+            return "has a comma after an object. Write one object per line, without commas between them.", line_of(place)
+        try:
+            value, after = decoder.raw_decode(text, place)
+        except json.JSONDecodeError as error:
+            at = text[error.pos : error.pos + 20].partition("\n")[0]
+            found = f"at {at!r}" if at else "at its end"
+            hint = " Names and texts need double quotes." if at.startswith("'") else ""
+            return f"is not JSON: {error.msg.removesuffix(' at')} {found}, column {error.colno}.{hint}", error.lineno
+        except _RepeatedKey as error:
+            return f"has the key {str(error)!r} twice in one object.", line_of(place)
+        if not isinstance(value, dict) and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+            return f'is {json.dumps(value):.40}, where an object such as {{"text": ...}} is needed.', line_of(place)
+        place = _skip_blanks(text, after)
+    return "", 0
+
+
+def _skip_blanks(text: str, place: int) -> int:
+    found = re.compile(r"\S").search(text, place)
+    return found.start() if found else len(text)
+
+
+class _RepeatedKey(Exception):
+    """A key that occurs twice in an object."""
+
+
+def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise _RepeatedKey(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
+    return made

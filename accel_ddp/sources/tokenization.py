@@ -1,0 +1,135 @@
+"""Tokenises rows once, caches the result on disk, and pads rows to micro-batches."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.phases import TOKENISE
+from accel_ddp.ranks.process import process
+from accel_ddp.seeds import mixed
+from accel_ddp.sources.data import row_numbers, with_row_numbers
+from accel_ddp.sources.places import warn, write_once
+
+if TYPE_CHECKING:
+    import datasets
+
+SOURCE = "source row"  # a temporary column: the index of the row from which a row was made
+
+
+def fingerprint(rows: "datasets.Dataset") -> str:
+    """Return a digest of the content. Equal rows have equal fingerprints, wherever and however they are stored."""
+    import pyarrow as pa
+
+    digest = hashlib.blake2b(digest_size=16)
+    for table in rows.with_format("arrow").iter(batch_size=10_000):
+        table = table.replace_schema_metadata(None).combine_chunks()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+@cache
+def _digest_of_code() -> str:
+    """Return a digest of the code that tokenisation may call: `sources`, `tasks` and the seeds.
+
+    Changes elsewhere in the package do not change it, so that they do not cause the data to be tokenised again.
+    """
+    package = Path(__file__).parents[1]
+    files = [*(package / "sources").rglob("*.py"), *(package / "tasks").rglob("*.py"), package / "seeds.py"]
+    digest = hashlib.blake2b(digest_size=16)
+    for name, file in sorted((file.relative_to(package).as_posix(), file) for file in files):
+        digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any) -> str:
+    """Return the name of the folder in the cache for `map_once`."""
+    parts = [_digest_of_code(), fingerprint(rows), inspect.getsource(function), depends_on]
+    return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
+
+
+def map_once(
+    rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
+) -> "datasets.Dataset":
+    """Return `rows.map(function, batched=True)`, computed once for the same content and cached on disk.
+
+    The cache key consists of the content of `rows`, the source of `function`, the source of `accel_ddp.sources` and
+    `accel_ddp.tasks`, and `depends_on`: everything else that changes the result, as JSON. A function that makes several rows
+    from one returns a column SOURCE with the index of that row in the batch.
+    """
+    import datasets
+
+    with process.heartbeat.within(TOKENISE):
+        key = cache_key(rows, function, depends_on)
+        done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
+    if SOURCE in done.column_names:  # a table without rows has no columns
+        source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
+        done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
+    return done
+
+
+def _map_into(rows: "datasets.Dataset", function: Callable, key: str, folder: Path) -> None:
+    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
+
+    def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        made = function(batch)
+        number = len(next(iter(made.values())))
+        # Blocks for masking mix the texts of several rows and have no SOURCE. Their row numbers are not used.
+        source = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
+        return {**made, SOURCE: [indices[i] for i in source]}
+
+    # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
+    done = rows.map(add_source, batched=True, with_indices=True, new_fingerprint=key, **options)
+    done.save_to_disk(str(folder))
+
+
+def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
+    """Return the tables unchanged, and warn if texts were truncated to `max_length` tokens.
+
+    A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
+    """
+    for rows, name in zip(tables, ("training", "evaluation")):
+        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
+        full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
+        if full:
+            warn(
+                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length. Longer texts are truncated."
+            )
+    return tables
+
+
+class PadCollate:
+    """Pads tokenised rows to the longest one. It holds no accelerator and no function, so that data workers can unpickle it."""
+
+    def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
+        self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        import torch
+        from transformers import DataCollatorWithPadding
+
+        pad = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=self.multiple)
+        batch = pad([{name: value for name, value in row.items() if name not in self.per_token} for row in rows])
+        width = batch["input_ids"].shape[1]
+        for name in self.per_token:
+            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
+        return batch
+
+
+def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> PadCollate:
+    """Return a collate function that pads tokenised rows to the longest one, on a GPU to a multiple of 8.
+
+    The columns `per_token`, for example labels, are padded with -100, which losses ignore.
+    """
+    tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
+    return PadCollate(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)

@@ -1,0 +1,309 @@
+"""Tests before training whether the result of a text depends on the longer texts that it is padded with.
+
+If it does, weights and metrics depend on the micro-batch size and on the number of ranks. Examples are models that mix all positions
+without a mask (FNet, Nystromformer, ConvBERT), that read the last position (XLNet), or that choose their rotary embeddings by the
+longest text of a micro-batch (longrope, dynamic scaling).
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.backends import cudnn
+
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import gather_everywhere, together
+from accel_ddp.ranks.process import process
+from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.training.losses import CurrentBatch, LossSum, WholeBatch
+from accel_ddp.training.sharding import computed_in, recover
+from accel_ddp.training.stream import TrainBatches
+
+log = logging.getLogger(__name__)
+
+# Differences are fractions of the largest value. Rounding in float32 gives 1e-7 to 1e-6 in small models and 2e-5 in one of 48 layers.
+# A real dependence may be as small (7e-6 in a ConvBERT), so that a difference between the first two limits is computed in float64.
+ALLOWED = 3e-6
+NEVER_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # 16 bits have no such limit: 7e-2 in a BERT of 24 layers
+ALLOWED_IN_FLOAT64 = 1e-6  # some models compute parts in float32
+TRIED = 32  # items of a dataset whose lengths are not known
+
+
+def require_independence(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> None:
+    """Raise UserError on every rank if the result of a text depends on its padding, unless `--allow_inexact` is given.
+
+    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items, and two more in
+    float64 if the results differ slightly.
+    """
+    if cfg.split(process.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
+        return  # no text is padded
+    if is_sharded(model):  # a collective, and so outside of the block
+        reason = _difference_together(accelerator, cfg, model, train, loss_sum)
+    else:
+        with together("compare a text with and without padding"):
+            reason = difference(accelerator, cfg, model, train, loss_sum)
+    reasons = [found for found in gather_everywhere(reason) if found]
+    if not reasons:
+        return
+    if not cfg.allow_inexact:
+        sizes = f"--micro_batch_size {cfg.micro_batch_size}"
+        sizes += f" --eval_batch_size {cfg.eval_batch_size}" if hasattr(cfg, "eval_batch_size") else ""
+        single = "--micro_batch_size 1" + " --eval_batch_size 1" * hasattr(cfg, "eval_batch_size")
+        raise UserError(
+            f"{sizes}: {reasons[0]}. The weights and metrics would depend on the micro-batch size and on the number of ranks. "
+            f"Use {single}, which needs no padding, or another model. Or add --allow_inexact to train anyway."
+        )
+    warn_on_main(
+        f"--allow_inexact: {reasons[0]}. The weights and metrics depend on the micro-batch size and on the number of ranks.",
+        "INEXACT",
+    )
+
+
+def difference(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> str:
+    """Return "" if the shortest text has the same result alone and next to the longest one, or else a sentence with the difference.
+
+    Texts of equal length are never padded, and other items than texts are not compared.
+    """
+    places = _shortest_and_longest(train, accelerator, cfg)
+    if places is None:
+        return ""
+    if not getattr(model, "is_quantized", False):
+        model.to(accelerator.device)
+    compute = _Compute(accelerator, cfg, model, train, loss_sum)
+    was_training = model.training
+    model.eval()
+    try:
+        with without_tf32(), _quantized_in_float32(model):
+            apart = compute.distance(places)
+            if apart <= ALLOWED or _is_rounding(compute, places, apart):
+                return ""
+    except Exception as error:  # the model of a user may fail in many ways; the first step then reports it
+        log.info("texts with and without padding were not compared: %s: %s", type(error).__name__, error)
+        return ""
+    finally:
+        model.train(was_training)
+        if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
+    return compute.describe(places, apart)
+
+
+def _difference_together(
+    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+) -> str:
+    """Return the same as `difference` for a sharded model, whose ranks must do the same forward passes.
+
+    All of them compute the same items, and agree on whether they compute in float64 too.
+    """
+    with together("read texts to compare them with and without padding"):
+        places = _shortest_and_longest(train, accelerator, cfg)
+        compute = _Compute(accelerator, cfg, model, train, loss_sum)
+        if places is not None:
+            compute.read(places), compute.read(places[:1])
+    if places is None:
+        return ""
+    was_training, kept = model.training, next(model.parameters()).dtype
+    model.eval()
+    # Layers may be gathered in 16 bits, whose rounding would look like a difference.
+    apart = _distance_together(compute, places, kept)
+    if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
+        apart = apart if _distance_together(compute, places, torch.float64) > ALLOWED_IN_FLOAT64 else 0.0
+    model.train(was_training)
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    return "" if apart <= ALLOWED else compute.describe(places, apart)
+
+
+def _distance_together(compute: "_Compute", places: list[int], dtype: torch.dtype) -> float:
+    """Return the largest distance on any rank, or 0 if the model cannot be computed in this way. All ranks then have the same error."""
+    found, error = 0.0, ""
+    try:
+        with without_tf32(), computed_in(compute.model, dtype):
+            found = compute.distance(places)
+    except torch.OutOfMemoryError:  # of one rank only, while the others wait for it
+        raise
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+        recover(compute.model)
+    everyone = gather_everywhere((found, error))
+    if any(error for _, error in everyone):
+        log.info("texts with and without padding were not compared in %s: %s", dtype, error)
+        return 0.0
+    return max(found for found, _ in everyone)
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one.
+
+    The precision stays as it is in a program that has set `torch.backends.*.fp32_precision`.
+    """
+    try:
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # torch then refuses to read these settings
+        before = None
+    if before:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if before:
+            torch.set_float32_matmul_precision(before[0])
+            cudnn.allow_tf32 = before[1]
+
+
+@contextlib.contextmanager
+def _quantized_in_float32(model: nn.Module) -> Iterator[None]:
+    """Multiply 4-bit weights in float32 inside of the block. In 16 bits, rounding would look like a difference."""
+    layers = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
+    for layer, _ in layers:
+        layer.compute_dtype = torch.float32
+    try:
+        yield
+    finally:
+        for layer, dtype in layers:
+            layer.compute_dtype = dtype
+
+
+class _Compute:
+    """Computes some items as one micro-batch and returns what the model returns for the first of them, without padding."""
+
+    def __init__(
+        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+    ):
+        self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+        self._batches: dict[tuple[int, ...], Any] = {}
+
+    def read(self, places: list[int]) -> Any:
+        """Return these items as a micro-batch."""
+        if tuple(places) not in self._batches:
+            self._batches[tuple(places)] = self.train.batch_of(places, self.accelerator, self.cfg)
+        return self._batches[tuple(places)]
+
+    def distance(self, places: list[int]) -> float:
+        """Return how much the result of the first item depends on the others, as a fraction of the largest value."""
+        # The padded text comes first, because some models (BigBird) change for good when they get a short text.
+        padded = self(places)
+        return _distance(self(places[:1]), padded)
+
+    def describe(self, places: list[int], apart: float) -> str:
+        before, after = (self.read(some).sizes.width for some in (places[:1], places))
+        return (
+            f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another "
+            f"text (by {apart:.1e} of its largest value)"
+        )
+
+    @torch.no_grad()
+    def __call__(self, places: list[int]) -> Tensor:
+        batch = self.read(places)
+        outputs: list[Any] = []
+        hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            with CurrentBatch(batch):
+                if isinstance(self.loss_sum, WholeBatch):
+                    return self.loss_sum.embed(self.model, batch)[:1].flatten()
+                self.loss_sum(self.model, batch)
+        finally:
+            hook.remove()
+        has_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        return _of_first(_main_tensor(outputs[-1]), batch, len(places), has_decoder)
+
+
+def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
+    """Return whether the results differ by rounding only, so that they are the same in float64."""
+    if not apart <= NEVER_ROUNDING.get(next(compute.model.parameters()).dtype, sys.float_info.max):
+        return False
+    try:
+        with _in_float64(compute.model):
+            return compute.distance(places) <= ALLOWED_IN_FLOAT64
+    except Exception as error:  # quantised weights, a device without float64, or too little memory
+        log.info("texts with and without padding were not compared in float64: %s: %s", type(error).__name__, error)
+        return True
+
+
+@contextlib.contextmanager
+def _in_float64(model: nn.Module) -> Iterator[None]:
+    """Compute with copies of the weights inside of the block. The weights themselves stay where they are.
+
+    A conversion back would allocate memory, and so would fail and leave a half of the model in float64 when memory is full.
+    """
+    tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    _require_memory(8 * sum(tensor.numel() for tensor, _ in tensors), tensors[0][1].device)
+    try:
+        for tensor, data in tensors:
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in tensors:
+            tensor.data = data
+
+
+def _require_memory(size: int, device: torch.device) -> None:
+    """Raise MemoryError if each rank of this node cannot get so many bytes. A GPU reports it itself, but the kernel kills a process."""
+    if device.type == "cpu" and size * process.local_ranks > psutil.virtual_memory().available / 2:
+        raise MemoryError(f"{size:,} bytes are not available")
+
+
+def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> list[int] | None:
+    """Return the indices of a short item and of one or two long ones, or None if no item is a text or all have the same length."""
+    if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
+        return None
+    places, lengths = np.arange(len(train)), train.part_lengths
+    if lengths is None:  # the last block of a text is shorter than the others
+        places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
+        lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])
+    if (lengths.min(0) == lengths.max(0)).all():
+        return None
+    short, longest = int(lengths.sum(1).argmin()), lengths.argmax(0)
+    # Sources and targets are padded to the longest of each. Of several texts, those of the longest two are enough.
+    longest = sorted(set(longest.tolist()), key=lambda place: (-lengths[place].max(), place))[:2]
+    return [int(places[place]) for place in (short, *longest)]
+
+
+def _main_tensor(output: Any) -> Tensor:
+    """Return the logits or the hidden states of the output of a model."""
+    if isinstance(output, Tensor):
+        return output
+    values = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(values.get(name), Tensor):
+            return values[name]
+    return next(value for value in values.values() if isinstance(value, Tensor))
+
+
+def _of_first(output: Tensor, batch: Any, number: int, has_decoder: bool) -> Tensor:
+    """Return the part of the output that belongs to the first of `number` items, without padding."""
+    texts = len(batch["attention_mask"])
+    mask = batch["labels"] != -100 if has_decoder and "labels" in batch else batch["attention_mask"].bool()
+    if output.ndim > 2 and output.shape[:2] == mask.shape:
+        return output[: texts // number][mask[: texts // number]].flatten()
+    if len(output) == texts:
+        return output[: texts // number].flatten()
+    return output.flatten()  # the tokens that are predicted, as one row; those of the first text come first
+
+
+def _distance(alone: Tensor, padded: Tensor) -> float:
+    """Return the largest difference as a fraction of the largest value. It is not a number if one of the values is not."""
+    before, after = alone.double(), padded[: len(alone)].double()
+    if before.shape != after.shape:
+        return float("inf")
+    differs = before != after  # a masked logit is infinite in both
+    if not differs.any():
+        return 0.0
+    largest = before[before.isfinite()].abs().max() if before.isfinite().any() else before.new_tensor(0.0)
+    return float((before - after)[differs].abs().max() / largest.clamp(min=1e-12))

@@ -1,0 +1,445 @@
+"""Shards a model with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs.
+
+Accelerate's own FSDP code is not used, although its config and its names are. On CPUs it silently uses DDP. On GPUs rank 0 loads the
+whole model, and all weights are gathered in one dtype, so that results differ from those of DDP.
+
+Each layer is gathered when it is computed. Everything else (embeddings, last norm, output head) belongs to the root. The root is
+gathered from the beginning of the forward pass to the end of the backward pass, because the loss over a vocabulary reads the weight
+of the output head after the forward pass.
+"""
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.utils.checkpoint import checkpoint
+
+from accel_ddp.errors import UserError
+from accel_ddp.nodes.sharding_plan import ShardingPlan
+from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.process import process
+from accel_ddp.ranks.shards import is_sharded
+
+if TYPE_CHECKING:
+    from accel_ddp.config.train_config import TrainConfig
+
+# Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
+#
+# Torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of different
+# layers are mixed without an error, or the run hangs. If a parameter has a gradient on some ranks only, as an expert that no token of a
+# batch has reached, the sizes of the sums differ.
+#
+# - A parameter without a gradient contributes zeros to the sum. If no rank has a gradient for it in a step, it gets none, as on
+#   one rank.
+# - All ranks compare the order of layers in their first micro-batch. From then on, each rank compares its order with the first
+#   one, which needs no communication.
+BEGIN, END, BACKWARD, LAST = "begins the forward pass", "ends the forward pass", "begins the backward pass", "ends a micro-batch"
+
+
+class Lockstep:
+    """The order in which a rank computes and sums the parts of a sharded model, and which parameters have gradients."""
+
+    def __init__(self, model: nn.Module):
+        self._names = [BEGIN, END, BACKWARD, LAST]
+        self._order: list[int] = []  # of the first micro-batch
+        self._is_compared = False  # whether all ranks have the same order
+        self._place: int | None = None  # in the order; None outside of the micro-batches of a step
+        self._params: list[FSDPParam] = []
+        self._trained: list[FSDPParam] = []  # in this step
+        self._used: set[FSDPParam] = set()  # those with a gradient in this step
+        self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
+        for name, part in model.named_modules():
+            if isinstance(part, FSDPModule):
+                self._attach(part, name or type(model).__name__.removeprefix("FSDP"), is_root=part is model)
+
+    def _attach(self, part: nn.Module, name: str, is_root: bool) -> None:
+        """Let a part report where it is, before it communicates. Its group has an own object for each part of the model."""
+        first = len(self._names)
+        self._names += [f"computes {name}", f"computes the gradients of {name}", f"sums the gradients of {name}"]
+        forward = lambda *_: self._enter_forward(self._names.index(BEGIN) if is_root else first)
+        part.register_forward_pre_hook(forward, prepend=True)  # before the hook that gathers
+        if is_root:
+            part.register_forward_hook(lambda *_: self._enter_forward(self._names.index(END)))
+        for group in _groups(part):
+            self._params += group.fsdp_params
+            group.pre_backward = functools.partial(self._pre_backward, group, group.pre_backward, first + 1)
+            group.post_backward = functools.partial(self._post_backward, group, group.post_backward, first + 2)
+
+    def _pre_backward(self, group: Any, original: Callable[..., Any], place: int, *args: Any) -> Any:
+        if group._training_state != TrainingState.PRE_BACKWARD:  # it is called once for each output of a layer
+            self._enter(place)
+        return original(*args)
+
+    def _post_backward(self, group: Any, original: Callable[..., Any], place: int, *args: Any) -> Any:
+        summed = [p for p in group.fsdp_params if p.sharded_state == ShardedState.UNSHARDED and p.sharded_param.requires_grad]
+        if summed:
+            self._enter(place)
+        for param in summed:
+            if param.unsharded_param.grad is None and param.unsharded_accumulated_grad is None:
+                # `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it.
+                param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+            else:
+                self._used.add(param)
+        return original(*args)
+
+    def _enter_forward(self, place: int) -> None:
+        if torch.is_grad_enabled():  # other forward passes have no backward pass
+            self._enter(place)
+
+    def _enter(self, place: int) -> None:
+        """Require that every rank is at the same place."""
+        if self._place is None:
+            return
+        if not self._is_compared:
+            self._compare(place)
+            self._order.append(place)
+            return
+        expected = self._order[self._place] if self._place < len(self._order) else self._names.index(LAST)
+        self._place += 1
+        if place != expected:
+            self._refuse(f"rank {process.rank} {self._names[place]}, while it {self._names[expected]} in its first micro-batch")
+
+    def _compare(self, place: int) -> None:
+        places = torch.tensor([place, -place])
+        if process.num_ranks > 1:
+            dist.all_reduce(places, dist.ReduceOp.MAX, group=process.slow_group)
+        if places[0] == -places[1]:
+            return
+        everyone = gather_everywhere(self._names[place])
+        other = next(rank for rank, text in enumerate(everyone) if text != everyone[0])
+        self._refuse(f"rank 0 {everyone[0]}, while rank {other} {everyone[other]}")
+
+    def _refuse(self, found: str) -> None:
+        self._place = None
+        raise UserError(
+            f"The model is sharded (FSDP), so that all ranks must compute the same layers in every micro-batch, but {found}. Do not "
+            "skip layers (layerdrop). Or set fsdp_transformer_layer_cls_to_wrap in the accelerate config to the classes of the layers "
+            "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml and --find_unused_parameters."
+        )
+
+    # ---- what `update` calls
+
+    def begin_step(self) -> None:
+        self._used.clear()
+        self._trained = [param for param in self._params if param.sharded_param.requires_grad]
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Compare the order of layers inside of the block, which computes one micro-batch."""
+        self._place = 0
+        if not self._is_compared:
+            self._order = []
+        try:
+            yield
+            self._enter(self._names.index(LAST))
+            self._is_compared = True
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UserError(
+                "The model is sharded (FSDP), but its code computes with weights that are not gathered. It calls the `forward` method "
+                "of a layer instead of the layer, or uses a weight of one layer in another one. Train it with DDP: use "
+                f"accelerate_configs/1node.yaml or 2node.yaml. ({str(error).splitlines()[0][:120]})"
+            ) from error
+        finally:
+            self._place = None
+
+    def begin_backward(self) -> None:
+        self._enter(self._names.index(BACKWARD))
+
+    def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return for each trained parameter 1 if it has a gradient on this rank in this step, otherwise 0."""
+        number = len(self._trained)
+        if self._all_used is None or len(self._all_used) != number:
+            self._all_used = torch.ones(number, device=device, dtype=dtype)
+        if len(self._used) == number:
+            return self._all_used
+        return torch.tensor([param in self._used for param in self._trained], dtype=dtype).to(device)
+
+    def find_unused(self, counts: Tensor) -> list[nn.Parameter]:
+        """Return the parameters that no rank has used in this step, whose gradients are 0. `counts` are the sums over ranks.
+
+        The host waits for a GPU only if this rank has not used a parameter.
+        """
+        if len(self._used) == len(self._trained):
+            return []
+        return [param.sharded_param for param, count in zip(self._trained, counts.tolist()) if not count]
+
+
+def _groups(part: nn.Module) -> list[Any]:
+    """Return the groups of parameters that are gathered with a module. In newer versions than torch 2.11 a module may have several."""
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def shard(
+    model: nn.Module, plan: ShardingPlan, device: torch.device, precision: str = "no", reduce_dtype: torch.dtype = torch.float32
+) -> None:
+    """Replace the parameters of a model by shards, each a `DTensor`, on `device`. This is a collective.
+
+    Parameters on the meta device stay there. With `precision` bf16 the layers are gathered in bfloat16, the format in which autocast
+    multiplies. The shards and the root stay in float32, as with DDP. Gradients are summed in `reduce_dtype`.
+    """
+    layers = find_layers(model, plan)
+    mesh = make_mesh(plan, device)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
+    reduce = None if any(p.dtype == torch.float64 for p in model.parameters()) else reduce_dtype
+    narrow = torch.bfloat16 if precision == "bf16" and _can_be_narrow(layers, device) else None
+    # Autocast converts the inputs of operations, not of layers.
+    policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=plan.reshard_after_forward, mp_policy=policy(narrow), offload_policy=offload
+        )
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
+    model._gathered_dtype = narrow
+    # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
+    for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        one._is_fsdp_managed_module = True
+    if narrow and hasattr(model, "generate"):  # it calls encoders and models below adapters without the root
+        model.generate = torch.autocast(device.type, narrow)(model.generate)
+    _prefetch(model, layers)
+    model._lockstep = Lockstep(model)
+    # Our last layer and many models return views. torch warns of in-place operations on them, which neither of us does.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def _can_be_narrow(layers: list[nn.Module], device: torch.device) -> bool:
+    """Return whether layers can be gathered in bfloat16. On CPUs, autocast leaves the inputs of these norms in another dtype."""
+    norms = (nn.LayerNorm, nn.GroupNorm)
+    return device.type != "cpu" or not any(isinstance(module, norms) for layer in layers for module in layer.modules())
+
+
+def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Gather each layer of a list while the layer before it is computed, also if the host is slower than the GPU.
+
+    Backward passes need nothing, because FSDP gathers in the reverse order of the forward pass. An unused gather is dropped.
+    """
+    known = set(layers)
+    lists = [[one for one in module if one in known] for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for row in lists:
+        for layer, following in itertools.pairwise(row):
+            layer.set_modules_to_forward_prefetch([following])
+    if len([row for row in lists if row]) == 1 and len(layers) == max(map(len, lists)):
+        model.set_modules_to_forward_prefetch([layers[0]])
+
+
+def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
+    """Return the ranks as a mesh: one row, or one row for each copy of the model. The ranks of a node have consecutive numbers."""
+    if plan.replicas == 1:
+        return init_device_mesh(device.type, (process.num_ranks,), mesh_dim_names=("shard",))
+    shape = (plan.replicas, process.num_ranks // plan.replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
+    """Return the first row that this rank holds of a parameter with `length` rows, and the row after its last one."""
+    ranks = process.num_ranks // plan.replicas
+    size = -(-length // ranks)
+    begin = min(length, process.rank % ranks * size)
+    return begin, min(length, begin + size)
+
+
+def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time, in the order of the model. Raise UserError if there are none.
+
+    They are the outermost elements of lists of modules, or those of the classes that the config names.
+    """
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise UserError(
+            f"The accelerate config asks for FSDP, but {type(model).__name__} has batch norm, whose statistics each rank would compute "
+            "alone. Train it with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
+        )
+    if plan.layer_classes:
+        is_layer: Callable[[nn.Module], bool] = lambda module: type(module).__name__ in plan.layer_classes
+    else:
+        elements = {
+            element for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1 for element in module
+            if not isinstance(element, nn.ModuleList | nn.ModuleDict)  # a list of lists, as in Funnel; these are not called
+        }  # fmt: skip
+        is_layer = elements.__contains__
+    layers = [layer for layer in _outermost(model, is_layer) if any(True for _ in layer.parameters())]
+    if not layers and plan.layer_classes:
+        raise UserError(
+            f"The accelerate config has fsdp_transformer_layer_cls_to_wrap: {','.join(plan.layer_classes)}, but "
+            f"{type(model).__name__} has no such module. Remove this line: the layers are then found by themselves."
+        )
+    if not layers:
+        raise UserError(
+            f"The accelerate config asks for FSDP, but {type(model).__name__} has no list of layers that could be gathered one at a "
+            "time. Train it with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
+        )
+    return _without_shared_parameters(model, layers)
+
+
+def _outermost(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if is_layer(child):
+            yield child
+        else:
+            yield from _outermost(child, is_layer)
+
+
+def _without_shared_parameters(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers except those that share a parameter with another module. These belong to the root."""
+    layers = list(dict.fromkeys(layers))
+    users: dict[nn.Parameter, set[int]] = {}
+    places = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(places.get(module, -1))
+    return [layer for layer in layers if all(len(users[parameter]) == 1 for parameter in layer.parameters())]
+
+
+def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that are gathered at once: the layers and the root."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass has left gathered. It needs no communication."""
+    for part in sharded_parts(model):
+        part.reshard()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Keep everything except the layers gathered inside of the block, and free it at the end. Other models stay as they are.
+
+    Every rank must call it. The parts of a model can then be called without the model itself, as `generate` of transformers calls an
+    encoder. Parameters can be read again after the block.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model._get_fsdp_state()._lazy_init()  # otherwise the first layer that is called would become the root
+    model.unshard()
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
+@contextlib.contextmanager
+def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute a sharded model in `dtype` inside of the block, with copies of what is gathered, for a comparison of two results.
+
+    Every rank must call it. Gradients cannot be computed. Only one layer at a time and the root have copies.
+    """
+    layers = [part for part in sharded_parts(model) if part is not model]
+    inside = {module for layer in layers for module in layer.modules()}
+    forwards = [(layer, layer.__dict__.get("forward"), layer.forward) for layer in layers]
+    with gathered(model), _converted([module for module in model.modules() if module not in inside], dtype):
+        for layer, _, forward in forwards:
+            layer.forward = functools.partial(_compute_converted, layer, forward, dtype)
+        try:
+            yield
+        finally:
+            for layer, own, _ in forwards:
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
+
+
+def _compute_converted(layer: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    with _converted(list(layer.modules()), dtype):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _converted(modules: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Replace the parameters and buffers of these modules by copies inside of the block. The modules below them stay as they are."""
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    before = [(table, name, value) for table in tables for name, value in table.items() if value is not None]
+    copies: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+    for table, name, value in before:
+        if value.is_floating_point():
+            table[name] = copies.setdefault(id(value), value.detach().to(dtype))
+    try:
+        yield
+    finally:
+        for table, name, value in before:
+            table[name] = value
+
+
+def autocast(model: nn.Module, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which a sharded model can be computed before Accelerate has added autocast to its forward pass."""
+    dtype = getattr(model, "_gathered_dtype", None)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def recover(model: nn.Module) -> None:
+    """Make a model usable again after an error in a forward or backward pass, which all ranks have caught at the same place."""
+    root = next(sharded_parts(model))
+    if hasattr(root, "reset_iter_state"):  # since torch 2.12
+        root.reset_iter_state()
+        return
+    states = [part._get_fsdp_state() for part in sharded_parts(model)]
+    for state in states:
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+        state._comm_ctx.post_forward_order.clear()
+        group = state._fsdp_param_group
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # of a prefetched layer
+            group._post_forward_indices.clear()
+            group.reshard()
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
+    """Shard a model whose optimizer exists already, and let the optimizer step the shards. `more` are arguments of `shard`."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif plan.activation_checkpointing:
+        for layer in find_layers(model, plan):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    shard(model, plan, *more)
+    now = dict(model.named_parameters())
+    for group, own in zip(optimizer.param_groups, positions):
+        group["params"] = [now[name] for name in own]
+
+
+# Hands model and optimizer to Accelerate, which wraps the model with DDP, or shards the model.
+
+
+def prepare(
+    accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
+    if process.sharding is None:
+        return accelerator.prepare(model, optimizer)
+    if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
+        wrap(model, optimizer, process.sharding, *sharding_options(accelerator, cfg))
+    reshard(model)
+    known = set(model.parameters())
+    if not all(p in known for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "The optimizer has parameters that are not those of the sharded model, and would not train it. Build the optimizer with "
+            "accel_ddp.optim.build(model, cfg) after accel_ddp.models.prepare."
+        )
+    # This adds autocast and nothing else.
+    return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
+
+
+def sharding_options(accelerator: Accelerator, cfg: "TrainConfig") -> tuple[torch.device, str, torch.dtype]:
+    """Return device, precision and the dtype in which gradients are summed, the arguments of `shard`."""
+    reduce_dtype = torch.bfloat16 if cfg.comm_hook == "bf16" else torch.float32
+    return accelerator.device, accelerator.mixed_precision, reduce_dtype
