@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
+from accel_ddp import phases
 from accel_ddp.config.option_values import choose_ranks
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -62,7 +63,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     else:
         group.connect_to_launcher()
         group.watch_single_rank(cfg)
-    process.heartbeat.enter(LOAD)
+    phases.HERE.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
     choose_ranks(cfg.profile_ranks, process.num_ranks)  # raises UserError if one of them does not exist
     _configure_torch(cfg, use_gpu, precision)

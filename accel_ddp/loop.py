@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp import phases
 from accel_ddp.config.option_values import check_end
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -113,7 +114,7 @@ def fit(
     recorder = start_recorder(accelerator, cfg, own_time, step, total_steps, run.pauses_after, facts_of_model)
 
     model.train(cfg.dropout)
-    heartbeat = process.heartbeat
+    heartbeat = phases.HERE
     heartbeat.advance(step)
     heartbeat.report_timing(own_time.timing)
     with signals.can_save(cfg), heartbeat.within(LOAD), SystemSample(accelerator.device) as system, recorder or nullcontext():
@@ -273,14 +274,14 @@ class _Run:
             self.is_stopping = self.is_stopping or numbers.votes > 0
             pace = self.pace.after(numbers)
             self.breakdown.add(numbers.ranks)
-            process.heartbeat.enter(HOOKS)
+            phases.HERE.enter(HOOKS)
             for hook in self.hooks:
                 hook.on_update(numbers, pace)
-            process.heartbeat.enter(DEVICE)  # the next numbers may still be computed
+            phases.HERE.enter(DEVICE)  # the next numbers may still be computed
 
     def evaluate(self) -> None:
         try:
-            with process.heartbeat.within(METRICS), self.ema.applied():
+            with phases.HERE.within(METRICS), self.ema.applied():
                 metrics = self.evaluate_model(self.model)
                 reshard(self.model)  # an `evaluate` function of a user may have left weights gathered
         except EvaluationStopped:
@@ -290,7 +291,7 @@ class _Run:
         # Ranks that compared different values would disagree on when to stop. An `evaluate` function of a user may return them.
         self.metrics = broadcast_metrics(metrics)
         self.saved.evaluated(self.step, self.metrics)
-        process.heartbeat.enter(HOOKS)
+        phases.HERE.enter(HOOKS)
         ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
         self.is_done = self.is_done or ends
         if self.tables and process.is_main:
@@ -299,7 +300,7 @@ class _Run:
     def _report_tables(self) -> None:
         """Pass the tables of the evaluation to the hooks."""
         tables: dict[str, Table] = {}
-        with self._surviving_errors(), process.heartbeat.within(METRICS):
+        with self._surviving_errors(), phases.HERE.within(METRICS):
             tables = check_tables(self.tables())
         for hook in self.hooks if tables else ():
             with self._surviving_errors():
@@ -326,7 +327,7 @@ class _Run:
     def finish(self) -> Outcome:
         """Complete the last save, call the hooks for the last time, and return the outcome or raise `Stopped`."""
         cfg, saved = self.cfg, self.saved
-        process.heartbeat.enter(END)
+        phases.HERE.enter(END)
         if 0 < self.step == saved.skipped_in_a_row and not self.is_stopping:  # all steps of a run that is shorter than the limit
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step

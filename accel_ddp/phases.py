@@ -143,6 +143,9 @@ class Heartbeat:
         _NOW.pack_into(self.memory, _NOW_AT, self.step, self.phase, self.since, self.beats)
 
 
+HERE = Heartbeat()  # of this process
+
+
 def format_place(step: int, phase: int) -> str:
     """Return where a rank is that has done `step` updates, for example "at step 4, in backward"."""
     return f"at step {step_of(step, phase)}, in {NAMES[phase]}"

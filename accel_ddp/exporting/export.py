@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.exporting.export_files import card, find_names, public_name, public_options, without_paths, write_weights
@@ -77,7 +78,7 @@ def at_the_end(
     if sharded and process.unsaved:
         print_on_main("The model is not exported, because its last checkpoint could not be written.")
         return
-    with process.heartbeat.within(EXPORT), together("export the model"):
+    with phases.HERE.within(EXPORT), together("export the model"):
         if not accelerator.is_main_process:
             return
         folder = Path(cfg.output_dir) / FOLDER

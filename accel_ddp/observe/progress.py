@@ -126,7 +126,7 @@ class State:
 
     @property
     def step(self) -> int:
-        return self.numbers.step if self.numbers else max(self.first_step, process.heartbeat.step)
+        return self.numbers.step if self.numbers else max(self.first_step, phases.HERE.step)
 
     def seconds_left(self) -> float | None:
         """Return the time that the remaining steps take at the mean speed of those so far. None: it is not known."""
@@ -137,7 +137,7 @@ class State:
 
     def observe_phase(self) -> None:
         """Read from the heartbeat of this rank what it does now."""
-        heartbeat = process.heartbeat
+        heartbeat = phases.HERE
         phase, (done, total) = heartbeat.phase, heartbeat.progress
         if phase == phases.WAIT and (time.monotonic_ns() - heartbeat.since) * 1e-9 < _SHORT_WAIT:
             return

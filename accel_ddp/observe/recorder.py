@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
@@ -112,7 +113,7 @@ def _send(path: Path) -> None:
             is_complete = is_complete and len(data) == expected
             chunk = torch.frombuffer(bytearray(data.ljust(expected, b"\0")), dtype=torch.uint8)
             dist.send(chunk, 0, group=process.slow_group)
-            process.heartbeat.beat()
+            phases.HERE.beat()
     dist.send(torch.tensor([int(is_complete)]), 0, group=process.slow_group)
 
 
@@ -126,7 +127,7 @@ def _receive(rank: int, size: int, path: Path) -> str:
     for at in range(0, size, CHUNK):
         chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
         dist.recv(chunk, rank, group=process.slow_group)
-        process.heartbeat.beat()
+        phases.HERE.beat()
         if file is not None and not problem:
             try:
                 file.write(chunk.numpy())
@@ -201,7 +202,7 @@ class Recorder:
         self.profiler: profile | None = None
         self.problem = ""  # why this rank records nothing
         self.is_complete = False
-        self.ranges = Ranges(process.heartbeat, own_time)
+        self.ranges = Ranges(phases.HERE, own_time)
 
     # ---- what `fit` calls
 
@@ -260,7 +261,7 @@ class Recorder:
 
     def _start(self) -> None:
         """Start torch.profiler on the ranks that record. It stores nothing of a step in which it warms up: it loads CUPTI there."""
-        with process.heartbeat.within(PROFILE):
+        with phases.HERE.within(PROFILE):
             self.clock = measure_clock(self.ranks)
             self.own_time.measures_all = True
             if self.records:
@@ -290,7 +291,7 @@ class Recorder:
         timing = self.own_time.settle(step)
         profiler, self.profiler = self.profiler, None
         self.close()
-        with process.heartbeat.within(PROFILE), contextlib.ExitStack() as stack:
+        with phases.HERE.within(PROFILE), contextlib.ExitStack() as stack:
             try:
                 if profiler is not None:
                     profiler.stop()

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.phases import step_of
 from accel_ddp.ranks.failures import Failure
@@ -41,7 +42,7 @@ def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
 
 def link_to_monitor(address: MonitorAddress) -> None:
     """Connect this rank to the monitor of its node."""
-    process.link = Link(address, process.rank, process.heartbeat, _receive, lambda: _lose_monitor(address))
+    process.link = Link(address, process.rank, phases.HERE, _receive, lambda: _lose_monitor(address))
 
 
 def close_link() -> None:
@@ -117,7 +118,7 @@ def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_seconda
         return failure
     place = failure._replace(
         rank=process.rank if failure.rank < 0 else failure.rank, host=failure.host or process.host,
-        step=step_of(process.heartbeat.step, process.heartbeat.phase) if failure.step < 0 else failure.step,
+        step=step_of(phases.HERE.step, phases.HERE.phase) if failure.step < 0 else failure.step,
     )  # fmt: skip
     link.send({"failed": {**place.as_message(), "is_secondary": is_secondary}})
     process.has_failed.wait(seconds)

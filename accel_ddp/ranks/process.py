@@ -16,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Any
 from accel_ddp.nodes.launcher import adopt_mpi_world, is_started_by_accelerate
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.nodes.topology import estimate_node
-from accel_ddp.phases import Heartbeat
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.records.incidents import IncidentWriter
 
@@ -67,7 +66,6 @@ class Process:
         self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
 
-        self.heartbeat = Heartbeat()  # where this rank is, for the monitor of its node
         self.link: Link | None = None  # to the monitor of this node
         self.incidents = IncidentWriter()  # used only if there is no monitor; see `ranks.incidents`
         self.failure: Failure | None = None  # the first failure of any rank, once received

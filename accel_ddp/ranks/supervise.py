@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import UNLIMITED, format_place
@@ -101,7 +102,7 @@ def _finish(exits: bool) -> int:
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
     process.close_display()
-    process.heartbeat.enter_phase_of(error)
+    phases.HERE.enter_phase_of(error)
     if isinstance(error, Stopped):
         return _leave(report_failure(error.failure))
     if isinstance(error, Diverged):
@@ -124,7 +125,7 @@ def _this_rank() -> str:
 
 def _where() -> str:
     """Return where this rank is, once it trains."""
-    heartbeat = process.heartbeat
+    heartbeat = phases.HERE
     return "" if heartbeat.phase in UNLIMITED else f" {format_place(heartbeat.step, heartbeat.phase)}"
 
 

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
@@ -97,7 +98,7 @@ class Checkpoints:
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
-        with process.heartbeat.within(SAVE):
+        with phases.HERE.within(SAVE):
             self._save(step, is_last)
 
     @torch.no_grad()
@@ -185,7 +186,7 @@ class Checkpoints:
         self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.Attempt
     ) -> None:
         """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
-        process.heartbeat.report_writer(True)
+        phases.HERE.report_writer(True)
         try:
             if copied is not None:
                 copied.synchronize()
@@ -203,7 +204,7 @@ class Checkpoints:
             record(text, "SAVE_FAILED", step=run["step"])
             return
         finally:
-            process.heartbeat.report_writer(False)
+            phases.HERE.report_writer(False)
         if not process.is_main:
             return
         self.failed = ""
@@ -280,7 +281,7 @@ class Checkpoints:
 
     def close(self) -> str:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
-        with process.heartbeat.within(SAVE):
+        with phases.HERE.within(SAVE):
             self.wait()
             failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.is_sharded else self.failed
             if failed:  # the state is still in host memory, and there may be free space by now
@@ -337,7 +338,7 @@ class Checkpoints:
                     resume.set_aside(later, self.folder, "later")
         print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
         resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)
-        process.heartbeat.advance(run["step"])
+        phases.HERE.advance(run["step"])
         return run["step"]
 
 

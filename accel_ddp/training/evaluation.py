@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
@@ -57,7 +58,7 @@ class EvalBatches:
 
 
 @torch.no_grad()
-@process.heartbeat.within(METRICS)
+@phases.HERE.within(METRICS)
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -85,15 +86,15 @@ def evaluate(
         for number, batch in enumerate(batches):
             if is_interrupted := stops():
                 break
-            process.heartbeat.enter(EVALUATE)
-            process.heartbeat.beat()
-            process.heartbeat.progress = number, len(batches.loader)
+            phases.HERE.enter(EVALUATE)
+            phases.HERE.beat()
+            phases.HERE.progress = number, len(batches.loader)
             with CurrentBatch(batch):
                 measured = measure(module, batch)
             for name, value in measured.items():
                 parts.setdefault(name, []).append(value)
-    process.heartbeat.progress = 0, 0
-    process.heartbeat.enter(METRICS)  # which may take much longer than a batch
+    phases.HERE.progress = 0, 0
+    phases.HERE.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
     mine = {name: _join([_as_array(value) for value in values])[: batches.num_own] for name, values in parts.items()}
     shares = gather_objects(None if is_interrupted else mine)
@@ -104,7 +105,7 @@ def evaluate(
 
 
 @torch.no_grad()
-@process.heartbeat.within(METRICS)
+@phases.HERE.within(METRICS)
 def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callable[[nn.Module], Any]) -> Any:
     """Return `compute(model)` on the main rank, and None on the others. Call it on every rank, without using its result elsewhere.
 

@@ -106,10 +106,10 @@ def published() -> Iterator[None]:
     phases: list[int] = []
 
     def begin(*_: Any) -> None:
-        phases.append(process.heartbeat.enter(COMPILE))
+        phases.append(phases.HERE.enter(COMPILE))
 
     def end(*_: Any) -> None:
-        process.heartbeat.enter(phases.pop())
+        phases.HERE.enter(phases.pop())
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from accel_ddp.ranks import shards
@@ -68,7 +69,7 @@ def update(
     If the loss or the gradient norm is not finite, every rank leaves weights and optimizer unchanged. The caller finds that in the
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
-    heartbeat = process.heartbeat
+    heartbeat = phases.HERE
     heartbeat.enter(FORWARD)
     mark = own_time.mark if own_time else _mark_nothing
     if isinstance(loss_sum, WholeBatch):
