@@ -63,7 +63,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     else:
         group.connect_to_launcher()
         group.watch_single_rank(cfg)
-    phases.HERE.enter(LOAD)
+    phases.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
     choose_ranks(cfg.profile_ranks, process.num_ranks)  # raises UserError if one of them does not exist
     _configure_torch(cfg, use_gpu, precision)

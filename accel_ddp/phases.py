@@ -1,76 +1,114 @@
-"""The heartbeat of a rank: where it is and how long its phases take, in memory that the monitor of its node reads.
+"""Where a rank is: its step and its phase, published to the monitor of its node, and the clock of a training.
 
-A rank only writes to memory, which takes about a microsecond. It does not send anything, and no thread of the rank is involved, so
-that a rank that holds the GIL for long still has a heartbeat: it is in its phase, since a known time.
+`enter` and `phase` are the only calls. A transition writes to memory that the monitor reads, which takes about a microsecond.
+Nothing is sent and no thread is involved, so a rank that holds the GIL for long still shows its phase and since when. Listeners
+receive every transition too: the time breakdown (`training.step_times`) and the ranges of a profile (`observe.recorder`).
 """
 
 import contextlib
 import mmap
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-# The phases of a rank. A rank that is in none of them runs code of the user (a loop of its own, for example).
-(
-    START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, OPTIMIZER, DEVICE, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END,
-    TOKENISE, EXPORT, PROFILE,
-) = range(18)  # fmt: skip
-NAMES = (
-    "start", "load", "compile", "data", "forward", "backward", "optimizer", "device", "evaluate", "metrics", "save", "hooks", "wait",
-    "other", "end", "tokenise", "export", "profile",
-)  # fmt: skip
-# In these phases a rank may wait for other ranks, so that its own delay proves nothing.
-WAITING = (BACKWARD, OPTIMIZER, DEVICE, WAIT)
-# These have no usual duration: downloads, tokenisation, compilation, traces of a profile, and code of the user before and after
-# the training.
-UNLIMITED = (START, LOAD, COMPILE, WAIT, END, TOKENISE, EXPORT, PROFILE)
-# The usual duration in seconds of a phase that has not been completed LEARN_AFTER times. The first batch starts data workers, the
-# first passes choose kernels.
-UNLEARNED = {DATA: 120.0, EVALUATE: 120.0}
-UNLEARNED_OTHERWISE = 60.0
-# The least usual duration of phases that run code of the user or wait for a disk. They are short most of the time, and long now and
-# then: a tracker that tries again, a metric after the last batch, an upload.
-LEAST = {METRICS: 120.0, SAVE: 120.0, HOOKS: 60.0, OTHER: 60.0}
+# The parts into which the time of a step is divided. log.jsonl, the trackers and the report use these names.
+PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
+NO_PART, SAME_PART = (
+    -1,
+    -2,
+)  # the time belongs to no step; it belongs to the part of the phase before, which this phase interrupts
+DEFAULT_USUAL = 60.0  # seconds that a phase usually takes at most, until LEARN_AFTER durations are known
 LEARN_AFTER = 3
+
+
+class Phase(IntEnum):
+    """What a rank does. Inside of a step the order is the order in which a step enters them.
+
+    `part` is the part of a step to which the time belongs. In a phase with `may_wait` a rank may wait for other ranks, so its own
+    delay proves nothing. `usual` is the longest usual duration until one is learned: the first batch starts data workers, the first
+    passes choose kernels; infinity means that there is none (downloads, compilation). `least` is the least usual duration of phases
+    that run code of the user or wait for a disk. They are short most of the time, and long now and then.
+    """
+
+    part: int
+    may_wait: bool
+    usual: float
+    least: float
+
+    def __new__(cls, number: int, part: str = "", may_wait: bool = False, usual: float = DEFAULT_USUAL, least: float = 0.0):
+        self = int.__new__(cls, number)
+        self._value_ = number
+        self.part = {"": NO_PART, "same": SAME_PART}[part] if part in ("", "same") else PARTS.index(part)
+        self.may_wait, self.usual, self.least = may_wait, usual, least
+        return self
+
+    START = 0, "", False, float("inf")
+    LOAD = 1, "", False, float("inf")
+    COMPILE = 2, "same", False, float("inf")
+    DATA = 3, "data", False, 120.0
+    FORWARD = 4, "forward"
+    BACKWARD = 5, "backward", True  # a sharded model gathers weights in it
+    SYNC = 6, "communication", True  # waits for the sums of all ranks
+    OPTIMIZER = 7, "optimizer", True  # the norm of sharded gradients needs all ranks
+    DEVICE = 8, "other", True  # waits for numbers of the GPU
+    CHECK = 9, "communication", True  # compares the weights of all ranks
+    EVALUATE = 10, "", False, 120.0
+    METRICS = 11, "", False, DEFAULT_USUAL, 120.0
+    SAVE = 12, "", False, DEFAULT_USUAL, 120.0
+    HOOKS = 13, "same", False, DEFAULT_USUAL, 60.0
+    WAIT = 14, "", True, float("inf")
+    OTHER = 15, "other", False, DEFAULT_USUAL, 60.0  # also code of the user: a loop of its own, for example
+    END = 16, "", False, float("inf")
+    TOKENIZE = 17, "", False, float("inf")
+    EXPORT = 18, "", False, float("inf")
+    PROFILE = 19, "", False, float("inf")
+
+
+(
+    START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER, DEVICE, CHECK, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END,
+    TOKENIZE, EXPORT, PROFILE,
+) = Phase  # fmt: skip
+NAMES = tuple(phase.name.lower() for phase in Phase)
+WAITING = tuple(phase for phase in Phase if phase.may_wait)
+UNLIMITED = tuple(phase for phase in Phase if phase.usual == float("inf"))
+LEAST = {phase: phase.least for phase in Phase if phase.least}
+_OF_AN_UPDATE = (DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER)
 
 _UNUSUAL = 2  # the first durations of a phase are not usual ones: workers start, kernels are chosen, connections are opened
 _WINDOW = 64  # steps after which the slowest duration of a phase is no longer recent
 
 _NOW = struct.Struct("@qqqq")  # step, phase, start of the phase (ns of the monotonic clock), beats
 _WRITER = struct.Struct("@q")  # since when a checkpoint is being written (ns); 0: none is
-_TIMING = struct.Struct("@qdddddd")  # Timing
+_TIMING = struct.Struct(f"@q{len(PARTS)}d")  # Timing
 _SLOWEST = struct.Struct("@qdd")  # for each phase: completed durations, the slowest of this window, of the window before
 _NOW_AT, _WRITER_AT, _TIMING_AT = 0, _NOW.size, _NOW.size + _WRITER.size
 _SLOWEST_AT = _TIMING_AT + _TIMING.size
 SIZE = _SLOWEST_AT + _SLOWEST.size * len(NAMES)
 
-
-class Timing(NamedTuple):
-    """How long a rank has needed since its first step: seconds in total, so that a reader may miss any number of steps.
-
-    Evaluations and saves are not included.
-    """
-
-    step: int  # the last step that is included
-    data: float  # waiting for the data loader
-    forward: float
-    backward: float
-    optimizer: float
-    other: float  # logging and hooks, between two steps
-    communication: float  # waiting for other ranks and for the network; what overlaps with computation is not included
+# How one rank spends a step, in seconds.
+Split = NamedTuple("Split", [(part, float) for part in PARTS])
+# The last step that is included, and the seconds since the first step of the process in each part. They are totals, so a reader may
+# miss any number of steps. Evaluations and saves are not included.
+Timing = NamedTuple("Timing", [("step", int), *((part, float) for part in PARTS)])
+# Called at each transition with the part of the phase that ends, its seconds, and the phase that begins.
+Listener = Callable[[int, float, Phase], None]
 
 
-class Heartbeat:
-    """Publishes the step and the phase of this rank."""
+class Phases:
+    """The step and the phase of one rank."""
 
     def __init__(self) -> None:
         self.memory: mmap.mmap | bytearray = bytearray(
             SIZE
-        )  # until `publish`; with it, callers need not ask whether there is one
+        )  # until `publish`, so callers need not ask whether there is a monitor
         self.step, self.phase, self.since, self.beats = 0, START, time.monotonic_ns(), 0
         self.progress = 0, 0  # of an evaluation: batches done, batches in total; only the panel of this process reads it
+        self.listeners: list[Listener] = []
+        self.part = NO_PART  # to which the time of the current phase belongs
+        self._trained = 0.0  # seconds in phases that belong to a step
         self._window_began = 0
         self._error = 0, START  # the identity of the last exception, and the phase in which it was raised
 
@@ -82,17 +120,18 @@ class Heartbeat:
             self.memory = mmap.mmap(file.fileno(), SIZE)
         self._write()
 
-    def enter(self, phase: int) -> int:
+    def enter(self, phase: Phase) -> Phase:
         """End the current phase and begin another one. Return the phase that has ended."""
         ended = self.phase
-        if ended != phase:
-            self._begin(phase)
+        if ended is not phase:
+            self._begin(phase, self.part if phase.part == SAME_PART else phase.part)
         return ended
 
     @contextlib.contextmanager
-    def within(self, phase: int) -> Iterator[None]:
-        """Enter a phase for the duration of a block, and the phase before it again at its end, however it ends."""
-        before = self.enter(phase)
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Enter a phase for the duration of a block, and return to the phase before it, however the block ends."""
+        before, part = self.phase, self.part
+        self.enter(phase)
         try:
             yield
         except BaseException as error:
@@ -100,7 +139,8 @@ class Heartbeat:
                 self._error = id(error), self.phase
             raise
         finally:
-            self.enter(before)
+            if self.phase is not before:
+                self._begin(before, part)
 
     def enter_phase_of(self, error: BaseException) -> None:
         """Enter the phase in which an exception was raised, for the report about it."""
@@ -109,17 +149,35 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Report progress inside of a long phase: the phase begins again."""
-        self._begin(self.phase)
+        self._begin(self.phase, self.part)
 
-    def _begin(self, phase: int) -> None:
+    def training_seconds(self) -> float:
+        """Return the time of this process in steps. The clock stands still in evaluations, saves and other pauses."""
+        return self._trained + ((time.monotonic_ns() - self.since) * 1e-9 if self.part >= 0 else 0.0)
+
+    def _begin(self, phase: Phase, part: int) -> None:
         now = time.monotonic_ns()
         seconds = (now - self.since) * 1e-9
         at = _SLOWEST_AT + _SLOWEST.size * self.phase
         count, slowest, before = _SLOWEST.unpack_from(self.memory, at)
         is_slowest = seconds > slowest and count >= _UNUSUAL
         _SLOWEST.pack_into(self.memory, at, count + 1, seconds if is_slowest else slowest, before)
+        ended, self.part = self.part, part
+        if ended >= 0:
+            self._trained += seconds
         self.phase, self.since, self.beats = phase, now, self.beats + 1
         _NOW.pack_into(self.memory, _NOW_AT, self.step, phase, now, self.beats)
+        for listener in self.listeners:
+            listener(ended, seconds, phase)
+
+    @contextlib.contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Call `listener` at every transition inside of the block."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
 
     def advance(self, step: int) -> None:
         """Report that `step` updates are done."""
@@ -143,7 +201,8 @@ class Heartbeat:
         _NOW.pack_into(self.memory, _NOW_AT, self.step, self.phase, self.since, self.beats)
 
 
-HERE = Heartbeat()  # of this process
+HERE = Phases()  # of this process
+enter, phase = HERE.enter, HERE.within
 
 
 def format_place(step: int, phase: int) -> str:
@@ -152,12 +211,12 @@ def format_place(step: int, phase: int) -> str:
 
 
 def step_of(step: int, phase: int) -> int:
-    """Return the step to which a phase belongs, if `step` updates are done: that of an update is the next one."""
-    return step + (phase in (DATA, FORWARD, BACKWARD, OPTIMIZER))
+    """Return the step a phase belongs to. During an update that is the step being computed, `step` + 1."""
+    return step + (phase in _OF_AN_UPDATE)
 
 
 class Reading(NamedTuple):
-    """What the monitor reads from a page. Times are seconds before the reading."""
+    """What the monitor reads about a rank. Times are seconds before the reading."""
 
     step: int
     phase: int
@@ -169,11 +228,11 @@ class Reading(NamedTuple):
 
 
 def read(memory: mmap.mmap | bytes | bytearray) -> Reading:
-    """Return the heartbeat in a page."""
+    """Return what a rank has published."""
     now = time.monotonic_ns()
     step, phase, since, beats = _NOW.unpack_from(memory, _NOW_AT)
     (writing,) = _WRITER.unpack_from(memory, _WRITER_AT)
-    phase = phase if 0 <= phase < len(NAMES) else OTHER
+    phase = phase if 0 <= phase < len(NAMES) else int(OTHER)
     count, slowest, before = _SLOWEST.unpack_from(memory, _SLOWEST_AT + _SLOWEST.size * phase)
     return Reading(
         step, phase, (now - since) * 1e-9, beats, max(slowest, before) if count >= LEARN_AFTER else None,
@@ -183,7 +242,6 @@ def read(memory: mmap.mmap | bytes | bytearray) -> Reading:
 
 def usual_seconds(phase: int, normals: list[float | None]) -> float:
     """Return how long this phase usually takes at most, from what the ranks have learned. Infinity: it has no usual duration."""
-    if phase in UNLIMITED:
-        return float("inf")
+    known = Phase(phase)
     learned = [normal for normal in normals if normal is not None]
-    return max(LEAST.get(phase, 0.0), max(learned) if learned else UNLEARNED.get(phase, UNLEARNED_OTHERWISE))
+    return known.usual if known.usual == float("inf") else max(known.least, max(learned) if learned else known.usual)

@@ -66,10 +66,11 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     import runpy
 
     from accel_ddp.observe.log_hook import JsonlLog
-    from accel_ddp.phases import Heartbeat
+    from accel_ddp.phases import Phases
     from accel_ddp.training import step_numbers, update
-    from accel_ddp.training.own_time import OwnTime
-    from accel_ddp.training.step_numbers import Breakdown, RankSample
+    from accel_ddp.training.hook import Breakdown
+    from accel_ddp.training.step_numbers import RankSample
+    from accel_ddp.training.step_times import StepTimes
     from accel_ddp.training.system_sample import SystemSample
 
     calls, spent, depth = {}, {"heartbeat": 0, "breakdown": 0, "thread": 0}, 0
@@ -101,12 +102,12 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
 
         return wrapper
 
-    for owner, group in ((Heartbeat, "heartbeat"), (OwnTime, "breakdown")):
+    for owner, group in ((Phases, "heartbeat"), (StepTimes, "breakdown")):
         for name, method in list(vars(owner).items()):
-            if inspect.isfunction(method) and not name.startswith("_"):
+            if inspect.isfunction(method) and (not name.startswith("_") or name == "__call__"):
                 setattr(owner, name, timed(f"{owner.__name__}.{name}", group, method))
     RankSample.of = timed("RankSample.of", "breakdown", RankSample.of)
-    Breakdown.add = timed("Breakdown.add", "breakdown", Breakdown.add)
+    Breakdown.on_update = timed("Breakdown.on_update", "breakdown", Breakdown.on_update)
     JsonlLog._write_ranks = timed("JsonlLog._write_ranks", "breakdown", JsonlLog._write_ranks)
     update._append_sample = timed("_append_sample", "breakdown", update._append_sample)
     step_numbers.split_samples = timed("split_samples", "breakdown", step_numbers.split_samples)
@@ -119,7 +120,7 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        of_heartbeat = sum(count for name, count in calls.items() if name.startswith("Heartbeat"))
+        of_heartbeat = sum(count for name, count in calls.items() if name.startswith("Phases"))
         spent["heartbeat"] -= timer * of_heartbeat
         spent["breakdown"] -= timer * (sum(calls.values()) - of_heartbeat)
         seconds = {group: value * 1e-9 for group, value in spent.items()}
@@ -151,7 +152,7 @@ def measure_run(options: argparse.Namespace) -> None:
     step = (times[-1] - times[half]) / (len(times) - 1 - half) / options.log_every
     per_step = {group: seconds / options.steps for group, seconds in found["seconds"].items()}
     counts = lambda is_heartbeat: {
-        name: count for name, count in found["calls"].items() if count and name.startswith("Heartbeat") == is_heartbeat
+        name: count for name, count in found["calls"].items() if count and name.startswith("Phases") == is_heartbeat
     }
     monitor_share = (cpu[-1] - cpu[half]) / (times[-1] - times[half])
     print(f"1. in a rank, per step of {step * 1e3:.1f} ms with --log_every {options.log_every}, CPU time:")
@@ -181,7 +182,7 @@ def cost_of_a_call() -> float:
     from accel_ddp import phases
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        heartbeat = phases.Heartbeat()
+        heartbeat = phases.Phases()
         heartbeat.publish(Path(folder, "page"))
         began = time.thread_time()
         for _ in range(50_000):
@@ -289,7 +290,7 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
         # The ranks of node 0 are this process.
         beats, connections = [], []
         for rank in range(ranks_per_node):
-            heartbeat = phases.Heartbeat()
+            heartbeat = phases.Phases()
             heartbeat.publish(Path(folder, f"page-{rank}"))
             beats.append(heartbeat)
             connection = socket.socket(socket.AF_UNIX)

@@ -22,7 +22,7 @@ def main(cfg: Config):
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
-    check = accel_ddp.ParameterCheck(accelerator, cfg, model)
+    check = accel_ddp.divergence.ParameterCheck(accelerator, cfg, model)
     ema = accel_ddp.Ema(task.model, cfg.ema_decay)
     facts = {"data": task.train.identity, "files": files, "averages": ema.averages}
     saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
@@ -34,20 +34,16 @@ def main(cfg: Config):
     model.train(cfg.dropout)
     speed.warm_up()
     for step in range(first, total_steps):
-        lr = accel_ddp.optim.lr_at(step, cfg, total_steps)
-        accel_ddp.optim.set_lr(optimizer, lr)
+        lr = accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        stats = accel_ddp.update(
-            accelerator, model, optimizer, next(updates), task.loss_sum, task.count, cfg.max_grad_norm, seed,
-            on_nonfinite=cfg.on_nonfinite,
-        )  # fmt: skip
+        stats = accel_ddp.update(accelerator, cfg, model, optimizer, next(updates), task.loss_sum, task.count, seed)
         ema.update(step + 1, stats)
         reader.push(step + 1, lr, stats)
         check.begin(step + 1)
         check.read(step + 1)
         saves = step + 1 == total_steps or (cfg.save_every and (step + 1) % cfg.save_every == 0)
         for numbers in reader.pop(wait_for_all=saves):  # on a GPU they arrive one step late
-            nonfinite.check(numbers)
+            nonfinite.on_update(numbers)
             if numbers.step % cfg.log_every == 0:
                 accelerator.print(f"step {numbers.step}/{total_steps}  loss {numbers.loss:.4f}")
         if saves:

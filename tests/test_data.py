@@ -99,15 +99,15 @@ import importlib, json, sys
 from pathlib import Path
 import datasets
 import accel_ddp
-from accel_ddp.sources import tokenisation
+from accel_ddp.sources import tokenization
 
 package = Path(accel_ddp.__file__).parent
 assert package == Path(sys.argv[1])
 rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
 
 def key(recipe="one", depends_on=None):
-    tokenisation._digest_of_code.cache_clear()
-    return tokenisation.cache_key(rows, importlib.import_module(recipe).encode, depends_on)
+    tokenization._digest_of_code.cache_clear()
+    return tokenization.cache_key(rows, importlib.import_module(recipe).encode, depends_on)
 
 keys = {"unchanged": key(), "same function elsewhere": key("two"), "other function": key("three"), "other option": key(depends_on=1)}
 for name in sys.argv[2:]:

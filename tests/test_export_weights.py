@@ -100,7 +100,7 @@ def test_an_export_needs_less_memory_than_the_model(tmp_path):
         size = sum(p.nbytes for p in model.parameters())
         write_checkpoint(model, tmp_path / name / "step_00000001", 2)
         code = (  # not `ru_maxrss`, which includes the memory of the parent process
-            "import sys; from accel_ddp.export import from_checkpoint; from_checkpoint(*sys.argv[1:]); "
+            "import sys; from accel_ddp.exporting.export import from_checkpoint; from_checkpoint(*sys.argv[1:]); "
             "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
         )
         command = [sys.executable, "-c", code, str(tmp_path / name), str(tmp_path / f"{name}_out")]

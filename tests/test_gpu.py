@@ -479,23 +479,24 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
 
 @pytest.mark.parametrize("seconds", [0.0, 0.06])
 def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(seconds):
-    from accel_ddp.training.own_time import OwnTime, Part
+    from accel_ddp import phases
+    from accel_ddp.training.step_times import measure_steps
 
     matrix = torch.randn(2048, 2048, device="cuda")
     torch.cuda.synchronize()
-    own_time = OwnTime(matrix.device, step=100)
+    times = measure_steps(matrix.device, step=100)
     began = time.perf_counter()
-    for step in range(101, 141):
-        own_time.mark(Part.OTHER)
-        time.sleep(seconds)
-        own_time.mark(Part.DATA)
-        for _ in range(20):
-            matrix @ matrix
-        own_time.mark(Part.FORWARD)
-        torch.cuda.synchronize()
-        own_time.end_step(step)
+    with phases.phase(phases.OTHER), phases.HERE.listening(times):
+        for step in range(101, 141):
+            with phases.phase(phases.DATA):
+                time.sleep(seconds)
+            with phases.phase(phases.FORWARD):
+                for _ in range(20):
+                    matrix @ matrix
+            torch.cuda.synchronize()
+            times.end_step(step)
     wall = time.perf_counter() - began
-    timing = own_time.timing
+    timing = times.timing
     assert timing.step == 140 if seconds else 137 <= timing.step <= 140  # one of four short steps is measured
     assert 0.5 * wall < sum(timing[1:]) < 1.2 * wall
     assert timing.data > 40 * seconds

@@ -382,22 +382,26 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     import torch
 
     from accel_ddp.observe.recorder import start_recorder
-    from accel_ddp.training.own_time import OwnTime
+    from accel_ddp.training.step_times import StepTimes
 
     def is_active() -> bool:
-        return torch.autograd._profiler_enabled() or "enter" in vars(phases.HERE) or "mark" in vars(own_time)
+        return torch.autograd._profiler_enabled() or bool(phases.HERE.listeners)
 
-    accelerator = types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no")
-    own_time = OwnTime(accelerator.device)
+    run = types.SimpleNamespace(
+        accelerator=types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no"), times=StepTimes(), step=0,
+        total_steps=9, pauses_after=lambda step: False, is_stopping=False, read_numbers=lambda wait_for_all: None,
+    )  # fmt: skip
     for stops_at in (9, 3):
-        cfg = TrainConfig(profile="4-5", steps=9, output_dir=str(tmp_path / str(stops_at)))
-        recorder = start_recorder(accelerator, cfg, own_time, 0, 9, lambda step: False, {"gradient_bytes": 4})
+        run.cfg = TrainConfig(profile="4-5", steps=9, output_dir=str(tmp_path / str(stops_at)))
+        recorder = start_recorder(run, {"gradient_bytes": 4})
         found = []
         for step in range(1, 6):
-            recorder.begin_step(step)
+            recorder.on_step_begin(step)
             found.append(is_active())
             torch.ones(3).sum()
-            if recorder.end_step(step, is_stopping=step == stops_at):
+            run.is_stopping = step == stops_at
+            recorder.on_step_end(step)
+            if recorder.is_complete:
                 break
         assert not is_active()
         assert found == [False, False, True, True, True][: len(found)], "step 3 warms torch.profiler up"
@@ -405,9 +409,10 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     assert "nothing was stored, because the run is stopping" in capsys.readouterr().out
     assert (tmp_path / "9" / "profile" / "summary.json").is_file()
     assert not (tmp_path / "3").exists()
-    recorder = start_recorder(accelerator, cfg, own_time, 0, 9, lambda step: False, {"gradient_bytes": 4})
+    run.is_stopping = False
+    recorder = start_recorder(run, {"gradient_bytes": 4})
     with contextlib.suppress(ValueError), recorder:
-        recorder.begin_step(3)
+        recorder.on_step_begin(3)
         raise ValueError("an error in a step")
     assert not is_active()
     with recorder:

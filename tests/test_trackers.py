@@ -137,7 +137,7 @@ def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypa
 
 ENDS_LATE = """
 import threading, time
-from accel_ddp.observing import tracker_thread
+from accel_ddp.observe import tracker_thread
 tracker_thread.EXIT_SECONDS = 0.2
 tracker_thread.close_all([], 1.0)
 threading.Thread(target=lambda: (time.sleep(1.5), print("complete", flush=True))).start()

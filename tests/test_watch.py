@@ -270,7 +270,7 @@ def test_a_run_that_is_never_aborted_is_still_reported():
 
 
 def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
-    heartbeat = phases.Heartbeat()
+    heartbeat = phases.Phases()
     heartbeat.enter(phases.FORWARD)
     heartbeat.publish(tmp_path / "page")
     memory = (tmp_path / "page").read_bytes
@@ -315,8 +315,8 @@ def test_the_stack_of_a_running_and_of_a_stopped_process_is_read(tmp_path):
 
     code = f"""
 import pathlib, time
-from accel_ddp.watch import stacks
-file = stacks.print_on_signal(pathlib.Path({str(tmp_path / "stack")!r}))
+from accel_ddp.watch import processes
+file = processes.print_on_signal(pathlib.Path({str(tmp_path / "stack")!r}))
 def waits_here():
     print("ready", flush=True)
     time.sleep(60)
@@ -349,7 +349,7 @@ def test_a_compilation_in_the_middle_of_a_step_is_published():
         return graph.forward
 
     compiled = torch.compile(lambda x: x + 1, backend=backend)
-    with phases.HERE.within(phases.FORWARD):
+    with phases.phase(phases.FORWARD):
         with run_facts.published():
             compiled(torch.ones(2))
             assert phases.HERE.phase == phases.FORWARD

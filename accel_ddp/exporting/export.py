@@ -78,7 +78,7 @@ def at_the_end(
     if sharded and process.unsaved:
         print_on_main("The model is not exported, because its last checkpoint could not be written.")
         return
-    with phases.HERE.within(EXPORT), together("export the model"):
+    with phases.phase(EXPORT), together("export the model"):
         if not accelerator.is_main_process:
             return
         folder = Path(cfg.output_dir) / FOLDER

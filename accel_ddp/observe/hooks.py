@@ -7,11 +7,11 @@ from collections import deque
 from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.observe.hook import Hook as Hook
 from accel_ddp.observe.log_hook import JsonlLog
 from accel_ddp.observe.progress import Progress
 from accel_ddp.observe.trackers import Trackers
 from accel_ddp.ranks.reporting import record
+from accel_ddp.training.hook import Hook as Hook
 
 # The hooks that recipes use: the interface, and those of every run.
 

@@ -18,9 +18,9 @@ from accel_ddp.config import option_values
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.observe.hook import Hook
 from accel_ddp.ranks.process import process
 from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
 
 # The progress of a run: a live panel in a terminal, and plain lines elsewhere.
@@ -100,7 +100,7 @@ WIDEST = 110  # columns; a wider panel is harder to read
 NARROW = 50  # columns; a narrower panel has no frame
 _SHORT_WAIT = 1.0  # seconds; ranks wait for each other in most phases, and a short wait is part of the phase around it
 _LABELS = {
-    phases.START: "start", phases.LOAD: "load", phases.TOKENISE: "tokenise", phases.COMPILE: "compile", phases.EVALUATE: "evaluate",
+    phases.START: "start", phases.LOAD: "load", phases.TOKENIZE: "tokenise", phases.COMPILE: "compile", phases.EVALUATE: "evaluate",
     phases.METRICS: "evaluate", phases.SAVE: "save", phases.END: "finish", phases.EXPORT: "export", phases.WAIT: "wait for other ranks",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -13,21 +14,18 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
-from accel_ddp.observe.ranges import Ranges
 from accel_ddp.observe.trace_analysis import analyse
-from accel_ddp.observe.traces import Clock
-from accel_ddp.phases import PROFILE, Timing
+from accel_ddp.observe.traces import WAIT, Clock, name_of_step
+from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split, Timing
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import process
-from accel_ddp.training.own_time import OwnTime
-from accel_ddp.training.step_numbers import Split
+from accel_ddp.training.hook import Hook
 
 # Measures how far the clocks of hosts differ, so that traces of several hosts can be shown on one time axis.
 ROUND_TRIPS = 20
@@ -146,30 +144,57 @@ def _receive(rank: int, size: int, path: Path) -> str:
 BEFORE = 100_000_000  # nanoseconds from the start of the merged trace to its first step; viewers reject negative times
 
 
-def start_recorder(
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    own_time: OwnTime,
-    step: int,
-    total_steps: int,
-    pauses_after: Callable[[int], bool],
-    model: dict[str, Any],
-) -> "Recorder | None":
-    """Return the recorder of a run that has done `step` steps, or None if nothing is to be recorded.
+class Ranges:
+    """Names the parts of a step in a trace, with `record_function`: step 12, data, forward, backward, optimizer.
 
-    `pauses_after` returns whether an evaluation or a checkpoint follows a step. `model` describes the model, for the advice.
+    It listens to the phases of this process while a step is recorded. On a CPU the backward pass ends where the wait for other ranks
+    begins, so the ranges are those of the breakdown in log.jsonl. On a GPU the engine of autograd enters that phase in a thread of its
+    own, which is left out: the host does not wait there, and the kernels of NCCL show the communication.
     """
-    asked, window = parse_steps(cfg.profile), choose_window(cfg.profile, step, total_steps, pauses_after)
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.step: Any = None
+        self.phase: Any = None
+
+    def begin_step(self, step: int) -> None:
+        self.step = _open(name_of_step(step))
+        self.phase = _open(NAMES[phases.HERE.phase])
+        phases.HERE.listeners.append(self)
+
+    def end_step(self) -> None:
+        if self.step is not None:
+            phases.HERE.listeners.remove(self)
+            self.phase.__exit__(None, None, None)
+            self.step.__exit__(None, None, None)
+            self.step = None
+
+    def __call__(self, part: int, seconds: float, phase: Phase) -> None:
+        if threading.get_ident() == self.thread:
+            self.phase.__exit__(None, None, None)
+            self.phase = _open(WAIT if phase.part == PARTS.index("communication") else NAMES[phase])
+
+
+def _open(name: str) -> Any:
+    opened = record_function(name)
+    opened.__enter__()
+    return opened
+
+
+def start_recorder(run: Any, model: dict[str, Any]) -> "Recorder | None":
+    """Return the recorder of a `loop.TrainingRun`, or None if nothing is recorded. `model` describes the model, for the advice."""
+    cfg, step = run.cfg, run.step
+    asked, window = parse_steps(cfg.profile), choose_window(cfg.profile, step, run.total_steps, run.pauses_after)
     if window is None:
-        if asked is not None and step < total_steps:
+        if asked is not None and step < run.total_steps:
             print_on_main(f"--profile {cfg.profile}: nothing is recorded, because this run continues after step {step}.")
         return None
     if isinstance(asked, Window) and asked != window:
         reason = f"an evaluation or a checkpoint follows step {window.last}" if window.last != asked.last else ""
         reason = reason or f"this run continues after step {step}"
         print_on_main(f"--profile {cfg.profile}: only {window} will be recorded, because {reason}.")
-    has_warm_up = window.first - 1 > step and not pauses_after(window.first - 1)
-    return Recorder(accelerator, cfg, own_time, window, has_warm_up, model)
+    has_warm_up = window.first - 1 > step and not run.pauses_after(window.first - 1)
+    return Recorder(run, window, has_warm_up, model)
 
 
 def profiled_ranks(cfg: TrainConfig) -> list[int]:
@@ -178,68 +203,56 @@ def profiled_ranks(cfg: TrainConfig) -> list[int]:
     return choose_ranks(cfg.profile_ranks, process.num_ranks, firsts)
 
 
-class Recorder:
+class Recorder(Hook):
     """Records a window of steps. Every rank has one, because the traces are collected by all ranks together.
 
-    Outside of the window it costs two comparisons per step, and after the window `fit` has none.
+    Outside of the window it costs two comparisons per step.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        cfg: TrainConfig,
-        own_time: OwnTime,
-        window: Window,
-        has_warm_up: bool,
-        model: dict[str, Any],
-    ):
-        self.cfg, self.own_time, self.window, self.model = cfg, own_time, window, model
-        self.on_gpu = accelerator.device.type == "cuda"
-        self.precision = accelerator.mixed_precision
-        self.ranks = profiled_ranks(cfg)
+    def __init__(self, run: Any, window: Window, has_warm_up: bool, model: dict[str, Any]):
+        """`run` has the attributes `accelerator`, `cfg`, `times` and `is_stopping`, and `read_numbers`, which waits for the GPU."""
+        self.run, self.cfg, self.times, self.window, self.model = run, run.cfg, run.times, window, model
+        self.on_gpu = run.accelerator.device.type == "cuda"
+        self.precision = run.accelerator.mixed_precision
+        self.ranks = profiled_ranks(self.cfg)
         self.records = process.rank in self.ranks
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
         self.problem = ""  # why this rank records nothing
         self.is_complete = False
-        self.ranges = Ranges(phases.HERE, own_time)
+        self.ranges = Ranges()
 
-    # ---- what `fit` calls
-
-    def begin_step(self, step: int) -> bool:
-        """Prepare step `step`. Return whether that took time that does not belong to a step."""
-        if step < self.starts_at:
-            return False
-        if step == self.starts_at:
-            self._start()
-        if step < self.window.first:
-            return True
-        if step == self.window.first:
-            self._synchronize()  # what the GPU still computes does not belong to the window
-        if self.profiler is not None and step > self.starts_at:
-            self.advance()
-        if step == self.window.first:
-            self.timing = self.own_time.settle(step - 1)
-            self.own_time.restart()
-            self.began = time.time_ns()
-        if self.profiler is not None:
+    def on_step_begin(self, step: int) -> None:
+        if self.is_complete or step < self.starts_at:
+            return
+        with phases.phase(PROFILE):  # this is not time of a step
+            if step == self.starts_at:
+                self._start()
+            if step == self.window.first:
+                self._synchronize()  # what the GPU still computes does not belong to the window
+            if self.profiler is not None and step > self.starts_at:
+                self.advance()
+            if step == self.window.first:
+                self.timing = self.times.settle(step - 1)
+                self.began = time.time_ns()
+            if step <= self.window.first:
+                self.run.read_numbers(wait_for_all=True)
+        if self.profiler is not None and step >= self.window.first:
             self.ranges.begin_step(step)
-        return step == self.window.first
 
-    def end_step(self, step: int, is_stopping: bool) -> bool:
-        """End step `step`. Return whether the recording is complete. Every rank passes the same values."""
-        if step < self.starts_at:
-            return False
-        self.is_complete = is_stopping or step == self.window.last
-        if is_stopping:  # a signal leaves seconds for the checkpoint
+    def on_step_end(self, step: int) -> None:
+        """End step `step`. Every rank has the same values of `step` and `is_stopping`."""
+        if self.is_complete or step < self.starts_at:
+            return
+        self.is_complete = self.run.is_stopping or step == self.window.last
+        if self.run.is_stopping:  # a signal leaves seconds for the checkpoint
             self.close()
             print_on_main("--profile: nothing was stored, because the run is stopping.")
-            return True
-        if step == self.window.last:
+        elif step == self.window.last:
             self._finish(step)
-            return True
-        self.ranges.end_step()
-        return False
+            self.run.read_numbers(wait_for_all=True)
+        else:
+            self.ranges.end_step()
 
     def __enter__(self) -> None: ...
 
@@ -250,8 +263,8 @@ class Recorder:
 
     def close(self) -> None:
         """Stop torch.profiler and discard what it has recorded. This involves no other rank."""
-        self.own_time.measures_all = False
-        self.ranges.detach()
+        self.times.measures_all = False
+        self.ranges.end_step()
         if self.profiler is not None:
             with contextlib.suppress(Exception):
                 self.profiler.stop()
@@ -261,24 +274,21 @@ class Recorder:
 
     def _start(self) -> None:
         """Start torch.profiler on the ranks that record. It stores nothing of a step in which it warms up: it loads CUPTI there."""
-        with phases.HERE.within(PROFILE):
-            self.clock = measure_clock(self.ranks)
-            self.own_time.measures_all = True
-            if self.records:
-                os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints two lines about each profile
-                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-                count = self.window.last - self.window.first + 1
-                plan = schedule(wait=0, warmup=1, active=count + 1) if self.starts_at < self.window.first else None
-                profiler = profile(activities=activities, schedule=plan)
-                try:
-                    profiler.start()
-                except RuntimeError as error:  # another profiler is active
-                    self.problem = f"torch.profiler cannot start: {error}"
-                else:
-                    self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
-                    self.ranges.attach()
-            broadcast_object(None, what="start torch.profiler")
-        self.own_time.restart()
+        self.clock = measure_clock(self.ranks)
+        self.times.measures_all = True
+        if self.records:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints two lines about each profile
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+            count = self.window.last - self.window.first + 1
+            plan = schedule(wait=0, warmup=1, active=count + 1) if self.starts_at < self.window.first else None
+            profiler = profile(activities=activities, schedule=plan)
+            try:
+                profiler.start()
+            except RuntimeError as error:  # another profiler is active
+                self.problem = f"torch.profiler cannot start: {error}"
+            else:
+                self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
+        broadcast_object(None, what="start torch.profiler")
 
     def _synchronize(self) -> None:
         if self.on_gpu:
@@ -288,10 +298,10 @@ class Recorder:
         """Store the traces and the summary. Training continues if that is not possible."""
         self._synchronize()
         self.ranges.end_step()
-        timing = self.own_time.settle(step)
+        timing = self.times.settle(step)
         profiler, self.profiler = self.profiler, None
         self.close()
-        with phases.HERE.within(PROFILE), contextlib.ExitStack() as stack:
+        with phases.phase(PROFILE), contextlib.ExitStack() as stack:
             try:
                 if profiler is not None:
                     profiler.stop()
@@ -323,8 +333,6 @@ class Recorder:
         profiler.export_chrome_trace(str(plain))
         trace = traces.read_trace(plain)
         plain.unlink()
-        if self.ranges.marks:
-            traces.add_marks(trace, self.ranges.marks, self.ranges.thread_id)
         traces.write_trace(own, trace)
         traces.write_fragment(fragment, traces.align(trace, traces.Place(process.rank, process.host), clock, zero))
         analysis = analyse(trace)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_ddp.errors import UserError
-from accel_ddp.observe.traces import OWN_TIME, WAIT, is_step
+from accel_ddp.observe.traces import WAIT, is_step
 
 # Arithmetic of time intervals, as arrays of shape (n, 2) with the start and the end of each.
 Intervals = NDArray[np.float64]
@@ -98,7 +98,7 @@ def analyse(trace: dict[str, Any]) -> dict[str, Any]:
     window = _Window(first, last, len(steps), steps[0].thread)
     inside = [e for e in events if e.end > first and e.start < last]
     phases = _phases(inside, window)
-    parts = _parts(inside, phases, window)
+    parts = _parts(phases, window)
     device = [e for e in inside if e.kind in _DEVICE]
     found = {"step_seconds": window.per_step(last - first), "steps": len(steps)}
     found["step_seconds_each"] = [_seconds(step.end - step.start) for step in steps]
@@ -135,14 +135,9 @@ def _phases(inside: list[Event], window: _Window) -> dict[str, Intervals]:
     return {name: window.spans(found[name]) for name in (*PARTS, WAIT)}
 
 
-def _parts(inside: list[Event], phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
-    """Return the time of the training thread in each part of a step, without waits for other ranks.
-
-    On a CPU the trace has ranges that begin and end exactly where the breakdown in log.jsonl does.
-    """
-    marks = [e for e in inside if e.kind == OWN_TIME]
-    spans = {name: window.spans(e for e in marks if e.name == name) for name in PARTS} if marks else phases
-    parts = {name: outside(spans[name], phases[WAIT]) for name in PARTS}
+def _parts(phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
+    """Return the time of the training thread in each part of a step, without waits for other ranks."""
+    parts = {name: outside(phases[name], phases[WAIT]) for name in PARTS}
     parts["other"] = (window.last - window.first) - sum(parts.values()) - length(phases[WAIT])
     return {name: window.per_step(max(0.0, value)) for name, value in parts.items()}
 

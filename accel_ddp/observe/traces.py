@@ -6,7 +6,6 @@ torch writes times in microseconds after `baseTimeNanoseconds`, which is a time 
 import gzip
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"
 FILES = (MERGED, SUMMARY, SUMMARY_TEXT)
 WAIT = "communication wait"  # a range in which a rank on a CPU waits for other ranks
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")  # categories of what runs on a GPU
-OWN_TIME = "own_time"  # category of the ranges of the breakdown in log.jsonl
-_OWN_TIME_THREAD = 1 << 30  # more than any number of a thread
 _LEVEL = 4  # of gzip: half the time of the default, and files that are 10 % larger
 _FLOW_IDS = 1 << 40  # arrows of a rank have ids below this number
 
@@ -66,26 +63,6 @@ def read_trace(path: Path) -> dict[str, Any]:
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
     with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
         file.write(json.dumps(trace, separators=(",", ":")))
-
-
-class Mark(NamedTuple):
-    """A part of a step, in nanoseconds of the host's clock."""
-
-    name: str
-    start: int
-    end: int
-
-
-def add_marks(trace: dict[str, Any], marks: Iterable[Mark], thread: int) -> None:
-    """Add a thread with the parts of the breakdown in log.jsonl, and the waits for other ranks to the training thread as well."""
-    base, events = trace.get("baseTimeNanoseconds", 0), trace["traceEvents"]
-    pid = next((e["pid"] for e in events if e.get("ph") == "X" and e.get("tid") == thread), 0)
-    events.append(_metadata(pid, _OWN_TIME_THREAD, "thread_name", name="breakdown as in log.jsonl"))
-    for name, start, end in marks:
-        common = {"ph": "X", "name": name, "pid": pid, "ts": (start - base) / 1000, "dur": (end - start) / 1000, "args": {}}
-        events.append({**common, "cat": OWN_TIME, "tid": _OWN_TIME_THREAD})
-        if name == WAIT:
-            events.append({**common, "cat": "user_annotation", "tid": thread})
 
 
 def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> list[dict[str, Any]]:

@@ -18,13 +18,13 @@ from accelerate import Accelerator
 
 from accel_ddp.compat import keep_forks_apart_from_starts
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
-from accel_ddp.observe.hook import Hook, rates_of
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
 from accel_ddp.observe.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
 from accel_ddp.ranks.process import process
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving import checkpoint_format
+from accel_ddp.training.hook import Hook, rates_of
 from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, splits_between
 
 MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node

@@ -43,7 +43,7 @@ def together(what: str) -> Iterator[dict[str, str]]:
             message = json.dumps({"text": text, "host": process.host, "rank": process.rank})
             process.store.compare_set(f"{key}/failed", "", message)
         raise
-    with phases.HERE.within(WAIT):
+    with phases.phase(WAIT):
         _wait_for_all(key, what, facts)
     if process.store and facts:
         all_facts = [json.loads(process.store.get(f"{key}/{rank}")) for rank in range(process.num_ranks)]
@@ -61,7 +61,7 @@ def broadcast_object(value: Any, source: int = 0, what: str = "reach the same po
     """Return the value of rank `source` on every rank. `what` completes the message "waiting for rank 1 to ..."."""
     box = [value]
     if process.num_ranks > 1:
-        with phases.HERE.within(WAIT):
+        with phases.phase(WAIT):
             _wait_for_all(_new_wait(), what)
             dist.broadcast_object_list(box, src=source, group=process.slow_group)
     return box[0]
@@ -72,7 +72,7 @@ def gather_objects(value: Any) -> list[Any] | None:
     if process.num_ranks == 1:
         return [value]
     values = [None] * process.num_ranks if process.is_main else None
-    with phases.HERE.within(WAIT):
+    with phases.phase(WAIT):
         _wait_for_all(_new_wait(), "send its results")
         dist.gather_object(value, values, dst=0, group=process.slow_group)
     return values

@@ -98,7 +98,7 @@ class Checkpoints:
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
-        with phases.HERE.within(SAVE):
+        with phases.phase(SAVE):
             self._save(step, is_last)
 
     @torch.no_grad()
@@ -281,7 +281,7 @@ class Checkpoints:
 
     def close(self) -> str:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
-        with phases.HERE.within(SAVE):
+        with phases.phase(SAVE):
             self.wait()
             failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.is_sharded else self.failed
             if failed:  # the state is still in host memory, and there may be free space by now

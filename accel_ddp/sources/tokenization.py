@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.phases import TOKENISE
+from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn, write_once
@@ -69,7 +69,7 @@ def map_once(
     """
     import datasets
 
-    with phases.HERE.within(TOKENISE):
+    with phases.phase(TOKENIZE):
         key = cache_key(rows, function, depends_on)
         done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
     if SOURCE in done.column_names:  # a table without rows has no columns

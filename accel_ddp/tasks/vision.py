@@ -318,7 +318,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
         return f"image = {literal(path)}"
     if cfg.train_file:
         place = f"{literal(cfg.eval_file or cfg.train_file)}, {column}"
-        return f"from accel_ddp import image_files; image = image_files.load_first({place})"
+        return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
         return f'from accel_ddp import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
     place = f"{', '.join(map(literal, cfg.dataset.split(':', 1)))}, split={literal(cfg.train_split)}"

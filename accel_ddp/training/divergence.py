@@ -26,8 +26,9 @@ from accel_ddp.ranks.failures import Diverged, Failure
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded, local
-from accel_ddp.saving.checkpoints import Checkpoints
-from accel_ddp.training.step_numbers import Numbers
+from accel_ddp.saving.checkpoints import Checkpoints, Metrics
+from accel_ddp.training.hook import Hook
+from accel_ddp.training.step_numbers import Numbers, Pace
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -180,7 +181,7 @@ def _bits(parameter: Tensor) -> Tensor:
 ADVICE = "Try a lower --lr, --warmup_steps, --max_grad_norm 1, bf16 instead of fp16, or inspect the data of this step."
 
 
-class NonfiniteSteps:
+class NonfiniteSteps(Hook):
     """Counts skipped steps, and raises UserError where `--on_nonfinite` and `--max_nonfinite` ask for it.
 
     Every rank has the same loss and gradient norm, so that every rank counts and raises the same.
@@ -191,7 +192,7 @@ class NonfiniteSteps:
         self.skipped = 0  # by this process; `saved.skipped_in_a_row` includes steps before a resume
         self.last = ""  # what was not finite in the last skipped step, or "" if the fp16 scaler is the reason
 
-    def check(self, numbers: Numbers) -> None:
+    def on_update(self, numbers: Numbers, pace: Pace | None = None) -> None:
         """Count the step if its update was skipped. This is a collective if the loss is not finite."""
         if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
             self.saved.skipped_in_a_row = 0
@@ -231,8 +232,15 @@ class NonfiniteSteps:
             f"--max_nonfinite {self.cfg.max_nonfinite}). Earlier checkpoints are not affected. {ADVICE}"
         )
 
-    def print_summary(self, num_steps: int) -> None:
-        """Print how many of the `num_steps` steps of this process were skipped, if there were any."""
+    def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> None:
+        self.first = step
+
+    def summarize(self) -> dict[str, int]:
+        return {"skipped_steps": self.skipped}
+
+    def on_end(self, step: int, summary: dict[str, Any]) -> None:
+        """Print how many steps of this process were skipped, if there were any."""
+        num_steps = step - self.first
         if self.skipped and self.has_scaler:
             print_on_main(f"The fp16 scaler skipped {self.skipped} of {num_steps} steps, because gradients overflowed.")
         elif self.skipped:

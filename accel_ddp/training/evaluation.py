@@ -1,7 +1,10 @@
 """Evaluation whose result does not depend on the number of ranks."""
 
+import contextlib
 import math
 import numbers
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +25,9 @@ from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import process
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
+from accel_ddp.records.eval_tables import Table, check_tables
+from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.training.hook import Hook
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import CountingCollate, with_sizes
@@ -58,7 +64,7 @@ class EvalBatches:
 
 
 @torch.no_grad()
-@phases.HERE.within(METRICS)
+@phases.phase(METRICS)
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
@@ -86,7 +92,7 @@ def evaluate(
         for number, batch in enumerate(batches):
             if is_interrupted := stops():
                 break
-            phases.HERE.enter(EVALUATE)
+            phases.enter(EVALUATE)
             phases.HERE.beat()
             phases.HERE.progress = number, len(batches.loader)
             with CurrentBatch(batch):
@@ -94,7 +100,7 @@ def evaluate(
             for name, value in measured.items():
                 parts.setdefault(name, []).append(value)
     phases.HERE.progress = 0, 0
-    phases.HERE.enter(METRICS)  # which may take much longer than a batch
+    phases.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
     mine = {name: _join([_as_array(value) for value in values])[: batches.num_own] for name, values in parts.items()}
     shares = gather_objects(None if is_interrupted else mine)
@@ -105,7 +111,7 @@ def evaluate(
 
 
 @torch.no_grad()
-@phases.HERE.within(METRICS)
+@phases.phase(METRICS)
 def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callable[[nn.Module], Any]) -> Any:
     """Return `compute(model)` on the main rank, and None on the others. Call it on every rank, without using its result elsewhere.
 
@@ -188,3 +194,33 @@ def _join(parts: list[np.ndarray]) -> np.ndarray:
         fill = lambda part: [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
         parts = [np.pad(part, fill(part), constant_values=-100) for part in parts]
     return np.concatenate(parts)
+
+
+class TableReport(Hook):
+    """Passes the tables of an evaluation to the hooks, on the main rank only. An error in them does not end the run."""
+
+    def __init__(self, tables: Callable[[], dict[str, Table]], notify: Callable[..., list[Any]]):
+        self.tables, self.notify = tables, notify
+        self.printed: set[str] = set()  # errors
+
+    def on_evaluate(self, step: int, metrics: Metrics) -> None:
+        if not process.is_main:
+            return
+        tables: dict[str, Table] = {}
+        with self._surviving(step), phases.phase(METRICS):
+            tables = check_tables(self.tables())
+        if tables:
+            self.notify("on_tables", step, tables, guard=lambda: self._surviving(step))
+
+    @contextlib.contextmanager
+    def _surviving(self, step: int) -> Iterator[None]:
+        """Print an error once. The run continues, because only the main rank has tables and nothing depends on them."""
+        try:
+            yield
+        except Exception as error:  # code of a task or of a hook
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+            reason = f"{type(error).__name__}: {error} ({own[-1].filename}, line {own[-1].lineno})"
+            if reason not in self.printed:
+                print(f"The tables of the evaluation at step {step} failed: {reason}. Training continues.", file=sys.stderr)
+            self.printed.add(reason)

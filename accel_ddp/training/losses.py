@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import phases
+from accel_ddp.phases import SYNC
 from accel_ddp.seeds import dropout_seed, seed_torch
-from accel_ddp.training.own_time import Part
 
 # Which micro-batch is being computed.
 #
@@ -96,16 +97,11 @@ class WholeBatch:
     def __init__(self, embed: LossSum, keys: Callable[[Batch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
-    def for_step(
-        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int, mark: Callable[[int], None]
-    ) -> LossSum:
-        """Return a loss for each micro-batch of this step: its value is that of its own items, its gradient that of all.
-
-        `mark` is that of `OwnTime`.
-        """
-        keys = _gather(torch.cat([self.keys(batch) for batch in batches]), mark)
+    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int) -> LossSum:
+        """Return one loss function per micro-batch. Its value covers the micro-batch, its gradient the whole batch."""
+        keys = _gather(torch.cat([self.keys(batch) for batch in batches]))
         if len(batches) == 1:
-            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys, mark)[0]
+            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys)[0]
         rows = []
         with torch.no_grad():
             for i, batch in enumerate(batches):
@@ -115,7 +111,7 @@ class WholeBatch:
                 with CurrentBatch(batch):
                     rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
-        total, own = self._own_and_all(leaf, keys, mark)
+        total, own = self._own_and_all(leaf, keys)
         gradients = torch.autograd.grad(total, leaf)[0].split(sizes)
         values = own.detach().split(sizes)
         index = {id(batch): i for i, batch in enumerate(batches)}
@@ -127,9 +123,9 @@ class WholeBatch:
 
         return loss_sum
 
-    def _own_and_all(self, rows: Tensor, keys: Tensor, mark: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+    def _own_and_all(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return (a sum with the value of this rank's items and the gradient of all items, the losses of this rank's items)."""
-        everyone = _gather(rows.detach(), mark)
+        everyone = _gather(rows.detach())
         first = (dist.get_rank() if dist.is_initialized() else 0) * len(rows)
         losses = self.losses(torch.cat([everyone[:first], rows, everyone[first + len(rows) :]]), keys)
         own = losses[first : first + len(rows)]
@@ -137,12 +133,11 @@ class WholeBatch:
         return total + (own.sum() - total).detach(), own
 
 
-def _gather(tensor: Tensor, mark: Callable[[int], None]) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     """Return the rows of all ranks, each of which has the same number."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    mark(Part.FORWARD)
-    dist.all_gather(parts, tensor.contiguous())
-    mark(Part.COMMUNICATION)
+    with phases.phase(SYNC):
+        dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts)

@@ -273,9 +273,10 @@ def lr_at(step: int, cfg: TrainConfig, total_steps: int) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group. Those of `--lr_of` keep their ratio to `lr`."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Set the learning rate of every group, and return it. Groups of `--lr_of` keep their ratio to `lr`."""
     for group in optimizer.param_groups:
         own = lr * group.get("lr_ratio", 1.0)
         # torchao compiles its step, and a number would be compiled into it.
         group["lr"] = torch.tensor(own, dtype=torch.float32) if isinstance(group["lr"], torch.Tensor) else own
+    return lr

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
@@ -96,20 +97,21 @@ def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
 
 
 @contextlib.contextmanager
-def published() -> Iterator[None]:
+def compilations_published() -> Iterator[None]:
     """Enter the phase `compile` during each compilation inside of the block, if torch.compile is used."""
     if "torch._dynamo" not in sys.modules:  # its import takes seconds
         yield
         return
     from torch._dynamo.callback import callback_handler
 
-    phases: list[int] = []
+    interrupted: list[Any] = []  # compilations may be nested
 
     def begin(*_: Any) -> None:
-        phases.append(phases.HERE.enter(COMPILE))
+        interrupted.append(phases.phase(COMPILE))
+        interrupted[-1].__enter__()
 
     def end(*_: Any) -> None:
-        phases.HERE.enter(phases.pop())
+        interrupted.pop().__exit__(None, None, None)
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)

@@ -1,8 +1,6 @@
-"""Brings the numbers of updates to the host without a device synchronisation."""
+"""The numbers of updates on the host: what each rank reports about itself, how fast the run trains, and where its time goes."""
 
 import math
-import statistics
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,50 +8,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel_ddp.phases import Timing
+from accel_ddp import phases
+from accel_ddp.phases import Split, Timing
 from accel_ddp.training.update import UpdateStats
 
-# What each rank reports about itself in the steps that are logged: where its time goes, and how busy its machine is.
-#
-# The sample of each rank travels in the all-reduce of the numbers of items, which every step does anyway. It needs no collective of
-# its own.
 # The fields of `RankSample` that describe the machine. They follow those of `Timing`.
-SYSTEM = ("gpu_memory", "gpu_memory_used", "gpu_utilisation", "gpu_temperature", "gpu_power", "cpu", "memory", "host_memory")
+SYSTEM = (
+    "gpu_memory",  # bytes that torch has allocated at most
+    "gpu_memory_used",  # bytes in use on the device, by all processes
+    "gpu_utilisation",  # 0 to 1
+    "gpu_temperature",  # degrees Celsius
+    "gpu_power",  # watts
+    "cpu",  # processor cores that this rank and its data workers use
+    "memory",  # bytes of this rank and its data workers
+    "host_memory",  # fraction of the node's memory in use, 0 to 1
+)
 
 
-class RankSample(NamedTuple):
-    """One rank. Values that are not known are NaN. The seconds are totals since the first step of the process, as in `Timing`."""
+class RankSample(NamedTuple("RankSample", [(name, float) for name in (*Timing._fields, *SYSTEM)])):
+    """What a rank reports about itself in steps that are logged: the fields of `Timing`, and how busy its machine is.
 
-    step: float  # the last step that the seconds include; at most a few steps before the one that carries the sample
-    data: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    communication: float
-    gpu_memory: float  # bytes that torch has allocated at most
-    gpu_memory_used: float  # bytes in use on the device, by all processes
-    gpu_utilisation: float  # 0 to 1
-    gpu_temperature: float  # degrees Celsius
-    gpu_power: float  # watts
-    cpu: float  # processor cores that this rank and its data workers use
-    memory: float  # bytes of this rank and its data workers
-    host_memory: float  # fraction of the node's memory in use, 0 to 1
+    Values that are not known are NaN. `step` is at most a few steps before the one that carries the sample. The sample travels in the
+    all-reduce of the numbers of items, which every step does anyway, so it needs no collective of its own.
+    """
+
+    __slots__ = ()
 
     @classmethod
     def of(cls, timing: Timing, system: Sequence[float] = ()) -> "RankSample":
         return cls(*map(float, timing), *(system or [math.nan] * len(SYSTEM)))
-
-
-class Split(NamedTuple):
-    """How one rank spends a step, in seconds."""
-
-    data: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    communication: float
 
 
 def splits_between(before: Sequence[RankSample], now: Sequence[RankSample]) -> list[Split]:
@@ -131,9 +114,6 @@ class LateReader:
             yield Numbers(step, lr, loss, grad_norm, *more)
 
 
-# How fast a run trains: samples, tokens and FLOPs per second.
-
-
 class Pace(NamedTuple):
     """Rates per second, over all ranks."""
 
@@ -150,84 +130,17 @@ class Pace(NamedTuple):
 
 
 class Throughput:
-    """Measures the pace since the last evaluation or save. The latest steps have the largest weight."""
+    """Measures the pace. The latest steps have the largest weight, and time outside of steps does not count."""
 
     def __init__(self, samples_per_step: int, peak_flops: float | None) -> None:
         self.samples_per_step, self.peak_flops = samples_per_step, peak_flops
-        self.restart()
-
-    def restart(self) -> None:
-        self.last, self.steps, self.tokens, self.flops, self.seconds = time.monotonic(), 0.0, 0.0, 0.0, 0.0
+        self.last, self.steps, self.tokens, self.flops, self.seconds = phases.HERE.training_seconds(), 0.0, 0.0, 0.0, 0.0
 
     def after(self, numbers: Numbers) -> Pace:
-        now = time.monotonic()
+        now = phases.HERE.training_seconds()
         self.steps, self.tokens = 0.9 * self.steps + 1, 0.9 * self.tokens + numbers.tokens
         self.flops, self.seconds = 0.9 * self.flops + numbers.flops, 0.9 * self.seconds + now - self.last
         self.last = now
         seconds = max(self.seconds, 1e-9)
         mfu = self.flops / seconds / self.peak_flops if self.peak_flops and self.flops else None
         return Pace(self.steps * self.samples_per_step / seconds, self.tokens / seconds, self.flops / seconds, mfu)
-
-
-# Where the time of a whole run went, from the samples of all ranks.
-
-
-class Breakdown:
-    """Stores the first and the last sample of each rank. The steps before the first one, which are slower, are not counted."""
-
-    def __init__(self) -> None:
-        self.first: Sequence[RankSample] = ()
-        self.last: Sequence[RankSample] = ()
-
-    def add(self, ranks: Sequence[RankSample]) -> None:
-        if ranks:
-            self.first, self.last = self.first or ranks, ranks
-
-    def summary(self, hosts: Sequence[str]) -> dict[str, Any]:
-        """Return the field `breakdown` of the event `end` of log.jsonl. {}: too few steps were logged.
-
-        `hosts` has the host of each rank. Only the main rank has it.
-        """
-        if not (splits := splits_between(self.first, self.last)):
-            return {}
-        seconds = statistics.mean(map(sum, splits))
-        means = {part: statistics.mean(getattr(split, part) for split in splits) for part in Split._fields}
-        summary: dict[str, Any] = {
-            "first_step": int(self.first[0].step) + 1,
-            "last_step": int(self.last[0].step),
-            "seconds": round(seconds, 6),
-            **{part: round(value / max(seconds, 1e-9), 4) for part, value in means.items()},
-        }
-        if len(splits) > 1:
-            own = [sum(split) - split.communication for split in splits]
-            slowest = max(range(len(own)), key=own.__getitem__)
-            # The median is that of the faster half, so that with two ranks it is the other one.
-            cost = own[slowest] - statistics.median_low(own)
-            summary |= {"slowest_rank": slowest, "slowest_cost": round(cost, 6)}
-            summary |= {"slowest_host": hosts[slowest]} if hosts else {}
-        return summary
-
-
-def describe(summary: dict[str, Any], num_ranks: int) -> str:
-    """Return the line about the time of a step that a run prints at its end."""
-    shares = {
-        "data": summary["data"],
-        "forward and backward": summary["forward"] + summary["backward"],
-        "communication": summary["communication"],
-        "optimizer": summary["optimizer"],
-        "other": summary["other"],
-    }
-    parts = ", ".join(f"{name} {share * 100:.0f} %" for name, share in shares.items() if num_ranks > 1 or name != "communication")
-    seconds, over = summary["seconds"], f" (mean over {num_ranks} ranks)" if num_ranks > 1 else ""
-    text = f"time of a step{over}: {_milliseconds(seconds)}: {parts}."
-    if num_ranks > 1:
-        cost = summary["slowest_cost"]
-        text += (
-            f" The slowest is rank {summary['slowest_rank']} ({summary['slowest_host']}), for which the others wait "
-            f"{_milliseconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
-        )
-    return text
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

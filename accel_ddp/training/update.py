@@ -1,4 +1,7 @@
-"""One optimizer update. In a run, only this module writes the `.grad` of parameters, clips and steps."""
+"""One optimizer update. In a run, only this module writes the `.grad` of parameters, clips and steps.
+
+On a GPU nothing here reads a device value on the host. The phases show the monitor where a rank is, and divide the time of a step.
+"""
 
 import contextlib
 import functools
@@ -7,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import phases
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER
+from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.losses import Batch, CurrentBatch, LossSum, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
-from accel_ddp.training.own_time import OwnTime, Part
+from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[Batch], Tensor | int]
 
@@ -44,110 +48,129 @@ class UpdateStats(NamedTuple):
     samples: Tensor | Sequence[float] = ()  # one `RankSample` after the other; empty in steps that are not logged
 
 
+class Carry(NamedTuple):
+    """What the small all-reduce of a step transports besides the number of items."""
+
+    vote: bool = False  # asks all ranks to stop
+    tokens: float = 0.0  # of this rank, for the log
+    flops: float = 0.0
+    sample: Sequence[float] = ()  # the `RankSample` of this rank; empty on every rank in steps that are not logged
+
+
+NOTHING = Carry()
+
+
 def update(
     accelerator: Accelerator,
+    cfg: TrainConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     loss_sum: LossSum | WholeBatch,
     count: Count,
-    max_grad_norm: float = 0.0,
     seed: int = 0,
-    vote: bool = False,
-    work: tuple[float, float] = (0.0, 0.0),
-    on_nonfinite: Literal["stop", "skip"] = "stop",
-    own_time: OwnTime | None = None,
-    sample: Sequence[float] = (),
+    carry: Carry = NOTHING,
 ) -> UpdateStats:
     """Do one optimizer step on the mean loss of all items in `batches` on all ranks.
 
-    How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the
-    place of the micro-batch among those of all ranks, so that it stays the same when the same micro-batches are spread over
-    another number of ranks. `vote` asks all ranks to stop. `work` is this rank's tokens and FLOPs, for the log.
-    `own_time` receives how long this rank computes and waits. `sample` is the `RankSample` of this rank, or empty on every rank.
+    How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the place of the
+    micro-batch among those of all ranks, so it stays the same when the same micro-batches are spread over another number of ranks.
+    Of `cfg` this reads `max_grad_norm` and `on_nonfinite`.
 
     If the loss or the gradient norm is not finite, every rank leaves weights and optimizer unchanged. The caller finds that in the
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
-    heartbeat = phases.HERE
-    heartbeat.enter(FORWARD)
-    mark = own_time.mark if own_time else _mark_nothing
-    if isinstance(loss_sum, WholeBatch):
-        loss_sum = loss_sum.for_step(accelerator, model, batches, seed, mark)
-    _settle_buckets(accelerator, model, batches[0], loss_sum)
-    buffers = _copy_buffers(model) if on_nonfinite == "skip" else {}
+    enter(FORWARD)
     num_ranks, device = accelerator.num_processes, accelerator.device
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    items: Tensor | float = sum(count(batch) for batch in batches)
-    votes: Tensor | float = float(vote)
-    tokens, flops = work
-    samples: Tensor | Sequence[float] = sample
-    counting = None
-    if num_ranks > 1:
-        summed = torch.tensor([0.0 if isinstance(items, Tensor) else items, votes, *work], dtype=exact)
-        summed = (_append_sample(summed, sample, num_ranks) if sample else summed).to(device, non_blocking=True)
-        if isinstance(items, Tensor):
-            summed[0] += items
-        # The all-reduce runs during the first forward pass, because only the first backward pass needs its result.
-        counting = dist.all_reduce(summed, async_op=True)
-        items, votes, tokens, flops = summed[:4].unbind()  # views, which contain the sums after `counting.wait()`
-        samples = summed[4:] if sample else ()
-
-    total = weight = None
+    if isinstance(loss_sum, WholeBatch):
+        loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
+    _settle_buckets(accelerator, model, batches[0], loss_sum)
+    buffers = _copy_buffers(model) if cfg.on_nonfinite == "skip" else {}
+    sums = _Sums(sum(count(batch) for batch in batches), carry, num_ranks, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
     if lockstep:
         lockstep.begin_step()
     times_before = _gradient_times(model)
+    total = weight = None
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
-        with _synchronising(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
-            heartbeat.enter(FORWARD)
+        with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
+            enter(FORWARD)
             with CurrentBatch(batch):
                 loss = loss_sum(model, batch)
-            mark(Part.FORWARD)
-            heartbeat.enter(BACKWARD)
-            if weight is None:
-                if counting:
-                    counting.wait()  # on a GPU the stream waits, not the host
-                    mark(Part.COMMUNICATION)
-                # DDP averages gradients over ranks. We want their sum, hence num_ranks.
-                weight = num_ranks / items.clamp(min=1).to(exact) if isinstance(items, Tensor) else num_ranks / max(items, 1)
+            # DDP averages gradients over ranks. We want their sum, hence num_ranks.
+            weight = num_ranks / sums.wait_for_items() if weight is None else weight
+            enter(BACKWARD)
             weighted = loss * weight
-            synchronises = is_last and num_ranks > 1
-            if own_time and synchronises:
-                own_time.mark_end_of_backward(weighted)
+            if is_last and num_ranks > 1:
+                sync_after_backward(weighted)
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
             (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
-        mark(Part.COMMUNICATION if synchronises else Part.BACKWARD)
-        loss = loss.detach().to(exact)
+        loss = loss.detach().to(sums.dtype)
         total = loss if total is None else total + loss
 
     _check_backward(model, times_before)
-    heartbeat.enter(OPTIMIZER)
+    enter(OPTIMIZER)
     _check_unused_parameters(model)
     if accelerator.scaler:
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf"))).to(device)
-    loss_of_all = total
-    if num_ranks > 1:
-        summed = torch.cat([total.reshape(1), lockstep.counts(device, exact)]) if lockstep else total.clone().reshape(1)
-        mark(Part.OPTIMIZER)
-        dist.all_reduce(summed)
-        mark(Part.COMMUNICATION)
-        loss_of_all = summed[0]
-        for parameter in lockstep.find_unused(summed[1:]) if lockstep else ():
-            parameter.grad = None  # as on one rank: the optimizer leaves it as it is
-    mean_loss = loss_of_all * (weight / num_ranks)
+    grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
+    mean_loss = _sum_of_ranks(total, lockstep, num_ranks) * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
-    mark(Part.OPTIMIZER)
-    heartbeat.advance(heartbeat.step + 1)
-    heartbeat.enter(OTHER)
-    return UpdateStats(mean_loss, grad_norm, items, votes, tokens, flops, total, samples)
+    phases.HERE.advance(phases.HERE.step + 1)
+    enter(OTHER)
+    return UpdateStats(mean_loss, grad_norm, sums.items, sums.votes, sums.tokens, sums.flops, total, sums.samples)
+
+
+class _Sums:
+    """The number of items and what a step carries, summed over all ranks.
+
+    The all-reduce runs during the first forward pass, because only the first backward pass needs its result.
+    """
+
+    def __init__(self, items: Tensor | float, carry: Carry, num_ranks: int, device: torch.device):
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.items: Tensor | float = items
+        self.votes: Tensor | float = float(carry.vote)
+        self.tokens: Tensor | float = carry.tokens
+        self.flops: Tensor | float = carry.flops
+        self.samples: Tensor | Sequence[float] = carry.sample
+        self._work: dist.Work | None = None
+        if num_ranks == 1:
+            return
+        known = [0.0 if isinstance(items, Tensor) else items, self.votes, carry.tokens, carry.flops]
+        summed = torch.tensor(known, dtype=self.dtype)
+        summed = (_append_sample(summed, carry.sample, num_ranks) if carry.sample else summed).to(device, non_blocking=True)
+        if isinstance(items, Tensor):
+            summed[0] += items
+        self._work = dist.all_reduce(summed, async_op=True)
+        # These are views, which contain the sums after the wait.
+        self.items, self.votes, self.tokens, self.flops = summed[:4].unbind()
+        self.samples = summed[4:] if carry.sample else ()
+
+    def wait_for_items(self) -> Tensor | float:
+        """Return the number of items of all ranks, at least 1."""
+        if self._work:
+            with phases.phase(SYNC):
+                self._work.wait()  # on a GPU the stream waits, not the host
+        return self.items.clamp(min=1).to(self.dtype) if isinstance(self.items, Tensor) else max(self.items, 1)
+
+
+def _sum_of_ranks(loss: Tensor, lockstep: Any, num_ranks: int) -> Tensor:
+    """Return the sum of the losses of all ranks. In a sharded model, a parameter without a gradient on all ranks gets none."""
+    if num_ranks == 1:
+        return loss
+    summed = torch.cat([loss.reshape(1), lockstep.counts(loss.device, loss.dtype)]) if lockstep else loss.clone().reshape(1)
+    with phases.phase(SYNC):
+        dist.all_reduce(summed)
+    for parameter in lockstep.find_unused(summed[1:]) if lockstep else ():
+        parameter.grad = None  # as on one rank: the optimizer leaves it as it is
+    return summed[0]
 
 
 def _step_if_finite(
@@ -217,15 +240,11 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
     return torch.cat([numbers, places.flatten()])
 
 
-def _mark_nothing(part: int) -> None:
-    pass
-
-
-def _synchronising(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
-    """Return a context for the backward pass of one micro-batch. Only that of the last one sums the gradients of all ranks.
+def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
+    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients.
 
     Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
-    over copies of the model, which are on different nodes, waits for the last one.
+    over replicas, which are on different nodes, waits for the last one.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)

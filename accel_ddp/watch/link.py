@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_ddp.nodes.messages import open_listening_socket
-from accel_ddp.phases import Heartbeat
+from accel_ddp.phases import Phases
 from accel_ddp.watch import processes
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
@@ -85,7 +85,7 @@ def _remove_stale_folders(parent: Path) -> None:
 class Link:
     """Sends messages to the monitor, and passes those of the monitor to `on_message`, in a thread."""
 
-    def __init__(self, address: MonitorAddress, rank: int, heartbeat: Heartbeat, on_message: Callable[[dict[str, Any]], None],
+    def __init__(self, address: MonitorAddress, rank: int, heartbeat: Phases, on_message: Callable[[dict[str, Any]], None],
                  on_lost: Callable[[], None]):  # fmt: skip
         self.address, self.on_message, self.on_lost = address, on_message, on_lost
         self.is_closed, self._pid = False, os.getpid()

@@ -10,10 +10,10 @@ from torch import nn
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
-from accel_ddp.observe.hook import Hook
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.tasks import metrics
 from accel_ddp.training import evaluation, optim
+from accel_ddp.training.hook import Hook
 from accel_ddp.training.stream import TrainBatches
 
 

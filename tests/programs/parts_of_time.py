@@ -1,4 +1,4 @@
-"""Do updates whose parts take known times, and write what `OwnTime` has measured to OUT/RANK.json.
+"""Do updates whose parts take known times, and write what `StepTimes` has measured to OUT/RANK.json.
 
 The last rank needs longer in its forward pass, so that the others wait for it.
 """
@@ -29,8 +29,9 @@ def main(cfg: Config) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.checkpoint import checkpoint
 
+    from accel_ddp import phases
     from accel_ddp.training.losses import WholeBatch
-    from accel_ddp.training.own_time import OwnTime, Part
+    from accel_ddp.training.step_times import measure_steps, sync_at_broadcast
     from accel_ddp.training.update import update
 
     accelerator = accel_ddp.start(cfg)
@@ -85,17 +86,15 @@ def main(cfg: Config) -> None:
         accelerator.scaler = scaler
         if scaler:  # Accelerate does the same with fp16, which it uses on GPUs only
             accelerator.unscale_gradients = scaler.unscale_
-        own_time = OwnTime(accelerator.device)
-        own_time.attach(model)
-        rows = []
-        for step in range(STEPS + 1):
-            own_time.mark(Part.OTHER)
-            time.sleep(DATA)
-            batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
-            own_time.mark(Part.DATA)
-            update(accelerator, model, optimizer, batches, loss, len, own_time=own_time)
-            own_time.end_step(step + 1)
-            rows.append((time.perf_counter(), *own_time.timing[1:]))
+        sync_at_broadcast(model)
+        rows, times = [], measure_steps(accelerator.device)
+        with phases.HERE.listening(times):
+            for step in range(STEPS + 1):
+                with phases.phase(phases.DATA):
+                    time.sleep(DATA)
+                    batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
+                update(accelerator, cfg, model, optimizer, batches, loss, len)
+                rows.append((time.perf_counter(), *times.end_step(step + 1)[1:]))
         first, last = rows[0], rows[-1]
         measured[name] = [(b - a) / STEPS for a, b in zip(first, last)]  # wall time, then the parts
     (Path(cfg.out) / f"{accelerator.process_index}.json").write_text(json.dumps(measured))

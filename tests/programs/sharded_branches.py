@@ -80,7 +80,7 @@ def train_together(accelerator, model: nn.Module, plan: ShardingPlan, kinds: Cal
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         own = batches_of(step, process.rank, kinds)
-        update(accelerator, model, optimizer, own, loss_sum, lambda batch: len(batch[0]), max_grad_norm=1.0)
+        update(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, own, loss_sum, lambda batch: len(batch[0]))
     sharding.reshard(model)
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 

@@ -168,7 +168,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
         own = [train.batch_of(indices(step, process.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
-        stats = update(accelerator, model, optimizer, own, loss_sum, count, cfg.max_grad_norm, seed=step)
+        stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
     module = accelerator.unwrap_model(model)

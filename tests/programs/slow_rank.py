@@ -31,8 +31,8 @@ def main(cfg: Config) -> None:
     from torch import nn
 
     from accel_ddp import loop
-    from accel_ddp.observe.hook import Hook
-    from accel_ddp.training.own_time import OwnTime
+    from accel_ddp.training.hook import Hook
+    from accel_ddp.training.step_times import StepTimes
 
     accelerator = accel_ddp.start(cfg)
     now, slept = {"step": 0}, []
@@ -68,12 +68,12 @@ def main(cfg: Config) -> None:
 
     file = (Path(cfg.out) / f"{accelerator.process_index}.jsonl").open("w", buffering=1)
 
-    class Recorded(OwnTime):
+    class Recorded(StepTimes):
         def end_step(self, step):
-            super().end_step(step)
-            file.write(json.dumps([time.time(), *self.timing]) + "\n")
+            file.write(json.dumps([time.time(), *super().end_step(step)]) + "\n")
+            return self.timing
 
-    loop.OwnTime = Recorded
+    loop.measure_steps = lambda device, step: Recorded(step)
     torch.manual_seed(0)
     layers = [nn.Linear(cfg.width, cfg.width), *([nn.BatchNorm1d(cfg.width)] if cfg.batch_norm else [])]
     model = nn.Sequential(*layers, nn.Linear(cfg.width, cfg.width))

@@ -1,0 +1,149 @@
+"""The interface of hooks, and the hook that reports where the time of a run went."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ddp.phases import Split
+from accel_ddp.ranks.agreement import print_on_main
+from accel_ddp.ranks.process import process
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.training.run_facts import describe_memory, measure_memory
+from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
+
+
+class Hook:
+    """A hook is called on every rank that has it, with numbers that are the same on every rank.
+
+    If a hook ends the run on one rank, all ranks end it, so a hook may exist on the main rank only.
+    """
+
+    def on_describe(self, facts: dict[str, Any]) -> None:
+        """Called before `on_start`. `facts` has the ranks, the versions and the options, as the event `start` of log.jsonl."""
+
+    def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
+        """`evaluations` are those before the run was resumed. Return True if they end the run."""
+
+    def on_warm_up(self, step: int, seconds: float) -> None:
+        """Called after the layers were compiled, before the first step."""
+
+    def on_restart(self, step: int, restart: dict[str, Any]) -> None:
+        """Called before the first step after an automatic restart, on the main rank only."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before the data of step `step` are loaded."""
+
+    def on_update(self, numbers: Numbers, pace: Pace) -> None:
+        """Called with the numbers of each update, on a GPU one step late."""
+
+    def on_step_end(self, step: int) -> None:
+        """Called after step `step`, before its checkpoint and its evaluation."""
+
+    def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
+        """Return True to end the run after this step."""
+
+    def on_tables(self, step: int, tables: dict[str, Table]) -> None:
+        """Called after `on_evaluate` if the evaluation has tables, on the main rank only."""
+
+    def on_save(self, step: int, path: Path) -> None:
+        """Called when the checkpoint of `step` is complete, on the main rank only, some steps after `step`."""
+
+    def summarize(self) -> dict[str, Any] | None:
+        """Return fields for the summary of the run that `on_end` receives."""
+
+    def on_end(self, step: int, summary: dict[str, Any]) -> None:
+        """Called once at the end, with the metrics of the last step and what `summarize` of all hooks has returned."""
+
+    def on_export(self, folder: Path) -> None:
+        """Called after `on_end` when the model is exported, on the main rank only."""
+
+
+def rates_of(numbers: Numbers, pace: Pace) -> dict[str, float]:
+    """Return tokens, tokens/s, TFLOP/s and MFU, as log.jsonl and the trackers name them, without those that are not known."""
+    known = {
+        "tokens": numbers.tokens,
+        "tokens_per_second": round(pace.tokens, 1),
+        "tflops": float(f"{pace.flops / 1e12:.4g}"),
+    }
+    known = {name: value for name, value in known.items() if value}
+    return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})
+
+
+class Breakdown(Hook):
+    """Reports where the time of a whole run went, from the first and the last sample of each rank, and its peak of memory.
+
+    The steps before the first sample, which are slower, are not counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.hosts: list[str] = []  # of each rank, on the main rank
+        self.first: Sequence[RankSample] = ()
+        self.last: Sequence[RankSample] = ()
+
+    def on_describe(self, facts: dict[str, Any]) -> None:
+        self.hosts = [rank["host"] for rank in facts.get("ranks", [])]
+
+    def on_update(self, numbers: Numbers, pace: Pace) -> None:
+        if numbers.ranks:
+            self.first, self.last = self.first or numbers.ranks, numbers.ranks
+
+    def summarize(self) -> dict[str, Any]:
+        found = {"breakdown": self.compute(), "memory": measure_memory(self.device, self.last)}
+        return {name: value for name, value in found.items() if value}
+
+    def on_end(self, step: int, summary: dict[str, Any]) -> None:
+        if "breakdown" in summary and process.is_main:
+            print(describe_breakdown(summary["breakdown"], process.num_ranks), flush=True)
+        if "memory" in summary:
+            print_on_main(describe_memory(summary["memory"]))
+
+    def compute(self) -> dict[str, Any]:
+        """Return the field `breakdown` of the event `end` of log.jsonl. {}: too few steps were logged."""
+        if not (splits := splits_between(self.first, self.last)):
+            return {}
+        seconds = statistics.mean(map(sum, splits))
+        means = {part: statistics.mean(getattr(split, part) for split in splits) for part in Split._fields}
+        summary: dict[str, Any] = {
+            "first_step": int(self.first[0].step) + 1,
+            "last_step": int(self.last[0].step),
+            "seconds": round(seconds, 6),
+            **{part: round(value / max(seconds, 1e-9), 4) for part, value in means.items()},
+        }
+        if len(splits) > 1:
+            own = [sum(split) - split.communication for split in splits]
+            slowest = max(range(len(own)), key=own.__getitem__)
+            # The median is that of the faster half, so that with two ranks it is the other one.
+            cost = own[slowest] - statistics.median_low(own)
+            summary |= {"slowest_rank": slowest, "slowest_cost": round(cost, 6)}
+            summary |= {"slowest_host": self.hosts[slowest]} if self.hosts else {}
+        return summary
+
+
+def describe_breakdown(summary: dict[str, Any], num_ranks: int) -> str:
+    """Return the line about the time of a step that a run prints at its end."""
+    shares = {
+        "data": summary["data"],
+        "forward and backward": summary["forward"] + summary["backward"],
+        "communication": summary["communication"],
+        "optimizer": summary["optimizer"],
+        "other": summary["other"],
+    }
+    parts = ", ".join(f"{name} {share * 100:.0f} %" for name, share in shares.items() if num_ranks > 1 or name != "communication")
+    seconds, over = summary["seconds"], f" (mean over {num_ranks} ranks)" if num_ranks > 1 else ""
+    text = f"time of a step{over}: {_milliseconds(seconds)}: {parts}."
+    if num_ranks > 1:
+        cost = summary["slowest_cost"]
+        text += (
+            f" The slowest is rank {summary['slowest_rank']} ({summary['slowest_host']}), for which the others wait "
+            f"{_milliseconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
+        )
+    return text
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
