@@ -26,7 +26,7 @@ from accel_ddp.phases import COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -294,7 +294,7 @@ class _Run:
         phases.HERE.enter(HOOKS)
         ends = _any_rank([hook.on_evaluate(self.step, self.metrics) for hook in self.hooks])
         self.is_done = self.is_done or ends
-        if self.tables and process.is_main:
+        if self.tables and this_rank.is_main:
             self._report_tables()
 
     def _report_tables(self) -> None:
@@ -350,12 +350,12 @@ class _Run:
             more |= {"memory": memory}
         for hook in self.hooks:
             hook.on_end(self.step, {**now, "skipped_steps": self.nonfinite.skipped, **more})
-        if breakdown and process.is_main:
-            print(describe(breakdown, process.num_ranks), flush=True)
+        if breakdown and this_rank.is_main:
+            print(describe(breakdown, this_rank.num_ranks), flush=True)
         if memory:
             print_on_main(describe_memory(memory))
-        if self.is_stopping or not process.stop.pid:  # a program without `run` continues after `fit`
-            process.close_trackers(is_stopped=self.is_stopping)
+        if self.is_stopping or not ending.stop.pid:  # a program without `run` continues after `fit`
+            ending.run(Moment.TRACKERS, Exit.STOPPED if self.is_stopping else Exit.FINISHED)
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(cfg.output_dir)
@@ -370,7 +370,7 @@ class _Run:
             )
         elif saved.metric and not saved.ranking:
             print_on_main(f"--keep_best: there is no best checkpoint, because {saved.metric.name} was NaN in every evaluation.")
-        process.unsaved = unsaved
+        ending.unsaved = unsaved
         self.ema.apply()
         return Outcome(self.metrics, self.step, unsaved)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import WAIT
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ REPORT_EVERY = 10  # seconds after which a waiting node prints which ranks it is
 
 
 def print_on_main(text: str) -> None:
-    if process.is_main:
+    if this_rank.is_main:
         print(text, flush=True)
 
 
@@ -38,15 +38,15 @@ def together(what: str) -> Iterator[dict[str, str]]:
     try:
         yield facts
     except Exception as error:
-        if process.store:
+        if links.store:
             text = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
-            message = json.dumps({"text": text, "host": process.host, "rank": process.rank})
-            process.store.compare_set(f"{key}/failed", "", message)
+            message = json.dumps({"text": text, "host": this_rank.host, "rank": this_rank.rank})
+            links.store.compare_set(f"{key}/failed", "", message)
         raise
     with phases.HERE.within(WAIT):
         _wait_for_all(key, what, facts)
-    if process.store and facts:
-        all_facts = [json.loads(process.store.get(f"{key}/{rank}")) for rank in range(process.num_ranks)]
+    if links.store and facts:
+        all_facts = [json.loads(links.store.get(f"{key}/{rank}")) for rank in range(this_rank.num_ranks)]
         first = all_facts[0]
         for other in all_facts:
             for name, value in first["facts"].items():
@@ -60,21 +60,21 @@ def together(what: str) -> Iterator[dict[str, str]]:
 def broadcast_object(value: Any, source: int = 0, what: str = "reach the same point") -> Any:
     """Return the value of rank `source` on every rank. `what` completes the message "waiting for rank 1 to ..."."""
     box = [value]
-    if process.num_ranks > 1:
+    if this_rank.num_ranks > 1:
         with phases.HERE.within(WAIT):
             _wait_for_all(_new_wait(), what)
-            dist.broadcast_object_list(box, src=source, group=process.slow_group)
+            dist.broadcast_object_list(box, src=source, group=links.slow_group)
     return box[0]
 
 
 def gather_objects(value: Any) -> list[Any] | None:
     """Return the values of all ranks in the order of ranks on rank 0, and None elsewhere. They travel through host memory."""
-    if process.num_ranks == 1:
+    if this_rank.num_ranks == 1:
         return [value]
-    values = [None] * process.num_ranks if process.is_main else None
+    values = [None] * this_rank.num_ranks if this_rank.is_main else None
     with phases.HERE.within(WAIT):
         _wait_for_all(_new_wait(), "send its results")
-        dist.gather_object(value, values, dst=0, group=process.slow_group)
+        dist.gather_object(value, values, dst=0, group=links.slow_group)
     return values
 
 
@@ -85,37 +85,37 @@ def gather_everywhere(value: Any) -> list[Any]:
 
 def is_any(flag: bool) -> bool:
     """Return whether the flag is set on any rank. It takes less than a millisecond if all ranks are here, and has no timeout."""
-    if process.num_ranks == 1:
+    if this_rank.num_ranks == 1:
         return flag
     number = torch.tensor(int(flag))
-    dist.all_reduce(number, group=process.slow_group)
+    dist.all_reduce(number, group=links.slow_group)
     return bool(number)
 
 
 def _new_wait() -> str:
-    process.num_waits += 1
-    return f"wait/{process.num_waits}"
+    links.num_waits += 1
+    return f"wait/{links.num_waits}"
 
 
 def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> None:
     """Wait without a timeout until every rank is here. Raise the error of a rank that failed; report long waits."""
-    store = process.store
+    store = links.store
     if store is None:
         return
     # A store is lost with its launcher, and the ranks then stop. The barrier does not need it, but messages and facts do.
     with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
-        store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
-    barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
+        store.set(f"{key}/{this_rank.rank}", json.dumps({"host": this_rank.host, "rank": this_rank.rank, "facts": facts or {}}))
+    barrier = dist.barrier(group=links.slow_group, async_op=True)  # fails when a rank dies
     began = reported = time.monotonic()
     while not barrier.is_completed():
         if _is_stored(f"{key}/failed"):
             error = json.loads(store.get(f"{key}/failed"))
-            is_here = error["host"] == process.host
+            is_here = error["host"] == this_rank.host
             raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
-        if time.monotonic() - reported > REPORT_EVERY and process.is_local_main:
+        if time.monotonic() - reported > REPORT_EVERY and this_rank.is_local_main:
             reported = time.monotonic()
-            missing = [rank for rank in range(process.num_ranks) if not _is_stored(f"{key}/{rank}")]
-            if 0 < len(missing) < process.num_ranks:
+            missing = [rank for rank in range(this_rank.num_ranks) if not _is_stored(f"{key}/{rank}")]
+            if 0 < len(missing) < this_rank.num_ranks:
                 ranks = ", ".join(map(str, missing))
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
@@ -124,6 +124,6 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
 
 def _is_stored(key: str) -> bool:
     try:
-        return process.store.check([key])
+        return links.store.check([key])
     except dist.DistError:
         return False

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.records.incidents import ERROR, INFO, Incident
 
 # Stores what this rank prints as a warning in incidents.jsonl, so that reports show it.
@@ -18,27 +18,27 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
 
     `text` may begin with a level and a kind, as in "warning: LOSS_SPIKE: the loss is ...". The level is otherwise "warning".
     """
-    incident = Incident.parse(text.strip(), kind, level, rank=process.rank, host=process.host, step=step)
-    if link := process.link:
+    incident = Incident.parse(text.strip(), kind, level, rank=this_rank.rank, host=this_rank.host, step=step)
+    if link := links.monitor:
         link.send({"incident": incident._asdict()})
-    elif process.is_main:  # there is no monitor
-        process.incidents.write(incident)
-        if process.run_folder_lock:
-            process.incidents.open(Path(process.run_folder_lock.name).parent)
+    elif this_rank.is_main:  # there is no monitor
+        links.incidents.write(incident)
+        if ending.run_folder_lock:
+            links.incidents.open(Path(ending.run_folder_lock.name).parent)
 
 
 def warn_on_main(text: str, kind: str, step: int = -1) -> None:
     """Print a text on the main rank, and store it."""
-    if process.is_main:
+    if this_rank.is_main:
         print(text, flush=True)
         record(text, kind, step=step)
 
 
 def record_end(text: str, kind: str, step: int) -> None:
     """Store the failure that ends this rank, if there is no monitor that stores it."""
-    if process.link is None and process.failure is None and process.is_main:
+    if links.monitor is None and ending.failure is None and this_rank.is_main:
         record(text, kind.upper(), INFO if kind in ("stopped", "interrupted") else ERROR, step)
-        process.incidents.close(1)
+        links.incidents.close(1)
 
 
 class IncidentHandler(logging.Handler):

@@ -20,7 +20,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
 from accel_ddp.ranks.liveness import ask_all_to_stop, report_failure, wait_for_failure
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
@@ -32,7 +32,7 @@ def listen(cfg: TrainConfig) -> None:
     Python runs signal handlers only between its own instructions, which a rank inside a collective does not reach. A thread
     that reads the wake-up pipe receives every signal from the C level.
     """
-    stop = process.stop
+    stop = ending.stop
     stop.pid = os.getpid()
     stop.exit_pipe = multiprocessing.Pipe(duplex=False)
     atexit.register(stop.exit_pipe[1].send_bytes, b"x")
@@ -50,7 +50,7 @@ def listen(cfg: TrainConfig) -> None:
 
 def _reset_in_child() -> None:
     signal.set_wakeup_fd(-1)
-    for number in process.stop.handled_signals:
+    for number in ending.stop.handled_signals:
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -63,7 +63,7 @@ class IgnoreInWorker:
     """
 
     def __init__(self, start_method: str):
-        stop = process.stop
+        stop = ending.stop
         self.handled_signals = list(stop.handled_signals)
         self.exit_pipe = stop.exit_pipe[0] if stop.exit_pipe else None  # None in a program that does not use `run`
         self.parent = stop.pid
@@ -107,7 +107,7 @@ def blocked_for_children() -> Iterator[None]:
     This rank still receives the signals, in the thread of `listen`. wandb's process unblocks SIGTERM and SIGINT again. It has its
     own session, so that Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, process.stop.handled_signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def blocked_for_children() -> Iterator[None]:
 
 
 def _handle_signals(reader: int) -> None:
-    stop = process.stop
+    stop = ending.stop
     interrupted_at = 0.0
     while True:
         number = os.read(reader, 1)[0]
@@ -133,29 +133,29 @@ def _handle_signals(reader: int) -> None:
         is_from_launcher = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not is_repeated
         if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
             continue  # `liveness` ends this rank
-        is_orphan = bool(process.launcher) and _has_lost_launcher(signal.Signals(number))
+        is_orphan = bool(this_rank.launcher) and _has_lost_launcher(signal.Signals(number))
         if is_orphan and not is_repeated:
-            name = f"{LAUNCHER_DIED}: the launcher of {process.host} (pid {process.launcher}) died"
+            name = f"{LAUNCHER_DIED}: the launcher of {this_rank.host} (pid {this_rank.launcher}) died"
         if is_repeated and (number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ):
             name = "a second Ctrl-C"
         if is_repeated or not stop.can_save:
             failure = Failure(
                 "interrupted" if interrupted_at else "stopped",
-                f"received {name} on {process.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
+                f"received {name} on {this_rank.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
                 "Otherwise type the same command again.",
             )
             if is_orphan and not is_repeated:
                 failure = Failure("died", f"{name} before the first step. Start it again.")
             # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
-            is_request = failure.is_signal and (number != signal.SIGTERM or process.num_ranks == 1)
+            is_request = failure.is_signal and (number != signal.SIGTERM or this_rank.num_ranks == 1)
             _exit_now(failure, is_urgent=is_repeated, ends_job=is_request)
         elif not stop.reason:
-            _request(name if is_orphan else f"{name} on rank {process.rank} ({process.host})")
+            _request(name if is_orphan else f"{name} on rank {this_rank.rank} ({this_rank.host})")
             if number in (signal.SIGTERM, signal.SIGINT) and "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
-            if process.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
+            if this_rank.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
                 more = " Press Ctrl-C again to end at once without saving." if interrupted_at else ""
-                text = f"\n{process.host}: received {name}; saving after this step, then stopping.{more}"
+                text = f"\n{this_rank.host}: received {name}; saving after this step, then stopping.{more}"
                 print(text, file=sys.stderr, flush=True)
 
 
@@ -166,9 +166,9 @@ def _has_lost_launcher(number: signal.Signals) -> bool:
     some milliseconds later, and it is the parent of this rank until then.
     """
     deadline = time.monotonic() + (0 if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 0.5)
-    while os.getppid() == process.launcher and time.monotonic() < deadline:
+    while os.getppid() == this_rank.launcher and time.monotonic() < deadline:
         time.sleep(0.01)
-    return os.getppid() != process.launcher
+    return os.getppid() != this_rank.launcher
 
 
 def _exit_before_the_launcher_kills(name: str) -> None:
@@ -179,30 +179,30 @@ def _exit_before_the_launcher_kills(name: str) -> None:
     """
     seconds = 0.8 * float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
     time.sleep(seconds)
-    if process.stop.can_save and not process.stop.is_agreed:
+    if ending.stop.can_save and not ending.stop.is_agreed:
         _exit_now(
             Failure(
                 "stopped",
-                f"received {name} on {process.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
+                f"received {name} on {this_rank.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
                 "Another rank may have died (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT is too short. Continue from the last "
                 "checkpoint with --resume.",
             ),
-            ends_job=process.num_ranks == 1,
+            ends_job=this_rank.num_ranks == 1,
         )
 
 
 def _request(reason: str) -> None:
-    process.stop.reason = reason
+    ending.stop.reason = reason
     # In a thread, because the monitor may be slow and a second Ctrl-C must be handled meanwhile.
     threading.Thread(target=ask_all_to_stop, args=(reason,), daemon=True).start()
 
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
-    process.close_display()
+    ending.run(Moment.MESSAGES, Exit.FAILED)
     if ends_job:
         write_outcome(launcher_pid(), failure.as_outcome())
     first = report_failure(failure, seconds=0.5 if is_urgent else 3)
-    if process.failure is None and process.is_local_main:  # otherwise the monitor has printed it
+    if ending.failure is None and this_rank.is_local_main:  # otherwise the monitor has printed it
         print(f"\n{failure}", file=sys.stderr, flush=True)
     write_error_file(str(first))
     os._exit(first.exit_code)
@@ -211,38 +211,38 @@ def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False)
 @contextlib.contextmanager
 def can_save(cfg: TrainConfig) -> Iterator[None]:
     """Turn signals into a checkpoint and a stop of all ranks inside of the block. Outside of it a signal ends the rank at once."""
-    process.stop.can_save, process.stop.file = True, Path(cfg.output_dir) / "STOP"
+    ending.stop.can_save, ending.stop.file = True, Path(cfg.output_dir) / "STOP"
     try:
         yield
     finally:
-        process.stop.can_save = False
+        ending.stop.can_save = False
 
 
 def is_stop_requested() -> bool:
     """Return whether this rank, or another one whose request has arrived here, was asked to stop."""
-    stop = process.stop
+    stop = ending.stop
     # Once a second, because the file may be on a network disk.
-    if not stop.reason and stop.file and process.is_local_main and time.monotonic() - stop.file_checked_at > 1:
+    if not stop.reason and stop.file and this_rank.is_local_main and time.monotonic() - stop.file_checked_at > 1:
         stop.file_checked_at = time.monotonic()
         with contextlib.suppress(OSError):  # a network disk that does not answer this time
             if stop.file.exists():
-                _request(f"the file {stop.file} on {process.host}")
+                _request(f"the file {stop.file} on {this_rank.host}")
     return bool(stop.reason or stop.reason_of_others)
 
 
 def mark_agreed() -> None:
     """Record that every rank has reached the stop and saves, so that no time limit ends the save."""
-    process.stop.is_agreed = True
+    ending.stop.is_agreed = True
 
 
 def gather_reason() -> str:
     """Return the reason of the first rank that was asked to stop, the same on every rank. This is a collective."""
-    reasons = gather_objects(process.stop.reason)
+    reasons = gather_objects(ending.stop.reason)
     return broadcast_object(next((reason for reason in reasons if reason), "--stop_after") if reasons else None)
 
 
 def remove_stop_file(output_dir: str) -> None:
     """Remove OUTPUT_DIR/STOP, which would stop the next run too."""
-    if process.is_local_main:
+    if this_rank.is_local_main:
         with contextlib.suppress(OSError):
             (Path(output_dir) / "STOP").unlink()
