@@ -315,8 +315,8 @@ def test_the_stack_of_a_running_and_of_a_stopped_process_is_read(tmp_path):
 
     code = f"""
 import pathlib, time
-from accel_ddp.watch import stacks
-file = stacks.print_on_signal(pathlib.Path({str(tmp_path / "stack")!r}))
+from accel_ddp.watch import processes
+file = processes.print_on_signal(pathlib.Path({str(tmp_path / "stack")!r}))
 def waits_here():
     print("ready", flush=True)
     time.sleep(60)
