@@ -1,4 +1,4 @@
-"""Lets ranks wait for each other and exchange values, when the work may be slow or may fail on one rank."""
+"""Waits of ranks for each other, and exchanges of values, where the work may be slow or may fail on one rank."""
 
 import contextlib
 import json
@@ -18,6 +18,9 @@ from accel_ddp.ranks.process import links, this_rank
 log = logging.getLogger(__name__)
 
 REPORT_EVERY = 10  # seconds after which a waiting node prints which ranks it is waiting for
+# A waiting rank asks the store whether another one has failed after a tenth of the time that it has waited, within these limits in
+# seconds. A launcher has one store for thousands of ranks.
+ASK_SOONEST, ASK_LATEST = 0.01, 1.0
 
 
 def print_on_main(text: str) -> None:
@@ -104,22 +107,37 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
         return
     # A store is lost with its launcher, and the ranks then stop. The barrier does not need it, but messages and facts do.
     with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
-        store.set(f"{key}/{this_rank.rank}", json.dumps({"host": this_rank.host, "rank": this_rank.rank, "facts": facts or {}}))
+        mine = {"host": this_rank.host, "rank": this_rank.rank, "facts": facts or {}}
+        store.set(f"{key}/{this_rank.rank}", json.dumps(mine))
+        # Every rank has passed the wait before this one, and has read the facts of the one before that.
+        store.delete_key(f"wait/{links.num_waits - 2}/{this_rank.rank}")
     barrier = dist.barrier(group=links.slow_group, async_op=True)  # fails when a rank dies
-    began = reported = time.monotonic()
+    began = reported = asked = time.monotonic()
     while not barrier.is_completed():
-        if _is_stored(f"{key}/failed"):
-            error = json.loads(store.get(f"{key}/failed"))
-            is_here = error["host"] == this_rank.host
-            raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
-        if time.monotonic() - reported > REPORT_EVERY and this_rank.is_local_main:
-            reported = time.monotonic()
+        now = time.monotonic()
+        if now - asked >= min(max((now - began) / 10, ASK_SOONEST), ASK_LATEST):
+            asked = now
+            _raise_failure_of_other(key)
+        if now - reported > REPORT_EVERY and this_rank.is_local_main:
+            reported = now
             missing = [rank for rank in range(this_rank.num_ranks) if not _is_stored(f"{key}/{rank}")]
             if 0 < len(missing) < this_rank.num_ranks:
                 ranks = ", ".join(map(str, missing))
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
-    barrier.wait()  # raises the error of the barrier, if there was one
+    try:
+        barrier.wait()  # raises the error of the barrier, if there was one
+    except RuntimeError:
+        _raise_failure_of_other(key)  # this is the reason, if that rank ended before the store was asked again
+        raise
+
+
+def _raise_failure_of_other(key: str) -> None:
+    """Raise the error of a rank that has failed during this wait, if there is one."""
+    if _is_stored(f"{key}/failed"):
+        error = json.loads(links.store.get(f"{key}/failed"))
+        is_here = error["host"] == this_rank.host
+        raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
 
 
 def _is_stored(key: str) -> bool:

@@ -1,7 +1,7 @@
-"""Reads the Python stack of a rank that does not progress.
+"""What a monitor can learn about a process from outside: its state, how it ended, whether the kernel killed it, and its stack.
 
-faulthandler prints it from inside of the rank, at the C level, so that a rank that waits in a collective or holds the GIL prints
-it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
+faulthandler prints the Python stack of a rank that does not progress from inside of the rank, at the C level, so a rank that waits
+in a collective or holds the GIL prints it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
 """
 
 import asyncio
@@ -15,29 +15,11 @@ import sys
 from pathlib import Path
 from typing import IO
 
-# What the kernel tells about a process: its state, how it ended, and whether it was killed for using too much memory.
-
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process: R and S run, T is stopped, D is blocked in the kernel, Z has ended. "": there is none."""
     fields = _stat(pid)
     return fields[0] if fields else ""
-
-
-def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks after the boot, which distinguishes processes with the same pid."""
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def parent_of(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
 
 
 def children_of(pid: int) -> list[int]:
@@ -98,7 +80,7 @@ def blocked_thread(pid: int) -> int:
 
 
 class OutOfMemoryKills:
-    """Counts the processes that the kernel has killed in the memory cgroup of a process, from the moment of construction on."""
+    """The number of processes that the kernel has killed in the memory cgroup of a process, from the construction on."""
 
     def __init__(self, pid: int):
         self.pid = pid

@@ -8,7 +8,7 @@ from typing import Any
 from accel_ddp.nodes.probe import measure_rate
 from accel_ddp.phases import Timing
 from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
-from accel_ddp.watch.peers import Peers
+from accel_ddp.watch.link import Peers
 from accel_ddp.watch.slowness import Slowness, pairs_to_measure
 
 SLOW_RATE = 5e6  # bytes per second
