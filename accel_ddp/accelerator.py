@@ -28,8 +28,8 @@ from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
 from accel_ddp.ranks import group, reporting, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
-from accel_ddp.ranks.liveness import report_claimed, report_output_dir
 from accel_ddp.ranks.process import ending, links, this_rank
+from accel_ddp.ranks.reporting import report_claimed, report_output_dir
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed

@@ -20,8 +20,8 @@ from accel_ddp.nodes.launcher import check_rank_variables, cpu_is_wanted
 from accel_ddp.nodes.topology import find_nodes
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.failures import Failure, Stopped
-from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.reporting import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.restarts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
 from accel_ddp.watch.link import MonitorAddress
 
@@ -108,7 +108,7 @@ def _join_monitors(ranks: list[dict]) -> None:
             for node, monitor in monitors.items()
         ]
         places = [{name: rank[name] for name in ("rank", "node", "host", "pid")} for rank in ranks]
-        links.monitor.send({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
+        links.tell_monitor({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
 
 
 def watch_single_rank(cfg: TrainConfig) -> None:
@@ -118,7 +118,7 @@ def watch_single_rank(cfg: TrainConfig) -> None:
         return
     link_to_monitor(monitor)
     place = {"rank": 0, "node": 0, "host": this_rank.host}
-    links.monitor.send({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
+    links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
 
 
 def connect_to_launcher() -> None:

@@ -83,6 +83,13 @@ class Connections:
         self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
         self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
 
+    def tell_monitor(self, message: dict[str, Any]) -> bool:
+        """Send a message to the monitor of this node. Return False if there is none."""
+        monitor = self.monitor  # another thread may remove it
+        if monitor:
+            monitor.send(message)
+        return monitor is not None
+
 
 class StopRequest:
     """Whether this rank was asked to stop, by whom, and what all ranks have agreed on. See `signals`."""
@@ -138,6 +145,10 @@ class Ending:
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the run folder lasts as long as the process
         self.callbacks: list[ExitCallback] = []
+
+    def receive_failure(self, failure: Failure) -> None:
+        self.failure = failure
+        self.has_failed.set()
 
     def add(self, moment: Moment, owner: Any, run: Callable[[float], object], limits: tuple[float, float, float]) -> None:
         """Let `run(seconds)` be called at a moment, after the callbacks that were added before it."""

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
-from accel_ddp.ranks.liveness import ask_all_to_stop, report_failure, wait_for_failure
 from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
+from accel_ddp.ranks.reporting import ask_all_to_stop, report_failure, wait_for_failure
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process

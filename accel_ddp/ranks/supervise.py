@@ -20,9 +20,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import UNLIMITED, format_place
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
-from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
-from accel_ddp.ranks.reporting import record_end
+from accel_ddp.ranks.reporting import close_link, record_end, report_failure, wait_for_failure
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes

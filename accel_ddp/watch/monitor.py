@@ -31,6 +31,8 @@ from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 from accel_ddp.watch.slow_run import SlowRun
 
+# Prints the lines of a monitor.
+
 
 class Printer:
     """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
