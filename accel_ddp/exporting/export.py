@@ -83,7 +83,7 @@ def at_the_end(
             return
         folder = Path(cfg.output_dir) / FOLDER
         config = redact_values(as_plain_dict(cfg))
-        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": this_rank.num_ranks}
+        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": accelerator.num_processes}
         merge = getattr(cfg, "merge_adapters", "auto")
         weights = _weights_of(_last_checkpoint(cfg), cfg.ema_decay > 0) if sharded else model
         _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)

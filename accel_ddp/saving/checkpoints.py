@@ -82,14 +82,14 @@ class Checkpoints:
         self._committed: list[tuple[int, Path]] = []
         self.is_sharded = is_sharded(self.model)
         self._writers = [(0, this_rank.host)]  # rank and host of the ranks that write
-        self._attempts = pieces.Attempt("", 0, [], "", 0)  # of a sharded model
+        self._attempts = pieces.SaveAttempt("", 0, [], "", 0)  # of a sharded model
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.is_sharded:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
             stores = any(is_first_copy(p) for p in self.model.parameters())
             facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
-            self._attempts = pieces.Attempt(nonce, 0, self._writers, "", 0)
+            self._attempts = pieces.SaveAttempt(nonce, 0, self._writers, "", 0)
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
         ending.run(Moment.SAVE)  # of an earlier run of this process, which has failed
         # The monitor ends a rank that writes longer, because a run that has failed must end on all nodes.
@@ -185,7 +185,7 @@ class Checkpoints:
         return copied
 
     def _write(
-        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.Attempt
+        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.SaveAttempt
     ) -> None:
         """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
         phases.HERE.report_writer(True)

@@ -210,7 +210,7 @@ class PartError(OSError):
         self.host = host
 
 
-class Attempt(NamedTuple):
+class SaveAttempt(NamedTuple):
     """One attempt to write a checkpoint. It is the same on every rank."""
 
     nonce: str  # of this start of the run
@@ -225,7 +225,7 @@ class Attempt(NamedTuple):
 
 def write(
     final: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
-    files: dict[str, bytes], attempt: Attempt,
+    files: dict[str, bytes], attempt: SaveAttempt,
 ) -> None:  # fmt: skip
     """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
 
@@ -260,7 +260,7 @@ def write(
 
 
 def _write_part(
-    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: Attempt
+    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: SaveAttempt
 ) -> dict[str, Any]:
     """Write the tensors of this rank. Return the size and the hash of each file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
             time.sleep(0.5)
 
 
-def _wait_for_parts(attempt: Attempt) -> dict[int, dict[str, Any]]:
+def _wait_for_parts(attempt: SaveAttempt) -> dict[int, dict[str, Any]]:
     """Return what the other ranks have reported. Raise PartError if a rank is lost.
 
     There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.

@@ -121,8 +121,9 @@ def _verify(path: Path, source: int) -> str:
     views = gather_everywhere(checkpoint_format.identify(path))
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
-        is_needed = this_rank.rank in ranks
-        problem = checkpoint_format.find_problem(path, ranks.index(this_rank.rank), len(ranks)) if is_needed else ""
+        rank = this_rank.rank
+        is_needed = rank in ranks
+        problem = checkpoint_format.find_problem(path, ranks.index(rank), len(ranks)) if is_needed else ""
     return next(filter(None, gather_everywhere(problem)), "")
 
 

@@ -56,16 +56,16 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
 
     Only the ranks of the first of `replicas` copies of the model write. This is a collective.
     """
-    writers = range(this_rank.num_ranks // replicas)
+    writers, rank = range(this_rank.num_ranks // replicas), this_rank.rank
     nonce = broadcast_object(secrets.token_hex(8))
     folder = Path(cfg.output_dir)
-    marks = [folder / f".shared-{nonce}-{rank}" for rank in writers]
+    marks = [folder / f".shared-{nonce}-{writer}" for writer in writers]
     problem = ""
     with together("write to the output folder"):
         if this_rank.is_main:
             _touch(marks[0])
     with together("find the output folder"):
-        if this_rank.rank in writers and not this_rank.is_main:
+        if rank in writers and rank != 0:
             deadline = time.monotonic() + SECONDS_TO_APPEAR
             while not marks[0].exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -73,11 +73,11 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
                 problem = "does not see the folder of the main node"
             else:
                 try:
-                    _touch(marks[this_rank.rank])
+                    _touch(marks[rank])
                 except OSError as error:
                     problem = f"cannot write to it ({error.strerror})"
     facts = gather_everywhere((this_rank.host, problem))
-    for mark in marks if this_rank.is_main else [marks[this_rank.rank]] if this_rank.rank in writers else []:
+    for mark in marks if rank == 0 else [marks[rank]] if rank in writers else []:
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))

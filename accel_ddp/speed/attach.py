@@ -165,7 +165,7 @@ class Speed:
         began = time.monotonic()
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         print_on_main(f"warm-up: compiling the layers (cached in {folder}; --compile off skips this)")
-        micro = self.cfg.split(this_rank.num_ranks)[0]
+        micro = self.cfg.split(self.accelerator.num_processes)[0]
         sharded = is_sharded(self.model)
         with together("compile the layers"):
             batch = self.train.sample(micro, self.accelerator, self.cfg)
@@ -334,7 +334,7 @@ class Speed:
             )
         elif not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
-            group_bytes = math.inf if this_rank.num_ranks == 1 else self.cfg.bucket_cap_mb << 20
+            group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
             self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
             layers.run, layers.on_new_batch = self.graphs.call, self.graphs.discard_pending

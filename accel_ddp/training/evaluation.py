@@ -112,14 +112,14 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
     All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only the main rank does.
     """
     module = accelerator.unwrap_model(model)
-    if not (this_rank.is_main or is_sharded(module)):
+    if not (accelerator.is_main_process or is_sharded(module)):
         return None
     was_training = module.training
     module.eval()
     with gathered(module):
         result = compute(module)
     module.train(was_training)
-    return result if this_rank.is_main else None
+    return result if accelerator.is_main_process else None
 
 
 def broadcast_metrics(metrics: Any) -> dict[str, float]:

@@ -46,7 +46,11 @@ def require_independence(
     Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items, and two more in
     float64 if the results differ slightly.
     """
-    if cfg.split(this_rank.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
+    if (
+        cfg.split(accelerator.num_processes)[0] == 1
+        and getattr(cfg, "eval_batch_size", 1) == 1
+        and cfg.micro_batch_size != "auto"
+    ):
         return  # no text is padded
     if is_sharded(model):  # a collective, and so outside of the block
         reason = _difference_together(accelerator, cfg, model, train, loss_sum)

@@ -32,7 +32,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
     ranks = gather_objects(place | ({"memory": memory} if memory else {}))
     if not ranks:
         return {}
-    micro, count = cfg.split(this_rank.num_ranks)
+    micro, count = cfg.split(accelerator.num_processes)
     return {
         "command": redact_command(sys.argv),
         "ranks": ranks,
@@ -44,7 +44,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
-        **({"sharding": links.sharding.facts(this_rank.num_ranks)} if links.sharding else {}),
+        **({"sharding": links.sharding.facts(accelerator.num_processes)} if links.sharding else {}),
         "model": describe_model(model),
         **({"memory": links.memory} if links.memory else {}),
     }  # fmt: skip
