@@ -30,7 +30,7 @@ def print_on_main(text: str) -> None:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[dict[str, str]]:
-    """Do slow or fragile work (a download, tokenisation) on every rank, each at its own pace. Use no collectives inside.
+    """Do slow or fragile work (a download, tokenization) on every rank, each at its own pace. Use no collectives inside.
 
     No collective is pending meanwhile, so no timeout of the process group runs. Ranks that finish early print which ranks
     they are waiting for. If one rank fails, every rank raises its error. The yielded dictionary must have the same content

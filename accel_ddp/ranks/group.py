@@ -1,4 +1,4 @@
-"""Opens the process group over exactly the ranks that were launched.
+"""The start of the process group, over exactly the ranks that were launched.
 
 Accelerate (1.15) does not: it starts N separate trainings with exit code 0 when launcher, environment and hardware do not match,
 it drops some timeouts, and it has no way to wait for a slow rank without a timeout.

@@ -1,4 +1,4 @@
-"""Attempts of a job: a launcher with `--max_restarts` starts its ranks again, and the new ranks must find each other and the run."""
+"""Attempts of a job: a launcher with `--max_restarts` restarts its ranks, and the new ranks must find each other and the run."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tu
     """Return a store for exactly the processes that are alive now, and what each of them has announced.
 
     The store of a launcher keeps the keys of earlier attempts, which must not be read. TORCHELASTIC_RESTART_COUNT cannot tell
-    attempts apart: it differs between nodes when a launcher is started again. Therefore the process of rank 0 chooses a random
+    attempts apart: it differs between nodes when a launcher is restarted. Therefore the process of rank 0 chooses a random
     id, the others announce themselves under this id, and rank 0 confirms them. A process that has read the id of a dead attempt
     is never confirmed, and reads the next id. A rank that dies before it has acknowledged the confirmation is replaced: rank 0
     then begins again with another id.

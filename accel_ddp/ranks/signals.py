@@ -60,7 +60,7 @@ class IgnoreInWorker:
 
     Slurm, Kubernetes and torchrun signal every process of a rank, and a worker that ended would end the rank with it. An object is
     created in the rank and called in the worker. It holds what the worker needs, because only a forked worker has the state of
-    its rank. Workers must be started inside of `blocked_for_children`.
+    its rank. Start workers inside `blocked_for_children`.
     """
 
     def __init__(self, start_method: str):
@@ -106,7 +106,7 @@ def blocked_for_children() -> Iterator[None]:
     """Block stop signals for processes that are started inside the block (trackers, data workers), which inherit this.
 
     This rank still receives the signals, in the thread of `listen`. wandb's process unblocks SIGTERM and SIGINT again. It has its
-    own session, so that Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
+    own session, so Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
     try:
@@ -243,7 +243,7 @@ def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False)
 
 @contextlib.contextmanager
 def can_save(cfg: TrainConfig) -> Iterator[None]:
-    """Turn signals into a checkpoint and a stop of all ranks inside of the block. Outside of it a signal ends the rank at once."""
+    """Turn signals into a checkpoint and a stop of all ranks inside the block. Outside of it a signal ends the rank at once."""
     ending.stop.can_save, ending.stop.file = True, Path(cfg.output_dir) / "STOP"
     try:
         yield

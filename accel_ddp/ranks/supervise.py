@@ -1,4 +1,4 @@
-"""Runs a recipe's `main` and turns its end into messages on every node and an exit code on every rank."""
+"""The end of a recipe's `main`: messages on every node and an exit code on every rank."""
 
 import atexit
 import contextlib
@@ -134,7 +134,7 @@ def _with_unsaved(failure: Failure) -> Failure:
 
 
 def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
-    """Return the first failure of the run: that of another rank, or the one that `error` describes."""
+    """Return the first failure of the run: another rank's, or the one that `error` describes."""
     if _is_lost_connection(error):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
         # The monitors name the rank that is at fault. A rank that hangs is reported and ended by them too.

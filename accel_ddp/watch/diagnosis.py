@@ -1,8 +1,8 @@
-"""The decision which rank, node or link is at fault when a run does not progress, from what the monitors have observed.
+"""The rules that decide which rank, node or link is at fault when a run does not progress.
 
-`Judge.RULES` is a list of rules, from the most certain to the least certain kind of fault. The first rule that finds something
-decides, because whatever else does not progress waits for it. A fault is reported early and ends the run late: many faults end by
-themselves.
+`Judge.RULES` lists them from the most certain to the least certain kind of fault. The first rule that finds something in what the
+monitors have observed decides, because whatever else does not progress waits for it. A fault is reported early and ends the run
+late: many faults end by themselves.
 """
 
 import functools
@@ -155,7 +155,7 @@ class _Scene:
         return self.stacks.get(r.rank, Stack()).is_in_collective()
 
     def may_wait(self, r: RankView) -> bool:
-        """Return whether a rank may wait for another one, so that its own delay proves nothing."""
+        """Return whether a rank may wait for another one. Its own delay then proves nothing."""
         return r.phase in phases.WAITING or self.is_in_collective(r)
 
     @functools.cached_property

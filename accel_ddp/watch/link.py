@@ -97,7 +97,7 @@ def _remove_stale_folders(parent: Path) -> None:
 
 
 class Link:
-    """Sends messages to the monitor, and passes those of the monitor to `on_message`, in a thread."""
+    """The connection of a rank to the monitor of its node. A thread passes the monitor's messages to `on_message`."""
 
     def __init__(self, address: MonitorAddress, rank: int, heartbeat: Heartbeat, on_message: Callable[[dict[str, Any]], None],
                  on_lost: Callable[[], None]):  # fmt: skip
@@ -115,7 +115,7 @@ class Link:
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self._pid:  # a data worker, which is a fork, would mix its bytes with those of its rank
+        if os.getpid() != self._pid:  # a data worker, which is a fork, would mix its bytes with the rank's
             return
         with self._lock, contextlib.suppress(OSError):  # the monitor is lost
             self._socket.sendall(json.dumps(message).encode() + b"\n")

@@ -1,6 +1,6 @@
 """What a monitor can learn about a process from outside: its state, how it ended, whether the kernel killed it, and its stack.
 
-faulthandler prints the Python stack of a rank that does not progress from inside of the rank, at the C level, so a rank that waits
+faulthandler prints the Python stack of a rank that does not progress from inside the rank, at the C level, so a rank that waits
 in a collective or holds the GIL prints it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
 """
 
@@ -100,7 +100,7 @@ def _cgroup_files(pid: int) -> list[Path]:
             if not controllers:
                 roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
             for root in roots:
-                # In a container the path may be that of the host, and the root is then the cgroup of the container.
+                # In a container the path may be the host's, and the root is then the cgroup of the container.
                 for folder in dict.fromkeys((Path(root + path), Path(root))):
                     files += [folder / name for name in ("memory.events", "memory.oom_control") if (folder / name).exists()]
     return files
@@ -150,7 +150,7 @@ class Stack(list[str]):
     collective = ""  # the last collective that the rank has started, for example "all_reduce number 45"
 
     def is_in_collective(self) -> bool:
-        """Return whether the innermost frames are those of a collective, or of a backward pass, in which DDP runs collectives."""
+        """Return whether the innermost frames belong to a collective, or to a backward pass, in which DDP runs collectives."""
         return bool(self) and any(part in self[0] for part in (*_COLLECTIVES, _BACKWARD))
 
     def name_of_collective(self) -> str:

@@ -186,7 +186,7 @@ class Slowness:
             self._reset()
             samples = self.samples[rank]
         if not any(times[1:]):
-            samples.clear()  # the first step may be that of a checkpoint
+            samples.clear()  # the first step may be a checkpoint's
         if not samples or times.step > samples[-1].step:
             samples.append(times)
             if self.first is None and all(each and any(each[-1][1:]) for each in self.samples):
