@@ -28,8 +28,8 @@ from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
 from accel_ddp.ranks import group, reporting, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
-from accel_ddp.ranks.liveness import report_claimed, report_output_dir
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending, links, this_rank
+from accel_ddp.ranks.reporting import report_claimed, report_output_dir
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
@@ -46,30 +46,30 @@ def start(cfg: TrainConfig) -> Accelerator:
     reporting.configure()
     supervise_program(cfg)
     _check_accelerate_config()
-    process.sharding = process.sharding or take_plan(process.num_ranks)
-    if process.sharding:
+    links.sharding = links.sharding or take_plan(this_rank.num_ranks)
+    if links.sharding:
         cfg.validate_sharded()  # for a program without `run`
-        cfg.gradient_checkpointing = cfg.gradient_checkpointing or process.sharding.activation_checkpointing
+        cfg.gradient_checkpointing = cfg.gradient_checkpointing or links.sharding.activation_checkpointing
     launcher.check_requested_world()
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _tracker_names(cfg)
-    cfg.split(process.num_ranks)
+    cfg.split(this_rank.num_ranks)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
-    if process.num_ranks > 1:
+    if this_rank.num_ranks > 1:
         use_gpu = group.connect(cfg, precision)
     else:
         group.connect_to_launcher()
         group.watch_single_rank(cfg)
     phases.enter(LOAD)
     _check_device(cfg, precision, use_gpu)
-    choose_ranks(cfg.profile_ranks, process.num_ranks)  # raises UserError if one of them does not exist
+    choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
     _configure_torch(cfg, use_gpu, precision)
     _choose_output_dir(cfg, trackers)
     share_terminal(cfg)
-    if process.num_ranks == 1:
+    if this_rank.num_ranks == 1:
         # Accelerate would create a process group for one rank of torchrun, and wrap its model with DDP on a CPU.
         os.environ.pop("LOCAL_RANK", None)
     hook = {"none": "no", "powersgd": "power_sgd"}.get(cfg.comm_hook, cfg.comm_hook)  # Accelerate's names
@@ -94,13 +94,13 @@ def start(cfg: TrainConfig) -> Accelerator:
             )
         ],
     )
-    if accelerator.num_processes != process.num_ranks:
+    if accelerator.num_processes != this_rank.num_ranks:
         raise UserError(
-            f"The launcher started {process.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
+            f"The launcher started {this_rank.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
     print_on_main(_describe(cfg, accelerator, precision))
-    if precision == "bf16" and not use_gpu and process.is_main and not _cpu_has_bf16():
+    if precision == "bf16" and not use_gpu and this_rank.is_main and not _cpu_has_bf16():
         logger.warning(
             "Mixed precision bf16 is slow on this CPU, which has no instructions for bf16. A step can take 100 times as long as with "
             "--mixed_precision no."  # 7.1 instead of 0.054 s for each text of the classify recipe on Neoverse N1 cores
@@ -118,9 +118,9 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool, precision: str) -> None:
             # oneDNN uses the Arm Compute Library here. For the small matrices of attention it takes 9 times as long as OpenBLAS, and
             # for large ones as long or longer. all-MiniLM-L6-v2 trains 1.5 times as fast without it on 2 Neoverse N1 cores.
             torch.backends.mkldnn.enabled = False
-    if threads := cfg.num_threads if use_gpu else choose_num_threads(cfg.num_threads, process.local_ranks):
+    if threads := cfg.num_threads if use_gpu else choose_num_threads(cfg.num_threads, this_rank.local_ranks):
         torch.set_num_threads(threads)
-        if not use_gpu and process.num_ranks > 1:
+        if not use_gpu and this_rank.num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # without it Accelerate sets another number, after a warning
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
@@ -146,28 +146,28 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     before = _find_earlier_folder(given)
     before, cfg.resume = broadcast_object((before, restart_record.resume_of_restart(cfg, before)))
     if not before:
-        process.earlier_run = {}
+        links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
     report_output_dir(cfg.output_dir)
     with together("open the output folder"):
-        cfg.check_installed(is_sharded=process.sharding is not None)
+        cfg.check_installed(is_sharded=links.sharding is not None)
         if cfg.resume and not (given or before):
             raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
-        if process.is_main:  # only the main rank writes there; on other nodes the folder need not exist
+        if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
-            process.run_folder_lock = run_folder.claim(cfg)
+            ending.run_folder_lock = run_folder.claim(cfg)
             report_claimed()
             _check_hub_token(cfg)
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)
     restart_record.begin_attempt(cfg)
-    if process.sharding:
-        run_folder.require_shared(cfg, process.sharding.replicas)
+    if links.sharding:
+        run_folder.require_shared(cfg, links.sharding.replicas)
 
 
 def _find_earlier_folder(given: str) -> str:
     """Return the folder of the attempt before this one, or "" if there is none or the user has typed another folder."""
-    before, absolute = process.earlier_run.get("output_dir", ""), process.earlier_run.get("absolute", "")
+    before, absolute = links.earlier_run.get("output_dir", ""), links.earlier_run.get("absolute", "")
     if given not in ("", before):
         return given if os.path.abspath(given) == absolute else ""
     # A main node that was started again may have another working directory, in which a relative path is another folder.
@@ -192,7 +192,7 @@ def _tracker_names(cfg: TrainConfig) -> list[str]:
 def _check_trackers(names: list[str]) -> None:
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"--report_to {name}: the package is not installed on {process.host}. Run: pip install {name}")
+            raise UserError(f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}")
 
 
 def _check_hub_token(cfg: TrainConfig) -> None:
@@ -202,26 +202,26 @@ def _check_hub_token(cfg: TrainConfig) -> None:
 
         if not get_token():
             raise UserError(
-                f"--push_to_hub {cfg.push_to_hub}: {process.host} has no Hub token. Run `hf auth login`, or set HF_TOKEN."
+                f"--push_to_hub {cfg.push_to_hub}: {this_rank.host} has no Hub token. Run `hf auth login`, or set HF_TOKEN."
             )
 
 
 def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     """Return the batch arithmetic of the run."""
-    micro, count = cfg.split(process.num_ranks)
+    micro, count = cfg.split(this_rank.num_ranks)
     split = f"{micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    text = f"{cfg.global_batch_size} items per step = {describe_ranks(process.nodes)} x {split}"
+    text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
     text += f"   ({device}; mixed precision: {precision})"
-    if process.sharding:
-        text += f"\n{process.sharding.describe(process.num_ranks, 'GPU' if on_gpu else 'rank')}"
+    if links.sharding:
+        text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    if len(process.nodes) > 1 and not is_tuned and not process.sharding:
+    if len(links.nodes) > 1 and not is_tuned and not links.sharding:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     return text
@@ -243,7 +243,7 @@ def _check_device(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
         raise UserError(
             f"--mixed_precision bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16."
         )
-    if precision == "fp16" and process.sharding:
+    if precision == "fp16" and links.sharding:
         raise UserError("The accelerate config has mixed_precision: fp16, which cannot be combined with FSDP here. Use bf16.")
     if precision == "fp16" and not use_gpu:
         raise UserError("--mixed_precision fp16 needs a GPU. On a CPU Accelerate would train in float32. Use bf16 or no.")
@@ -256,8 +256,8 @@ def _check_device(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
         )
     if cfg.sync_batchnorm and not use_gpu:
         raise UserError("--sync_batchnorm needs GPUs, because torch has no CPU version of it. Leave it out.")
-    if cfg.static_graph and cfg.split(process.num_ranks)[1] > 1 and process.num_ranks > 1:
+    if cfg.static_graph and cfg.split(this_rank.num_ranks)[1] > 1 and this_rank.num_ranks > 1:
         raise UserError(
             "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
-            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // process.num_ranks}, or leave it out."
+            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."
         )

@@ -18,7 +18,7 @@ from accel_ddp.nodes.terminal import connect_output
 from accel_ddp.nodes.topology import is_local_main
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.failures import write_error_file
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.redaction import redact
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
@@ -34,7 +34,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     has_valid_options = False
     try:
         cfg = parse_config(cls)
-        if read_plan(os.environ, process.num_ranks):
+        if read_plan(os.environ, this_rank.num_ranks):
             cfg.validate_sharded()
         has_valid_options = True
         cluster.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
@@ -55,7 +55,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     # Let idle OpenMP threads sleep instead of spin. On cores that are shared with other processes this is 3 times as fast (20
     # instead of 6 items/s beside one other process). On free cores it is 10 % slower. torch reads it when it is imported below.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    set_num_threads(cfg.num_threads, process.local_ranks)
+    set_num_threads(cfg.num_threads, this_rank.local_ranks)
     # When the main node is lost, torch's store prints pages of C++ frames as warnings. Errors are still printed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

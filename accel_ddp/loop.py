@@ -23,7 +23,7 @@ from accel_ddp.phases import CHECK, COMPILE, DATA, DEVICE, END, HOOKS, LOAD, MET
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Exit, Moment, ending
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -323,8 +323,8 @@ class TrainingRun:
         self.report_saves()
         reason = signals.gather_reason() if self.is_stopping else ""
         self._report_end(reason)
-        if self.is_stopping or not process.stop.pid:  # a program without `run` continues after `fit`
-            process.close_trackers(is_stopped=self.is_stopping)
+        if self.is_stopping or not ending.stop.pid:  # a program without `run` continues after `fit`
+            ending.run(Moment.TRACKERS, Exit.STOPPED if self.is_stopping else Exit.FINISHED)
         if self.is_stopping:
             broadcast_object(None, what="close its trackers")  # the launcher ends all ranks as soon as the first one is gone
             signals.remove_stop_file(self.cfg.output_dir)
@@ -333,7 +333,7 @@ class TrainingRun:
             unsaved = f"the run is complete, but {unsaved}."
         else:
             self._print_best()
-        process.unsaved = unsaved
+        ending.unsaved = unsaved
         self.ema.apply()
         return Outcome(self.metrics, self.step, unsaved)
 

@@ -165,3 +165,57 @@ def test_matrix_products_use_every_core_unless_the_user_has_set_the_threads(tmp_
     ]
     cores = str(len(os.sched_getaffinity(0)))
     assert found == [(cores, cores), ("1", "1"), ("1", "1")]
+
+
+WAITS = """
+import os, time
+import torch.distributed as dist
+from accel_ddp.errors import UserError
+from accel_ddp.ranks import agreement
+from accel_ddp.ranks.process import links, this_rank
+
+class Counted:
+    def __init__(self, store):
+        self.store, self.asked = store, 0
+
+    def check(self, keys):
+        self.asked += 1
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+is_first = this_rank.is_main
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, is_master=is_first, wait_for_workers=False)
+dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=this_rank.rank, world_size=2)
+links.store, links.slow_group = Counted(dist.PrefixStore("messages", store)), dist.group.WORLD
+for number in range(6):
+    assert agreement.broadcast_object(number if is_first else None) == number
+kept = [number for number in range(1, 7) if links.store.check([f"wait/{number}/{this_rank.rank}"])]
+with agreement.together("compare") as facts:
+    facts["files"] = "the same"
+links.store.asked = 0
+time.sleep(0 if is_first else 2)
+began = time.monotonic()
+agreement.broadcast_object(None)
+print(f"kept {kept}, asked {links.store.asked} times in {time.monotonic() - began:.1f} s")
+try:
+    with agreement.together("load"):
+        if not is_first:
+            time.sleep(1)
+            raise UserError("this file is damaged")
+except UserError as error:
+    print(f"raised: {error}", flush=True)
+    os._exit(0)  # at once, so that the other rank loses its connection
+"""
+
+
+def test_waits_leave_no_keys_and_ask_the_store_rarely_and_an_error_of_one_rank_reaches_all(tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    ended = run_ranks(2, tmp_path / "waits.py").well()
+    for text in ended.texts:
+        assert "kept [5, 6]," in text
+        assert text.count("raised: this file is damaged") == 1
+    asked, seconds = re.search(r"asked (\d+) times in (\S+) s", ended.texts[0]).groups()
+    assert float(seconds) > 1.5
+    assert 1 <= int(asked) < 80, "200 times, if it asks every 10 ms"

@@ -18,7 +18,7 @@ from accel_ddp.memory import at_start, estimate_command, step_trace
 from accel_ddp.memory.estimate import GIB, Estimator, fits, needed
 from accel_ddp.memory.fake_model import count_states
 from accel_ddp.nodes.sharding_plan import ShardingPlan
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links
 from accel_ddp.training import optim
 from accel_ddp.training.ema import Ema
 from tests.conftest import ROOT
@@ -149,14 +149,14 @@ def test_a_model_that_does_not_fit_is_refused_with_what_to_change(estimator):
 
 
 def test_a_run_prints_the_estimate_and_its_random_numbers_stay_the_same(model, estimator, monkeypatch, capsys, caplog):
-    monkeypatch.setattr(process, "memory", {})
+    monkeypatch.setattr(links, "memory", {})
     accelerator = Accelerator(cpu=True)
     numbers = lambda: (torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     fitting, large = sft(model, "--gpu_memory_gb", "80"), sft(model, "--gpu_memory_gb", "1")
     before = numbers()
     at_start.report(accelerator, fitting, CAUSAL)
     assert capsys.readouterr().out.startswith("memory per GPU: ")
-    assert process.memory["weights"] == estimator.estimate(1).weights
+    assert links.memory["weights"] == estimator.estimate(1).weights
     assert numbers() == before
     caplog.set_level("INFO")
     for cfg, name in ((sft(model), CAUSAL), (large, ""), (large, "None")):

@@ -1,5 +1,6 @@
 """What a run records about its machine and its warnings: right values, no cost, no exception, no hang of forked workers, and an end."""
 
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -121,18 +122,15 @@ def test_lines_about_1000_ranks_are_rare_and_include_all_steps(tmp_path):
         assert all(len(line["data"]) == ranks and line["system"] == {} for line in lines)
 
 
-def test_the_sum_of_all_ranks_contains_the_sample_of_each():
-    from accel_ddp.ranks.process import process
-    from accel_ddp.training.update import _append_sample
+def test_the_sum_of_all_ranks_contains_the_sample_of_each(monkeypatch):
+    from accel_ddp.ranks.process import this_rank
+    from accel_ddp.training import update
 
     numbers, total = torch.tensor([8.0, 0.0, 0.0, 0.0], dtype=torch.float64), 0
     samples = [RankSample(7.0, *[rank + 0.5] * 6, *[math.nan] * 5, 1.0, 2.0, 0.5) for rank in range(3)]
-    before = process.rank
-    try:
-        for process.rank, sample in enumerate(samples):
-            total = total + _append_sample(numbers, sample, 3)
-    finally:
-        process.rank = before
+    for rank, sample in enumerate(samples):
+        monkeypatch.setattr(update, "this_rank", dataclasses.replace(this_rank, rank=rank))
+        total = total + update._append_sample(numbers, sample, 3)
     assert total[:4].tolist() == [24.0, 0.0, 0.0, 0.0]
     assert str(split_samples(total[4:].tolist())) == str(samples), "compared as text, because NaN differs from itself"
 
@@ -141,20 +139,20 @@ def test_warnings_of_the_library_are_incidents_and_reports_of_waits_are_not(tmp_
     import logging
 
     from accel_ddp.ranks import reporting
-    from accel_ddp.ranks.process import process
+    from accel_ddp.ranks.process import ending, links
     from accel_ddp.ranks.reporting import warn_on_main
     from accel_ddp.records.incidents import IncidentWriter, read_incidents
 
-    monkeypatch.setattr(process, "incidents", IncidentWriter())
+    monkeypatch.setattr(links, "incidents", IncidentWriter())
     reporting.configure()
     logging.getLogger("accel_ddp.speed.attach").warning("the layers cannot be compiled: %s", "no compiler")
     with (tmp_path / ".lock").open("w") as lock:  # before, the folder may belong to another run
-        monkeypatch.setattr(process, "run_folder_lock", lock)
+        monkeypatch.setattr(ending, "run_folder_lock", lock)
         logging.getLogger("accel_ddp.ranks.agreement").warning("waiting for rank 1 to load (10 s)")
         logging.getLogger("accel_ddp.tasks.metrics").warning("--metrics f1: is NaN")
         logging.getLogger("accel_ddp.tasks.metrics").info("a detail")
         warn_on_main("--padding_free on is not possible.", "FALLBACK", step=3)
-    process.incidents.close()
+    links.incidents.close()
     assert [(one.level, one.kind, one.text, one.step) for one in read_incidents(tmp_path)] == [
         ("warning", "FALLBACK", "the layers cannot be compiled: no compiler", -1),
         ("warning", "WARNING", "--metrics f1: is NaN", -1),

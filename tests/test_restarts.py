@@ -392,12 +392,12 @@ def test_a_restart_goes_back_to_resume_path_only_if_the_job_has_no_newer_checkpo
 
 def test_the_folder_of_a_restart_is_that_of_the_attempt_before(tmp_path, monkeypatch):
     from accel_ddp.accelerator import _find_earlier_folder
-    from accel_ddp.ranks.process import process
+    from accel_ddp.ranks.process import links
 
     monkeypatch.chdir(tmp_path)
     assert _find_earlier_folder("runs/a") == "", "no restart"
     absolute = str(tmp_path / "runs" / "a")
-    monkeypatch.setattr(process, "earlier_run", {"output_dir": "runs/a", "absolute": absolute})
+    monkeypatch.setattr(links, "earlier_run", {"output_dir": "runs/a", "absolute": absolute})
     assert _find_earlier_folder("") == _find_earlier_folder("runs/a") == "runs/a"
     assert _find_earlier_folder(absolute) == absolute
     assert _find_earlier_folder("runs/b") == "", "the user has typed another folder"

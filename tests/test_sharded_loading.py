@@ -1,5 +1,6 @@
 """Each rank of a sharded run reads only its rows of a pretrained model, and all weights are those of a run without sharding."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 import transformers
 
 from accel_ddp.nodes.sharding_plan import ShardingPlan
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
+from accel_ddp.training import sharding
 from accel_ddp.training.sharding import own_rows
 from tests.conftest import PROGRAMS, run_ranks
 
@@ -110,11 +112,10 @@ def test_all_ranks_refuse_a_model_that_one_of_them_cannot_read_or_that_cannot_be
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_rows_of_a_rank_are_those_that_torch_gives_it(ranks, monkeypatch):
-    monkeypatch.setattr(process, "num_ranks", 2 * ranks)
     for length in (1, 2, 7, 8, 100):
         chunks = torch.arange(length).chunk(ranks)
         for rank in range(2 * ranks):
-            monkeypatch.setattr(process, "rank", rank)
+            monkeypatch.setattr(sharding, "this_rank", dataclasses.replace(this_rank, rank=rank, num_ranks=2 * ranks))
             begin, end = own_rows(length, ShardingPlan(replicas=2))
             expected = chunks[rank % ranks].tolist() if rank % ranks < len(chunks) else []
             assert [*range(begin, end)] == expected

@@ -264,8 +264,8 @@ def test_a_data_worker_ends_if_its_rank_is_killed_before_the_worker_starts():
     code = """
 import os, time
 from accel_ddp.ranks import signals
-from accel_ddp.ranks.process import process
-process.stop.pid = os.getpid()
+from accel_ddp.ranks.process import ending
+ending.stop.pid = os.getpid()
 ignore = signals.IgnoreInWorker("fork")
 if os.fork() == 0:
     time.sleep(0.5)

@@ -18,7 +18,7 @@ import pytest
 
 from accel_ddp.observe import tracker_thread, trackers
 from accel_ddp.observe.tracker_kinds import Tracker, as_markdown, as_rows, draw_matrix
-from accel_ddp.ranks.process import process as this_process
+from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.records import redaction
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample
@@ -170,7 +170,8 @@ def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monke
     thread.put(tracker_thread.Call("import", tracker.load))
     while thread.calls:
         time.sleep(0.01)
-    monkeypatch.setattr(this_process, "wait_for_imports", lambda: tracker_thread.wait_for_imports([thread]))
+    monkeypatch.setattr(ending, "callbacks", [])
+    ending.add(Moment.FORK, thread, lambda seconds: tracker_thread.wait_for_imports([thread], seconds), (60, 60, 60))
     loader = DataLoader(ImportsInWorker(), num_workers=1, multiprocessing_context="fork", timeout=90)
     with starting_workers(loader):
         assert next(iter(loader)).item() == 7

@@ -355,3 +355,38 @@ def test_a_compilation_in_the_middle_of_a_step_is_published():
             assert phases.HERE.phase == phases.FORWARD
         compiled(torch.ones(2, 2))
     assert seen == [phases.COMPILE, phases.FORWARD]
+
+
+def test_a_message_that_cannot_be_handled_does_not_end_the_connection_of_a_node(capfd):
+    import asyncio
+
+    from accel_ddp.watch.link import Peers
+
+    async def exchange() -> tuple[list[dict], bool]:
+        received = []
+
+        def handle(node: int, message: dict) -> None:
+            received.append(message["value"])
+
+        server = await asyncio.start_server(lambda *streams: first.accept(*streams), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        roster = [{"node": node, "host": f"node{node}", "address": "127.0.0.1", "port": port} for node in range(2)]
+        first, second = Peers(0, roster, b"token", handle), Peers(1, roster, b"token", handle)
+        second.start()
+        while not second.peers[0].writers:
+            await asyncio.sleep(0.01)
+        for message in ({"value": 1}, {}, {}, {"value": 2}):
+            second.send(0, message)
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if len(received) == 2:
+                break
+        is_open = bool(first.peers[1].writers) and not first.peers[1].closed_at
+        await second.close()
+        await first.close()
+        server.close()
+        return received, is_open
+
+    assert asyncio.run(exchange()) == ([1, 2], True)
+    expected = "warning: a message of the monitor of node1 cannot be handled: KeyError: 'value'\n"
+    assert capfd.readouterr().err.count(expected) == 1

@@ -17,7 +17,7 @@ from accel_ddp.exporting.export_files import card, find_names, public_name, publ
 from accel_ddp.phases import EXPORT
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.agreement import print_on_main, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending, this_rank
 from accel_ddp.ranks.shards import class_name, is_sharded
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, resume
@@ -75,7 +75,7 @@ def at_the_end(
     gathers it.
     """
     sharded = is_sharded(model)
-    if sharded and process.unsaved:
+    if sharded and ending.unsaved:
         print_on_main("The model is not exported, because its last checkpoint could not be written.")
         return
     with phases.phase(EXPORT), together("export the model"):
@@ -83,7 +83,7 @@ def at_the_end(
             return
         folder = Path(cfg.output_dir) / FOLDER
         config = redact_values(as_plain_dict(cfg))
-        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": process.num_ranks}
+        facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": accelerator.num_processes}
         merge = getattr(cfg, "merge_adapters", "auto")
         weights = _weights_of(_last_checkpoint(cfg), cfg.ema_decay > 0) if sharded else model
         _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
@@ -99,7 +99,7 @@ def _last_checkpoint(cfg: TrainConfig) -> Path:
     there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
     if not there:
         raise UserError(
-            f"--output_dir {cfg.output_dir} contains no checkpoint on {process.host}, so that no model can be exported."
+            f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}, so that no model can be exported."
         )
     return there[-1]
 
@@ -321,8 +321,8 @@ def _write(
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):
             raise UserError(
-                f"{folder}: the model could not be written on {process.host}: {error}. Free some space, and export a checkpoint with: "
-                f"accel-ddp export {folder.parent} FOLDER"
+                f"{folder}: the model could not be written on {this_rank.host}: {error}. Free some space, and export a checkpoint "
+                f"with: accel-ddp export {folder.parent} FOLDER"
             ) from error
         raise
 

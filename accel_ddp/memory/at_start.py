@@ -15,7 +15,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggestion, fits, needed
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 
 log = logging.getLogger(__name__)
 STATES = ("weights", "gradients", "optimizer", "averages", "gathered")
@@ -52,7 +52,7 @@ def report(accelerator: Accelerator, cfg: TrainConfig, model_class: str) -> None
             accelerator.mixed_precision, cfg, model_class, min(size for size, _ in rooms), min(free for _, free in rooms)
         )
     found = broadcast_object(found, what="estimate the memory of the model")
-    process.memory = found.facts
+    links.memory = found.facts
     if found.text:
         print_on_main(found.text)
     if found.refusal:
@@ -76,8 +76,8 @@ def _judge(precision: str, cfg: TrainConfig, model_class: str, size: float, free
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            estimator = Estimator(cfg, model_class, precision, len(process.nodes))
-            return judge(estimator, process.num_ranks, process.sharding, size, free)
+            estimator = Estimator(cfg, model_class, precision, len(links.nodes))
+            return judge(estimator, this_rank.num_ranks, links.sharding, size, free)
     except UserError:
         return Verdict()  # loading the model reports it
     except Exception as error:  # an unusual model, which may train nevertheless

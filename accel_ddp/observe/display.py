@@ -14,7 +14,7 @@ from typing import Any
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, can_draw
 from accel_ddp.observe.progress import Renderer, State, shows_unicode
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Moment, ending, links, this_rank
 from accel_ddp.records.redaction import redact
 
 _MOST_WAITING = 1 << 20  # bytes that a terminal has not taken yet
@@ -178,6 +178,7 @@ class TerminalStream:
 
 # The live panel of the main rank: opened by `start`, closed when the process ends, however it ends.
 _SOONEST, _LATEST = 0.25, 2.0  # seconds between two frames
+CLOSE_SECONDS = 10.0, 2.0, 2.0  # for a terminal that takes no output, after a run that is finished, stopped or failed
 _SHARE = 0.002  # of the time of one processor core that the frames may use; it determines how often they are drawn
 
 
@@ -186,15 +187,16 @@ def share_terminal(cfg: TrainConfig) -> None:
 
     A notebook has no terminal, and neither has a pipe. In these, in an interactive Python, and where CI is set, lines are printed.
     """
-    if process.display is not None:
-        process.display.begin(cfg)
+    if display := ending.find(Moment.MESSAGES):
+        display.begin(cfg)
     elif _is_one_terminal():
-        if not process.is_main:
-            if process.node == 0 and not isinstance(sys.stdout, SharedStream):
+        if not this_rank.is_main:
+            if links.node == 0 and not isinstance(sys.stdout, SharedStream):
                 sys.stdout, sys.stderr = SharedStream(sys.stdout), SharedStream(sys.stderr)
         elif is_wanted():
             with contextlib.suppress(OSError):  # the terminal belongs to another user, for example after `su`
-                process.display = Display(cfg)
+                display = Display(cfg)
+                ending.add(Moment.MESSAGES, display, display.close, CLOSE_SECONDS)
 
 
 def _is_one_terminal() -> bool:
@@ -256,6 +258,7 @@ class Display:
             if self._stop.is_set() or os.getpid() != self.terminal.pid:
                 return
             self._stop.set()
+        ending.remove(self)
         if threading.current_thread() is not self.thread:
             self.thread.join(1)
         for handler, stream in self._handlers:

@@ -18,7 +18,7 @@ from accel_ddp.config import option_values
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
@@ -35,7 +35,8 @@ class Progress(Hook):
     @property
     def state(self) -> "State | None":
         """What the panel shows. None: there is no panel."""
-        return process.display.state if process.display else None
+        display = ending.find(Moment.MESSAGES)
+        return display.state if display else None
 
     def on_describe(self, facts):
         self.num_items = facts.get("items", 0)
@@ -74,8 +75,8 @@ class Progress(Hook):
             self._begin_steps()
 
     def on_end(self, step, summary):
-        if process.display:
-            process.display.finish("stopped" if "stopped" in summary else "done")
+        if display := ending.find(Moment.MESSAGES):
+            display.finish("stopped" if "stopped" in summary else "done")
         before, after = self.evaluations.get(0, {}), self.evaluations.get(step, {})
         both = {name: (before[name], after[name]) for name in after if name in before}
         if step and both:

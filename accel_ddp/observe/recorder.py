@@ -24,7 +24,7 @@ from accel_ddp.observe.trace_analysis import analyse
 from accel_ddp.observe.traces import WAIT, Clock, name_of_step
 from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split, Timing
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.training.hook import Hook
 
 # Measures how far the clocks of hosts differ, so that traces of several hosts can be shown on one time axis.
@@ -37,7 +37,7 @@ def kernel_id() -> str:
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
-        return process.host
+        return this_rank.host
 
 
 def measure_clock(
@@ -56,14 +56,14 @@ def measure_clock(
             continue
         message = torch.zeros(1, dtype=torch.int64)
         for trip in range(round_trips):
-            if process.is_main:
-                dist.recv(message, rank, group=process.slow_group)
+            if this_rank.is_main:
+                dist.recv(message, rank, group=links.slow_group)
                 message[0] = now()
-                dist.send(message, rank, group=process.slow_group)
-            elif process.rank == rank:
+                dist.send(message, rank, group=links.slow_group)
+            elif this_rank.rank == rank:
                 sent = now()
-                dist.send(message, 0, group=process.slow_group)
-                dist.recv(message, 0, group=process.slow_group)
+                dist.send(message, 0, group=links.slow_group)
+                dist.recv(message, 0, group=links.slow_group)
                 received = now()
                 found = Clock(int(message) - (sent + received) / 2, (received - sent) / 2)
                 best = found if not trip or found.accuracy < best.accuracy else best
@@ -88,9 +88,9 @@ def collect_files(ranks: list[int], sizes: dict[int, list[int]], mine: list[Path
     """
     problems = []
     for rank in ranks:
-        if rank == 0 or process.rank not in (0, rank):
+        if rank == 0 or this_rank.rank not in (0, rank):
             continue
-        if process.rank == rank:
+        if this_rank.rank == rank:
             for path in mine:
                 _send(path)
         else:
@@ -110,9 +110,9 @@ def _send(path: Path) -> None:
                 data = file.read(expected)
             is_complete = is_complete and len(data) == expected
             chunk = torch.frombuffer(bytearray(data.ljust(expected, b"\0")), dtype=torch.uint8)
-            dist.send(chunk, 0, group=process.slow_group)
+            dist.send(chunk, 0, group=links.slow_group)
             phases.HERE.beat()
-    dist.send(torch.tensor([int(is_complete)]), 0, group=process.slow_group)
+    dist.send(torch.tensor([int(is_complete)]), 0, group=links.slow_group)
 
 
 def _receive(rank: int, size: int, path: Path) -> str:
@@ -124,7 +124,7 @@ def _receive(rank: int, size: int, path: Path) -> str:
         problem = f"{path} cannot be written: {error.strerror}"
     for at in range(0, size, CHUNK):
         chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
-        dist.recv(chunk, rank, group=process.slow_group)
+        dist.recv(chunk, rank, group=links.slow_group)
         phases.HERE.beat()
         if file is not None and not problem:
             try:
@@ -132,7 +132,7 @@ def _receive(rank: int, size: int, path: Path) -> str:
             except OSError as error:
                 problem = f"{path} cannot be written: {error.strerror}"
     status = torch.zeros(1, dtype=torch.int64)
-    dist.recv(status, rank, group=process.slow_group)
+    dist.recv(status, rank, group=links.slow_group)
     if file is not None:
         try:
             file.close()
@@ -199,8 +199,8 @@ def start_recorder(run: Any, model: dict[str, Any]) -> "Recorder | None":
 
 def profiled_ranks(cfg: TrainConfig) -> list[int]:
     """Return the ranks of `--profile_ranks`. Raise UserError on every rank if one of them does not exist."""
-    firsts = [sum(count for _, count in process.nodes[:node]) for node in range(len(process.nodes))]
-    return choose_ranks(cfg.profile_ranks, process.num_ranks, firsts)
+    firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
+    return choose_ranks(cfg.profile_ranks, this_rank.num_ranks, firsts)
 
 
 class Recorder(Hook):
@@ -215,7 +215,7 @@ class Recorder(Hook):
         self.on_gpu = run.accelerator.device.type == "cuda"
         self.precision = run.accelerator.mixed_precision
         self.ranks = profiled_ranks(self.cfg)
-        self.records = process.rank in self.ranks
+        self.records = this_rank.rank in self.ranks
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
         self.problem = ""  # why this rank records nothing
@@ -309,7 +309,7 @@ class Recorder(Hook):
                 profiler, self.problem = None, f"torch.profiler cannot stop: {error}"
             clock = between(self.clock, measure_clock(self.ranks))
             zero = min(gather_everywhere(self.began + clock.offset)) - BEFORE
-            mine: dict[str, Any] = {"rank": process.rank, "host": process.host, "node": process.node}
+            mine: dict[str, Any] = {"rank": this_rank.rank, "host": this_rank.host, "node": links.node}
             files: list[Path] = []
             try:
                 if profiler is not None:
@@ -334,7 +334,7 @@ class Recorder(Hook):
         trace = traces.read_trace(plain)
         plain.unlink()
         traces.write_trace(own, trace)
-        traces.write_fragment(fragment, traces.align(trace, traces.Place(process.rank, process.host), clock, zero))
+        traces.write_fragment(fragment, traces.align(trace, traces.Place(this_rank.rank, this_rank.host), clock, zero))
         analysis = analyse(trace)
         if self.on_gpu and analysis["kind"] != "gpu":
             raise RuntimeError("torch.profiler has recorded no kernel. Another profiler (nsys, DCGM) may use the GPU's counters")
@@ -379,10 +379,10 @@ class Recorder(Hook):
 
     def _summarize(self, folder: Path, recorded: list[dict[str, Any]], fragments: list[Path]) -> None:
         recorded = [{name: value for name, value in one.items() if name not in ("sizes", "problem")} for one in recorded]
-        micro, count = self.cfg.split(process.num_ranks)
+        micro, count = self.cfg.split(this_rank.num_ranks)
         options = {name: getattr(self.cfg, name) for name in profile_summary.OPTIONS if hasattr(self.cfg, name)}
         run = {
-            "steps": [self.window.first, self.window.last], "num_ranks": process.num_ranks, "num_nodes": len(process.nodes),
+            "steps": [self.window.first, self.window.last], "num_ranks": this_rank.num_ranks, "num_nodes": len(links.nodes),
             "device": torch.cuda.get_device_name() if self.on_gpu else "CPU", "precision": self.precision,
             "micro_batch_size": micro, "accumulation": count, "options": options, **self.model,
         }  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from accel_ddp.observe.tracker_kinds import Tracker
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending
 from accel_ddp.ranks.reporting import record
 from accel_ddp.records.redaction import redact
 
@@ -69,7 +69,7 @@ class TrackerThread:
 
     def _call_again_and_again(self) -> None:
         # The processes that a tracker starts inherit this. They must outlive a signal that asks the run to stop.
-        signal.pthread_sigmask(signal.SIG_BLOCK, process.stop.handled_signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
         while True:
             with self.has_calls:
                 while not self.calls:
@@ -100,12 +100,12 @@ class TrackerThread:
         record(text, "TRACKER")
 
 
-def wait_for_imports(threads: Sequence[TrackerThread]) -> None:
-    """Wait until the packages of the trackers are imported, or have failed to be, at most IMPORT_SECONDS.
+def wait_for_imports(threads: Sequence[TrackerThread], seconds: float) -> None:
+    """Wait until the packages of the trackers are imported, or have failed to be, at most `seconds`.
 
     A data worker that is forked during an import would wait forever for the lock of that module, if it imports the module too.
     """
-    deadline = time.monotonic() + IMPORT_SECONDS
+    deadline = time.monotonic() + seconds
     for thread in threads:
         thread.is_loaded.wait(max(0.0, deadline - time.monotonic()))
 

@@ -4,7 +4,6 @@ Each tracker has a thread and a queue (`tracker_thread`), so that the run never 
 """
 
 import contextlib
-import functools
 import math
 import os
 import secrets
@@ -19,8 +18,8 @@ from accelerate import Accelerator
 from accel_ddp.compat import keep_forks_apart_from_starts
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
-from accel_ddp.observe.tracker_thread import Call, TrackerThread, close_all, wait_for_imports
-from accel_ddp.ranks.process import process
+from accel_ddp.observe.tracker_thread import IMPORT_SECONDS, Call, TrackerThread, close_all, wait_for_imports
+from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving import checkpoint_format
@@ -48,12 +47,15 @@ class Trackers(Hook):
         run_id = _wandb_id(cfg) if "wandb" in names else ""
         # wandb and others record the command line. All options are parsed by now.
         sys.argv[:] = redact_command(sys.argv)
+        ending.run(Moment.TRACKERS)  # those of an earlier `fit`, which nothing else would close before the process ends
         keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
         self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
         self._put("import", Tracker.load.__name__)
-        process.wait_for_imports = functools.partial(wait_for_imports, self.threads)
-        # Those of an earlier `fit` of this process, which nothing else would close before the process ends.
-        self.close_earlier, process.close_trackers = process.close_trackers, self.close
+        wait = cfg.tracker_wait  # the last numbers take seconds; more would delay the next job if a server does not answer
+        finished = max(wait, MODEL_SECONDS) if cfg.log_model else wait
+        limits = finished, min(wait, STOP_SECONDS), min(wait, FAILURE_SECONDS)
+        ending.add(Moment.FORK, self, lambda seconds: wait_for_imports(self.threads, seconds), (IMPORT_SECONDS,) * 3)
+        ending.add(Moment.TRACKERS, self, self.close, limits)
 
     def _put(self, what: str, method: str, *arguments: Any, is_row: bool = False, is_vital: bool = True) -> None:
         for thread in self.threads:
@@ -69,7 +71,6 @@ class Trackers(Hook):
         self.scale = Scale(facts.get("items", 0), self.cfg.global_batch_size, nodes)
 
     def on_start(self, step, total_steps, evaluations):
-        self.close_earlier()
         self.total_steps, self.step = total_steps, step
         self.evaluations = dict(evaluations)
         config = redact_values(as_plain_dict(self.cfg))
@@ -112,19 +113,12 @@ class Trackers(Hook):
         if self.cfg.log_model:
             self._put("upload the model", "log_model", folder, is_vital=False)
 
-    def close(self, is_stopped: bool = False, has_failed: bool = False) -> None:
+    def close(self, seconds: float) -> None:
         """Finish the trackers, and wait for them for a limited time."""
         if not self.is_closed:
             self.is_closed = True
-            self.close_earlier(is_stopped=is_stopped, has_failed=has_failed)
-            wait = (
-                self.cfg.tracker_wait
-            )  # the last numbers take seconds; more would delay the next job if a server does not answer
-            if has_failed or is_stopped:
-                wait = min(wait, FAILURE_SECONDS if has_failed else STOP_SECONDS)
-            elif self.cfg.log_model:
-                wait = max(wait, MODEL_SECONDS)
-            close_all(self.threads, wait)
+            close_all(self.threads, seconds)
+            ending.remove(self)
 
 
 def _log_update(tracker: Tracker, numbers: Any, pace: Any, before: Sequence[RankSample], scale: "Scale") -> None:

@@ -1,4 +1,4 @@
-"""Lets ranks wait for each other and exchange values, when the work may be slow or may fail on one rank."""
+"""Waits of ranks for each other, and exchanges of values, where the work may be slow or may fail on one rank."""
 
 import contextlib
 import json
@@ -13,21 +13,24 @@ import torch.distributed as dist
 from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import WAIT
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY = 10  # seconds after which a waiting node prints which ranks it is waiting for
+# A waiting rank asks the store whether another one has failed after a tenth of the time that it has waited, within these limits in
+# seconds. A launcher has one store for thousands of ranks.
+ASK_SOONEST, ASK_LATEST = 0.01, 1.0
 
 
 def print_on_main(text: str) -> None:
-    if process.is_main:
+    if this_rank.is_main:
         print(text, flush=True)
 
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[dict[str, str]]:
-    """Do slow or fragile work (a download, tokenisation) on every rank, each at its own pace. Use no collectives inside.
+    """Do slow or fragile work (a download, tokenization) on every rank, each at its own pace. Use no collectives inside.
 
     No collective is pending meanwhile, so no timeout of the process group runs. Ranks that finish early print which ranks
     they are waiting for. If one rank fails, every rank raises its error. The yielded dictionary must have the same content
@@ -38,15 +41,15 @@ def together(what: str) -> Iterator[dict[str, str]]:
     try:
         yield facts
     except Exception as error:
-        if process.store:
+        if links.store:
             text = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
-            message = json.dumps({"text": text, "host": process.host, "rank": process.rank})
-            process.store.compare_set(f"{key}/failed", "", message)
+            message = json.dumps({"text": text, "host": this_rank.host, "rank": this_rank.rank})
+            links.store.compare_set(f"{key}/failed", "", message)
         raise
     with phases.phase(WAIT):
         _wait_for_all(key, what, facts)
-    if process.store and facts:
-        all_facts = [json.loads(process.store.get(f"{key}/{rank}")) for rank in range(process.num_ranks)]
+    if links.store and facts:
+        all_facts = [json.loads(links.store.get(f"{key}/{rank}")) for rank in range(this_rank.num_ranks)]
         first = all_facts[0]
         for other in all_facts:
             for name, value in first["facts"].items():
@@ -60,21 +63,21 @@ def together(what: str) -> Iterator[dict[str, str]]:
 def broadcast_object(value: Any, source: int = 0, what: str = "reach the same point") -> Any:
     """Return the value of rank `source` on every rank. `what` completes the message "waiting for rank 1 to ..."."""
     box = [value]
-    if process.num_ranks > 1:
+    if this_rank.num_ranks > 1:
         with phases.phase(WAIT):
             _wait_for_all(_new_wait(), what)
-            dist.broadcast_object_list(box, src=source, group=process.slow_group)
+            dist.broadcast_object_list(box, src=source, group=links.slow_group)
     return box[0]
 
 
 def gather_objects(value: Any) -> list[Any] | None:
     """Return the values of all ranks in the order of ranks on rank 0, and None elsewhere. They travel through host memory."""
-    if process.num_ranks == 1:
+    if this_rank.num_ranks == 1:
         return [value]
-    values = [None] * process.num_ranks if process.is_main else None
+    values = [None] * this_rank.num_ranks if this_rank.is_main else None
     with phases.phase(WAIT):
         _wait_for_all(_new_wait(), "send its results")
-        dist.gather_object(value, values, dst=0, group=process.slow_group)
+        dist.gather_object(value, values, dst=0, group=links.slow_group)
     return values
 
 
@@ -85,45 +88,60 @@ def gather_everywhere(value: Any) -> list[Any]:
 
 def is_any(flag: bool) -> bool:
     """Return whether the flag is set on any rank. It takes less than a millisecond if all ranks are here, and has no timeout."""
-    if process.num_ranks == 1:
+    if this_rank.num_ranks == 1:
         return flag
     number = torch.tensor(int(flag))
-    dist.all_reduce(number, group=process.slow_group)
+    dist.all_reduce(number, group=links.slow_group)
     return bool(number)
 
 
 def _new_wait() -> str:
-    process.num_waits += 1
-    return f"wait/{process.num_waits}"
+    links.num_waits += 1
+    return f"wait/{links.num_waits}"
 
 
 def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> None:
     """Wait without a timeout until every rank is here. Raise the error of a rank that failed; report long waits."""
-    store = process.store
+    store = links.store
     if store is None:
         return
     # A store is lost with its launcher, and the ranks then stop. The barrier does not need it, but messages and facts do.
     with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
-        store.set(f"{key}/{process.rank}", json.dumps({"host": process.host, "rank": process.rank, "facts": facts or {}}))
-    barrier = dist.barrier(group=process.slow_group, async_op=True)  # fails when a rank dies
-    began = reported = time.monotonic()
+        mine = {"host": this_rank.host, "rank": this_rank.rank, "facts": facts or {}}
+        store.set(f"{key}/{this_rank.rank}", json.dumps(mine))
+        # Every rank has passed the wait before this one, and has read the facts of the one before that.
+        store.delete_key(f"wait/{links.num_waits - 2}/{this_rank.rank}")
+    barrier = dist.barrier(group=links.slow_group, async_op=True)  # fails when a rank dies
+    began = reported = asked = time.monotonic()
     while not barrier.is_completed():
-        if _is_stored(f"{key}/failed"):
-            error = json.loads(store.get(f"{key}/failed"))
-            is_here = error["host"] == process.host
-            raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
-        if time.monotonic() - reported > REPORT_EVERY and process.is_local_main:
-            reported = time.monotonic()
-            missing = [rank for rank in range(process.num_ranks) if not _is_stored(f"{key}/{rank}")]
-            if 0 < len(missing) < process.num_ranks:
+        now = time.monotonic()
+        if now - asked >= min(max((now - began) / 10, ASK_SOONEST), ASK_LATEST):
+            asked = now
+            _raise_failure_of_other(key)
+        if now - reported > REPORT_EVERY and this_rank.is_local_main:
+            reported = now
+            missing = [rank for rank in range(this_rank.num_ranks) if not _is_stored(f"{key}/{rank}")]
+            if 0 < len(missing) < this_rank.num_ranks:
                 ranks = ", ".join(map(str, missing))
                 log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
         time.sleep(0.01)
-    barrier.wait()  # raises the error of the barrier, if there was one
+    try:
+        barrier.wait()  # raises the error of the barrier, if there was one
+    except RuntimeError:
+        _raise_failure_of_other(key)  # this is the reason, if that rank ended before the store was asked again
+        raise
+
+
+def _raise_failure_of_other(key: str) -> None:
+    """Raise the error of a rank that has failed during this wait, if there is one."""
+    if _is_stored(f"{key}/failed"):
+        error = json.loads(links.store.get(f"{key}/failed"))
+        is_here = error["host"] == this_rank.host
+        raise UserError(error["text"] if is_here else f"rank {error['rank']} on {error['host']}: {error['text']}")
 
 
 def _is_stored(key: str) -> bool:
     try:
-        return process.store.check([key])
+        return links.store.check([key])
     except dist.DistError:
         return False

@@ -28,7 +28,7 @@ class Failure(NamedTuple):
     step: int = -1  # -1: not known
     rank: int = -1
     host: str = ""
-    code: int = 0  # the exit code that the program has chosen; 0: that of the kind
+    code: int = 0  # the exit code that the program has chosen; 0: the usual one of the kind
 
     def __str__(self) -> str:
         return f"{'error' if self.kind in ('died', 'failed') else self.kind}: {self.text}"

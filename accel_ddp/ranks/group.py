@@ -1,4 +1,4 @@
-"""Opens the process group over exactly the ranks that were launched.
+"""The start of the process group, over exactly the ranks that were launched.
 
 Accelerate (1.15) does not: it starts N separate trainings with exit code 0 when launcher, environment and hardware do not match,
 it drops some timeouts, and it has no way to wait for a slow rank without a timeout.
@@ -20,8 +20,8 @@ from accel_ddp.nodes.launcher import check_rank_variables, cpu_is_wanted
 from accel_ddp.nodes.topology import find_nodes
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.failures import Failure, Stopped
-from accel_ddp.ranks.liveness import link_to_monitor, start_monitor_of_node
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.reporting import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.restarts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
 from accel_ddp.watch.link import MonitorAddress
 
@@ -35,37 +35,37 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     end_if_stopped()
     root = _open_store(cfg, timeout)
     mine = {
-        "host": process.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
-        "rank": process.rank, "node": process.node, "local_rank": process.local_rank, "local": process.local_ranks,
+        "host": this_rank.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
+        "rank": this_rank.rank, "node": links.node, "local_rank": this_rank.local_rank, "local": this_rank.local_ranks,
         "nonce": secrets.token_hex(8), "token": secrets.token_hex(16), "run": read_earlier_run(),
-        "monitor": _start_monitor(cfg) if process.is_local_main else None,
+        "monitor": _start_monitor(cfg) if this_rank.is_local_main else None,
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
-        "sharding": process.sharding.settings() if process.sharding else {},
+        "sharding": links.sharding.settings() if links.sharding else {},
     }  # fmt: skip
     try:
         attempt, ranks = join_attempt(root, mine, cfg)
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
-    process.store = dist.PrefixStore("accel_ddp", attempt)
+    links.store = dist.PrefixStore("accel_ddp", attempt)
     _number_nodes(ranks)
     _join_monitors(ranks)
-    process.earlier_run = newest_run([rank["run"] for rank in ranks])
+    links.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
-    if process.sharding:
-        process.sharding = process.sharding.on_nodes([number for _, number in process.nodes])
+    if links.sharding:
+        links.sharding = links.sharding.on_nodes([number for _, number in links.nodes])
     use_gpu = _check_gpus(ranks)
     if use_gpu:
-        torch.cuda.set_device(process.local_rank)
+        torch.cuda.set_device(this_rank.local_rank)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo",
         store=dist.PrefixStore("group", attempt),
-        rank=process.rank,
-        world_size=process.num_ranks,
+        rank=this_rank.rank,
+        world_size=this_rank.num_ranks,
         timeout=timeout,
-        device_id=torch.device("cuda", process.local_rank) if use_gpu else None,
+        device_id=torch.device("cuda", this_rank.local_rank) if use_gpu else None,
     )
-    process.slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # its receives last as long as the run
+    links.slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # its receives last as long as the run
     return use_gpu
 
 
@@ -76,7 +76,7 @@ def _start_monitor(cfg: TrainConfig) -> MonitorAddress | None:
         probe.connect((main, 9))  # chooses the interface; nothing is sent
         ip = probe.getsockname()[0]
     # On the main node, the address may belong to a router that forwards to it.
-    return start_monitor_of_node(cfg, ("::" if ":" in main else "0.0.0.0") if process.node == 0 else ip)
+    return start_monitor_of_node(cfg, ("::" if ":" in main else "0.0.0.0") if links.node == 0 else ip)
 
 
 def _main_ip() -> str:
@@ -91,16 +91,16 @@ def _number_nodes(ranks: list[dict]) -> None:
     nodes: dict[int, list[str]] = {}
     for rank in ranks:
         nodes.setdefault(rank["node"], []).append(rank["host"])
-    process.node, process.nodes = ranks[process.rank]["node"], [(hosts[0], len(hosts)) for _, hosts in sorted(nodes.items())]
+    links.node, links.nodes = ranks[this_rank.rank]["node"], [(hosts[0], len(hosts)) for _, hosts in sorted(nodes.items())]
 
 
 def _join_monitors(ranks: list[dict]) -> None:
     """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
     monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
-    if process.node not in monitors:
+    if links.node not in monitors:
         return
-    link_to_monitor(monitors[process.node])
-    if process.is_local_main:
+    link_to_monitor(monitors[links.node])
+    if this_rank.is_local_main:
         hosts = {rank["node"]: rank["host"] for rank in ranks}
         # Each node reaches the main node under the address that it has resolved itself.
         roster = [
@@ -108,23 +108,23 @@ def _join_monitors(ranks: list[dict]) -> None:
             for node, monitor in monitors.items()
         ]
         places = [{name: rank[name] for name in ("rank", "node", "host", "pid")} for rank in ranks]
-        process.link.send({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": process.node})
+        links.tell_monitor({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
 
 
 def watch_single_rank(cfg: TrainConfig) -> None:
     """Start a monitor for a run of one rank. Its data and its disk may hang too."""
-    monitor = start_monitor_of_node(cfg, "127.0.0.1") if process.link is None else None  # `start` may be called twice
+    monitor = start_monitor_of_node(cfg, "127.0.0.1") if links.monitor is None else None  # `start` may be called twice
     if monitor is None:
         return
     link_to_monitor(monitor)
-    place = {"rank": 0, "node": 0, "host": process.host}
-    process.link.send({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
+    place = {"rank": 0, "node": 0, "host": this_rank.host}
+    links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
 
 
 def connect_to_launcher() -> None:
     """Set what the launcher of a single rank has stored about earlier attempts."""
     end_if_stopped()
-    process.earlier_run = newest_run([read_earlier_run()])
+    links.earlier_run = newest_run([read_earlier_run()])
 
 
 def _check_options(ranks: list[dict]) -> None:
@@ -179,7 +179,7 @@ def _check_gpus(ranks: list[dict]) -> bool:
 def _open_store(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
     """Connect to the store of torchrun or `accelerate launch`. Rank 0 opens one if RANK and the others were set by hand."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_server = process.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = this_rank.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     began = reported = time.monotonic()
     limit = cfg.preflight_wait if is_restart() else cfg.ddp_timeout_seconds
     while not is_server:
@@ -191,14 +191,14 @@ def _open_store(cfg: TrainConfig, timeout: timedelta) -> dist.Store:
             if now - began > limit:
                 raise_missing(
                     "MAIN_NODE_LOST",
-                    f"{process.host}: the main node {address}:{port} cannot be reached: {error}. Check --main_process_ip and the "
+                    f"{this_rank.host}: the main node {address}:{port} cannot be reached: {error}. Check --main_process_ip and the "
                     "firewall, or run `accel-ddp doctor`.",
                     error,
                 )
-            if now - reported > REPORT_EVERY and process.is_local_main:
+            if now - reported > REPORT_EVERY and this_rank.is_local_main:
                 reported = now
                 log.warning("waiting for the main node %s:%s (%.0f s): %s", address, port, now - began, error)
             time.sleep(0.1)
     return dist.TCPStore(
-        address, port, process.num_ranks, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        address, port, this_rank.num_ranks, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )

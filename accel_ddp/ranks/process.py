@@ -1,17 +1,19 @@
-"""The state of this process as a rank.
+"""The state of this process as a rank, in three parts: where it runs, its connections, and how it ends.
 
-There is one object, `process`. Signals and the process group belong to a process and not to a call, so that passing this state
-through every function would only hide that it is shared. No other module of the library has mutable globals.
+Signals and the process group belong to a process and not to a call, so passing this state through every function would only hide
+that it is shared. Apart from the heartbeat in `accel_ddp.phases`, no other module of the library has mutable globals.
 """
 
 import contextlib
+import enum
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.nodes.launcher import adopt_mpi_world, is_started_by_accelerate
 from accel_ddp.nodes.sharding_plan import ShardingPlan
@@ -25,6 +27,68 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from accel_ddp.watch.link import Link
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs, as the launcher has set it in the environment."""
+
+    host: str
+    rank: int
+    num_ranks: int
+    local_rank: int
+    local_ranks: int
+    restarts: int  # of torchrun --max_restarts
+    launcher: int  # pid of `accelerate launch` or torchrun, whose death ends this rank too; 0: a shell or another program
+
+    @classmethod
+    def read(cls) -> "RankPlace":
+        """Return the place of this process."""
+        adopt_mpi_world()
+        env = os.environ
+        return cls(
+            host=socket.gethostname(),
+            rank=int(env.get("RANK", 0)),
+            num_ranks=int(env.get("WORLD_SIZE", 1)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_ranks=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in env or is_started_by_accelerate() else 0,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+
+class Connections:
+    """The connections of this rank, and what the ranks have found out over them. `group.connect` opens them."""
+
+    def __init__(self, place: RankPlace) -> None:
+        # With one rank these keep their values.
+        self.store: dist.Store | None = None  # messages between ranks outside of any collective
+        self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
+        self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
+        self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
+        self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
+        self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`
+
+        self.monitor: Link | None = None  # of this node
+        self.incidents = IncidentWriter()  # used only without a monitor; see `reporting`
+
+        self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
+        self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
+
+    def tell_monitor(self, message: dict[str, Any]) -> bool:
+        """Send a message to the monitor of this node. Return False if there is none."""
+        monitor = self.monitor  # another thread may remove it
+        if monitor:
+            monitor.send(message)
+        return monitor is not None
 
 
 class StopRequest:
@@ -43,57 +107,72 @@ class StopRequest:
         self.exit_pipe: tuple[Connection, Connection] | None = None
 
 
-class Process:
-    """This rank, its place among the others, and its connections to them."""
+class Moment(enum.Enum):
+    """When callbacks of other packages run."""
+
+    FORK = "before data workers are forked"
+    MESSAGES = "before the last messages of this process"
+    SAVE = "after the last messages, because a disk may hang"
+    TRACKERS = "after the last collective, so no other rank waits"
+
+
+class Exit(enum.IntEnum):
+    """How the run of this process ends."""
+
+    FINISHED = 0
+    STOPPED = 1
+    FAILED = 2
+
+
+class ExitCallback(NamedTuple):
+    """What an object of another package does at a moment. It has a time limit, because the process must end."""
+
+    moment: Moment
+    owner: Any
+    run: Callable[[float], object]  # takes the limit
+    limits: tuple[float, float, float]  # seconds by `Exit`
+
+
+class Ending:
+    """How this process ends: what was asked for, what went wrong, and what must be completed before."""
 
     def __init__(self) -> None:
-        adopt_mpi_world()
-        env = os.environ
-        self.host = socket.gethostname()
-        self.rank, self.num_ranks = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-        self.local_rank, self.local_ranks = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-        self.node = estimate_node(self.rank, self.local_rank, self.local_ranks)  # `group.connect` sets the right one
-        self.nodes = [(self.host, self.num_ranks)]  # host and number of ranks of each node, set by `group.connect`
-        self.restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max_restarts
-        # The pid of `accelerate launch` or torchrun, whose death ends this rank too. 0: the parent is a shell or another program.
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in env or is_started_by_accelerate() else 0
-
-        # Set by `group.connect`. With one rank they keep these values.
-        self.store: dist.Store | None = None  # messages between ranks outside of any collective
-        self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `watch.outcome`
-        self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
-        self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
-        self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
-        self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
-
-        self.link: Link | None = None  # to the monitor of this node
-        self.incidents = IncidentWriter()  # used only if there is no monitor; see `ranks.incidents`
+        self.stop = StopRequest()
         self.failure: Failure | None = None  # the first failure of any rank, once received
         self.has_failed = threading.Event()  # set together with `failure`
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
-        self.complete_save: Callable[[], None] = lambda: None  # waits for the checkpoint that is being written, with a limit
-        self.close_trackers: Callable[..., None] = lambda **_: None  # waits for trackers, with a limit; see `observing.trackers`
-        self.wait_for_imports: Callable[[], None] = lambda: None  # of trackers, with a limit; to be called before a fork
-        self.display: Any = None  # the live panel of the main rank, if it has a terminal; see `observing.display`
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
-        self.run_folder_lock: IO[str] | None = None  # a lock on the output folder lasts as long as the process
-        self.stop = StopRequest()
+        self.run_folder_lock: IO[str] | None = None  # a lock on the run folder lasts as long as the process
+        self.callbacks: list[ExitCallback] = []
 
-    def close_display(self, seconds: float = 2.0) -> None:
-        """Remove the live panel before the last messages, and wait at most `seconds` for a terminal that is stopped."""
-        display, self.display = self.display, None
-        if display:
-            with contextlib.suppress(Exception):  # this process is about to end, with an exit code that matters more
-                display.close(seconds)
+    def receive_failure(self, failure: Failure) -> None:
+        self.failure = failure
+        self.has_failed.set()
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+    def add(self, moment: Moment, owner: Any, run: Callable[[float], object], limits: tuple[float, float, float]) -> None:
+        """Let `run(seconds)` be called at a moment, after the callbacks that were added before it."""
+        self.callbacks.append(ExitCallback(moment, owner, run, limits))
 
-    @property
-    def is_local_main(self) -> bool:
-        return self.local_rank == 0
+    def remove(self, owner: Any) -> None:
+        """Forget the callbacks of an object, which would keep it in memory."""
+        self.callbacks[:] = [callback for callback in self.callbacks if callback.owner is not owner]
+
+    def find(self, moment: Moment) -> Any:
+        """Return the object that has added the newest callback of a moment, or None."""
+        return next((callback.owner for callback in reversed(self.callbacks) if callback.moment == moment), None)
+
+    def run(self, moment: Moment, end: Exit = Exit.FINISHED) -> None:
+        """Run the callbacks of a moment. They run once, except for those before a fork. Several threads may call this."""
+        for callback in [callback for callback in self.callbacks if callback.moment == moment]:
+            # The panel must not hide the messages.
+            with contextlib.suppress(Exception) if moment == Moment.MESSAGES else contextlib.nullcontext():
+                callback.run(callback.limits[end])
+            if moment != Moment.FORK:
+                with contextlib.suppress(ValueError):  # another thread, or the callback, has removed it
+                    self.callbacks.remove(callback)
 
 
-process = Process()
+this_rank = RankPlace.read()
+links = Connections(this_rank)
+ending = Ending()

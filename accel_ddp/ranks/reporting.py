@@ -1,16 +1,150 @@
-"""Configures the logger `accel_ddp`: one line per message, with host and rank where there are several ranks."""
+"""What a rank tells the other ranks and the users: failures, stop requests, warnings and lines of the logger `accel_ddp`.
 
+The first three travel through the monitor of the node (see `watch`), which reports ranks that die or hang, chooses the first
+failure of the run, prints it once per node, sends it to every rank, and writes incidents.jsonl. A run without a monitor writes that
+file itself.
+"""
+
+import contextlib
+import json
 import logging
 import os
-import socket
 import sys
+import threading
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from accel_ddp.ranks.process import process
+from accel_ddp import phases
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.phases import step_of
+from accel_ddp.ranks.failures import Failure
+from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
 from accel_ddp.records.incidents import ERROR, INFO, Incident
+from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
 
-# Stores what this rank prints as a warning in incidents.jsonl, so that reports show it.
+ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
+LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived
+STOP_SECONDS = 8.0  # the same for an agreed stop, at which ranks close their trackers
+
+
+def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
+    """Start the monitor of this node. Only the first rank of a node calls it. None: there is no folder for its files."""
+    # Nobody waits for a single rank that a user has started by hand, for example in a notebook or a debugger.
+    is_alone = this_rank.num_ranks == 1 and not this_rank.launcher
+    try:
+        return start_monitor(
+            node=links.node, has_other_nodes=this_rank.num_ranks > this_rank.local_ranks, host=this_rank.host, ip=ip,
+            launcher=this_rank.launcher, report_after=cfg.hang_report_seconds, abort_after=0 if is_alone else cfg.hang_abort_seconds,
+        )  # fmt: skip
+    except OSError as error:
+        text = f"warning: the monitor of {this_rank.host} cannot be started: {error}. Faults are not reported."
+        print(text, file=sys.stderr, flush=True)
+        record(text, "MONITOR_LOST")
+        return None
+
+
+def link_to_monitor(address: MonitorAddress) -> None:
+    """Connect this rank to the monitor of its node."""
+    links.monitor = Link(address, this_rank.rank, phases.HERE, _receive, lambda: _lose_monitor(address))
+
+
+def close_link() -> None:
+    """Report that the program of this rank is complete. The monitor then does not take its end for a failure."""
+    ending.is_leaving.set()
+    link, links.monitor = links.monitor, None
+    if link:
+        link.close()
+
+
+def _receive(message: dict[str, Any]) -> None:
+    """Handle a message of the monitor. Runs in the thread of the link."""
+    if "stop" in message:
+        ending.stop.reason_of_others = ending.stop.reason_of_others or message["stop"]
+    if "want_collective" in message:
+        links.tell_monitor({"collective": _last_collective()})
+    if "failure" in message and not ending.failure:
+        failure = Failure.from_message(message["failure"])
+        ending.receive_failure(failure)
+        threading.Thread(target=_leave_late, args=(failure,), daemon=True).start()
+
+
+def _last_collective() -> str:
+    """Return the last collective that this rank has started, for example "all_reduce number 45 of [[768, 768]]"."""
+    with contextlib.suppress(Exception):  # a private function of torch
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # the Flight Recorder, which is on by default
+
+        entries = json.loads(_dump_fr_trace_json(True, False))["entries"]
+        ours = [entry for entry in entries if entry["process_group"][1] == "default_pg"]
+        last = max(ours, key=lambda entry: entry["collective_seq_id"])
+        name = last["profiling_name"].rpartition(":")[2]
+        return f"{name} number {last['collective_seq_id']}" + (f" of {last['input_sizes']}" if last["input_sizes"] else "")
+    return ""
+
+
+def _leave_late(failure: Failure) -> None:
+    """End this rank if it does not end by itself.
+
+    A rank inside a collective does not notice that another rank is gone before the timeout of the process group.
+    """
+    if ending.is_leaving.wait(STOP_SECONDS if failure.is_signal or failure.kind == "unsaved" else LEAVE_SECONDS):
+        return
+    ending.is_leaving.set()
+    ending.run(Moment.SAVE, Exit.FAILED)
+    ending.run(Moment.MESSAGES, Exit.FAILED)
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(failure.exit_code)
+
+
+def _lose_monitor(address: MonitorAddress) -> None:
+    links.monitor = None
+    if ending.is_leaving.is_set() or ending.failure:
+        return
+    if this_rank.is_local_main:
+        text = (
+            f"warning: the monitor process of {this_rank.host} (pid {address.pid}) was killed. Training continues, but faults of this "
+            "node are no longer reported within seconds."
+        )
+        print(text, file=sys.stderr, flush=True)
+        record(text, "MONITOR_LOST")
+        remove_folder(address)
+
+
+def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_secondary: bool = False) -> Failure:
+    """Report a failure of this rank to all ranks, and return the first failure of the run, which may be another rank's.
+
+    `is_secondary`: it may follow from the failure of another rank, which is then preferred.
+    """
+    if ending.failure or links.monitor is None:
+        return ending.failure or failure
+    placed = failure._replace(
+        rank=this_rank.rank if failure.rank < 0 else failure.rank, host=failure.host or this_rank.host,
+        step=step_of(phases.HERE.step, phases.HERE.phase) if failure.step < 0 else failure.step,
+    )  # fmt: skip
+    links.tell_monitor({"failed": {**placed.as_message(), "is_secondary": is_secondary}})
+    ending.has_failed.wait(seconds)
+    return ending.failure or failure
+
+
+def wait_for_failure(seconds: float) -> Failure | None:
+    """Wait until the monitors report the failure of a rank. None: they have not within this time."""
+    if links.monitor or ending.failure:
+        ending.has_failed.wait(seconds)
+    return ending.failure
+
+
+def ask_all_to_stop(reason: str) -> None:
+    links.tell_monitor({"stop": reason})  # the next all-reduce carries the request too
+
+
+def report_output_dir(output_dir: str) -> None:
+    """Let messages of the monitors name the output folder, and let the monitor of the main node watch it."""
+    links.tell_monitor({"output_dir": os.path.abspath(output_dir), "is_watched": this_rank.is_main})
+
+
+def report_claimed() -> None:
+    """Let the monitor of the main node write incidents.jsonl. Before, the folder may belong to another run."""
+    if this_rank.is_main:
+        links.tell_monitor({"is_claimed": True})
 
 
 def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) -> None:
@@ -18,27 +152,25 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
 
     `text` may begin with a level and a kind, as in "warning: LOSS_SPIKE: the loss is ...". The level is otherwise "warning".
     """
-    incident = Incident.parse(text.strip(), kind, level, rank=process.rank, host=process.host, step=step)
-    if link := process.link:
-        link.send({"incident": incident._asdict()})
-    elif process.is_main:  # there is no monitor
-        process.incidents.write(incident)
-        if process.run_folder_lock:
-            process.incidents.open(Path(process.run_folder_lock.name).parent)
+    incident = Incident.parse(text.strip(), kind, level, rank=this_rank.rank, host=this_rank.host, step=step)
+    if not links.tell_monitor({"incident": incident._asdict()}) and this_rank.is_main:
+        links.incidents.write(incident)
+        if ending.run_folder_lock:
+            links.incidents.open(Path(ending.run_folder_lock.name).parent)
 
 
 def warn_on_main(text: str, kind: str, step: int = -1) -> None:
     """Print a text on the main rank, and store it."""
-    if process.is_main:
+    if this_rank.is_main:
         print(text, flush=True)
         record(text, kind, step=step)
 
 
 def record_end(text: str, kind: str, step: int) -> None:
     """Store the failure that ends this rank, if there is no monitor that stores it."""
-    if process.link is None and process.failure is None and process.is_main:
+    if links.monitor is None and ending.failure is None and this_rank.is_main:
         record(text, kind.upper(), INFO if kind in ("stopped", "interrupted") else ERROR, step)
-        process.incidents.close(1)
+        links.incidents.close(1)
 
 
 class IncidentHandler(logging.Handler):
@@ -59,13 +191,12 @@ class _RankFilter(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.prefix = f"[{socket.gethostname()} rank {self.rank}] " if self.num_ranks > 1 else ""
+        self.prefix = f"[{this_rank.host} rank {this_rank.rank}] " if this_rank.num_ranks > 1 else ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.prefix = self.prefix
         record.severity = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        return self.rank == 0 or record.levelno >= logging.WARNING
+        return this_rank.is_main or record.levelno >= logging.WARNING
 
 
 class _StderrHandler(logging.StreamHandler):

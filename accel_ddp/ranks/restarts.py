@@ -1,4 +1,4 @@
-"""Attempts of a job: a launcher with `--max_restarts` starts its ranks again, and the new ranks must find each other and the run."""
+"""Attempts of a job: a launcher with `--max_restarts` restarts its ranks, and the new ranks must find each other and the run."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import INTERRUPTED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.ranks.agreement import REPORT_EVERY
 from accel_ddp.ranks.failures import Failure, Stopped
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.watch.restart_files import (
     IS_RESTART,
     LAUNCHER,
@@ -74,7 +74,7 @@ def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tu
     """Return a store for exactly the processes that are alive now, and what each of them has announced.
 
     The store of a launcher keeps the keys of earlier attempts, which must not be read. TORCHELASTIC_RESTART_COUNT cannot tell
-    attempts apart: it differs between nodes when a launcher is started again. Therefore the process of rank 0 chooses a random
+    attempts apart: it differs between nodes when a launcher is restarted. Therefore the process of rank 0 chooses a random
     id, the others announce themselves under this id, and rank 0 confirms them. A process that has read the id of a dead attempt
     is never confirmed, and reads the next id. A rank that dies before it has acknowledged the confirmation is replaced: rank 0
     then begins again with another id.
@@ -82,7 +82,7 @@ def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tu
     waiting = _Waiting(cfg)
     attempt = ""
     while True:
-        if process.is_main:
+        if this_rank.is_main:
             attempt = secrets.token_hex(8)
             root.set("attempt", attempt)
         else:
@@ -90,20 +90,20 @@ def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tu
             while not root.check(["attempt"]) or (attempt := root.get("attempt").decode()) == before:
                 waiting.sleep([0])
         store = dist.PrefixStore(f"attempt/{attempt}", root)
-        store.set(f"rank/{process.rank}", json.dumps(mine))
-        if ranks := _gather(store, waiting) if process.is_main else _follow(root, attempt, store, mine, waiting):
+        store.set(f"rank/{this_rank.rank}", json.dumps(mine))
+        if ranks := _gather(store, waiting) if this_rank.is_main else _follow(root, attempt, store, mine, waiting):
             return store, ranks
 
 
 def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
     """Wait for all ranks and confirm them. Return what they announced, or [] if one of them is gone. Runs on rank 0."""
-    missing = list(range(process.num_ranks))
+    missing = list(range(this_rank.num_ranks))
     while missing := [rank for rank in missing if not store.check([f"rank/{rank}"])]:
         waiting.sleep(missing)
-    ranks = [json.loads(store.get(f"rank/{rank}")) for rank in range(process.num_ranks)]
+    ranks = [json.loads(store.get(f"rank/{rank}")) for rank in range(this_rank.num_ranks)]
     store.set("members", json.dumps(ranks))
     deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
-    missing = list(range(1, process.num_ranks))
+    missing = list(range(1, this_rank.num_ranks))
     while missing := [rank for rank in missing if not store.check([f"member/{rank}/{ranks[rank]['nonce']}"])]:
         if time.monotonic() > deadline:
             return []
@@ -111,7 +111,7 @@ def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
     store.set("complete", "")
     # This process may have the store, and may end at once because of an option that differs.
     deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
-    while not all(store.check([f"seen/{rank}"]) for rank in range(1, process.num_ranks)) and time.monotonic() < deadline:
+    while not all(store.check([f"seen/{rank}"]) for rank in range(1, this_rank.num_ranks)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return ranks
 
@@ -122,15 +122,17 @@ def _follow(root: dist.Store, attempt: str, store: dist.Store, mine: dict[str, A
     while True:
         if not ranks and store.check(["members"]):
             ranks = json.loads(store.get("members"))
-            if ranks[process.rank]["nonce"] != mine["nonce"]:
+            if ranks[this_rank.rank]["nonce"] != mine["nonce"]:
                 return []  # this id belongs to an attempt of an earlier process of this rank
-            store.set(f"member/{process.rank}/{mine['nonce']}", "")
+            store.set(f"member/{this_rank.rank}/{mine['nonce']}", "")
         if ranks and store.check(["complete"]):
-            store.set(f"seen/{process.rank}", "")
+            store.set(f"seen/{this_rank.rank}", "")
             return ranks
         if root.get("attempt").decode() != attempt:
             return []
-        waiting.sleep([rank for rank in range(process.num_ranks) if not store.check([f"rank/{rank}"])] if waiting.is_due else [0])
+        waiting.sleep(
+            [rank for rank in range(this_rank.num_ranks) if not store.check([f"rank/{rank}"])] if waiting.is_due else [0]
+        )
 
 
 class _Waiting:
@@ -155,12 +157,12 @@ class _Waiting:
         if seconds > self.limit:
             raise_missing(
                 "NODE_LOST",
-                f"{process.host}: {names} of {process.num_ranks} did not start within --{self.option} {self.limit:.0f}. Look at the "
-                "output of that node.",
+                f"{this_rank.host}: {names} of {this_rank.num_ranks} did not start within --{self.option} {self.limit:.0f}. Look at "
+                "the output of that node.",
             )
-        if self.is_due and process.is_local_main and missing:
+        if self.is_due and this_rank.is_local_main and missing:
             self.reported = time.monotonic()
-            log.warning("waiting for %s of %d to start (%.0f s)", names, process.num_ranks, seconds)
+            log.warning("waiting for %s of %d to start (%.0f s)", names, this_rank.num_ranks, seconds)
         time.sleep(0.02 if seconds < 5 else 0.2)
 
 

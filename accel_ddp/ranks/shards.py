@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor. An ordinary tensor is held completely by every rank."""
+"""What this rank holds of a tensor. Every rank holds all of an ordinary tensor."""
 
 import torch
 from torch import Tensor, nn

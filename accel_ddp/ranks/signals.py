@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
-from accel_ddp.ranks.liveness import ask_all_to_stop, report_failure, wait_for_failure
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
+from accel_ddp.ranks.reporting import ask_all_to_stop, report_failure, wait_for_failure
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
@@ -32,7 +33,7 @@ def listen(cfg: TrainConfig) -> None:
     Python runs signal handlers only between its own instructions, which a rank inside a collective does not reach. A thread
     that reads the wake-up pipe receives every signal from the C level.
     """
-    stop = process.stop
+    stop = ending.stop
     stop.pid = os.getpid()
     stop.exit_pipe = multiprocessing.Pipe(duplex=False)
     atexit.register(stop.exit_pipe[1].send_bytes, b"x")
@@ -50,7 +51,7 @@ def listen(cfg: TrainConfig) -> None:
 
 def _reset_in_child() -> None:
     signal.set_wakeup_fd(-1)
-    for number in process.stop.handled_signals:
+    for number in ending.stop.handled_signals:
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -59,11 +60,11 @@ class IgnoreInWorker:
 
     Slurm, Kubernetes and torchrun signal every process of a rank, and a worker that ended would end the rank with it. An object is
     created in the rank and called in the worker. It holds what the worker needs, because only a forked worker has the state of
-    its rank. Workers must be started inside of `blocked_for_children`.
+    its rank. Start workers inside `blocked_for_children`.
     """
 
     def __init__(self, start_method: str):
-        stop = process.stop
+        stop = ending.stop
         self.handled_signals = list(stop.handled_signals)
         self.exit_pipe = stop.exit_pipe[0] if stop.exit_pipe else None  # None in a program that does not use `run`
         self.parent = stop.pid
@@ -105,58 +106,90 @@ def blocked_for_children() -> Iterator[None]:
     """Block stop signals for processes that are started inside the block (trackers, data workers), which inherit this.
 
     This rank still receives the signals, in the thread of `listen`. wandb's process unblocks SIGTERM and SIGINT again. It has its
-    own session, so that Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
+    own session, so Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, process.stop.handled_signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Received(NamedTuple):
+    """A signal that asks this rank to stop."""
+
+    number: signal.Signals
+    is_interrupt: bool  # the user has pressed Ctrl-C, now or before
+    is_repeated: bool  # Ctrl-C was pressed before; torchrun answers a second Ctrl-C with SIGTERM
+    is_orphan: bool  # the launcher is gone
+
+    @property
+    def name(self) -> str:
+        if self.is_orphan and not self.is_repeated:
+            return f"{LAUNCHER_DIED}: the launcher of {this_rank.host} (pid {this_rank.launcher}) died"
+        if self.is_repeated and (self.number == signal.SIGINT or _is_under_torchrun()):
+            return "a second Ctrl-C"
+        return "Ctrl-C" if self.number == signal.SIGINT else self.number.name
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _handle_signals(reader: int) -> None:
-    stop = process.stop
     interrupted_at = 0.0
     while True:
         number = os.read(reader, 1)[0]
-        if number not in stop.handled_signals:
+        if number not in ending.stop.handled_signals:
             continue
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        now = time.monotonic()
-        if number == signal.SIGINT and interrupted_at and now - interrupted_at < SAME_CTRL_C_SECONDS:
-            continue
-        # torchrun answers a second Ctrl-C with SIGTERM.
-        is_repeated = bool(interrupted_at) and number in (signal.SIGINT, signal.SIGTERM)
+        was_interrupted = bool(interrupted_at)
         if number == signal.SIGINT:
+            now = time.monotonic()
+            if was_interrupted and now - interrupted_at < SAME_CTRL_C_SECONDS:
+                continue
             interrupted_at = interrupted_at or now
-        # torchrun also sends SIGTERM when another rank has died. The monitor reports that within milliseconds.
-        is_from_launcher = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not is_repeated
-        if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
-            continue  # `liveness` ends this rank
-        is_orphan = bool(process.launcher) and _has_lost_launcher(signal.Signals(number))
-        if is_orphan and not is_repeated:
-            name = f"{LAUNCHER_DIED}: the launcher of {process.host} (pid {process.launcher}) died"
-        if is_repeated and (number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ):
-            name = "a second Ctrl-C"
-        if is_repeated or not stop.can_save:
-            failure = Failure(
-                "interrupted" if interrupted_at else "stopped",
-                f"received {name} on {process.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
-                "Otherwise type the same command again.",
-            )
-            if is_orphan and not is_repeated:
-                failure = Failure("died", f"{name} before the first step. Start it again.")
-            # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
-            is_request = failure.is_signal and (number != signal.SIGTERM or process.num_ranks == 1)
-            _exit_now(failure, is_urgent=is_repeated, ends_job=is_request)
-        elif not stop.reason:
-            _request(name if is_orphan else f"{name} on rank {process.rank} ({process.host})")
-            if number in (signal.SIGTERM, signal.SIGINT) and "TORCHELASTIC_RUN_ID" in os.environ:
-                threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
-            if process.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
-                more = " Press Ctrl-C again to end at once without saving." if interrupted_at else ""
-                text = f"\n{process.host}: received {name}; saving after this step, then stopping.{more}"
-                print(text, file=sys.stderr, flush=True)
+        _handle(signal.Signals(number), was_interrupted)
+
+
+def _handle(number: signal.Signals, was_interrupted: bool) -> None:
+    stop = ending.stop
+    is_repeated = was_interrupted and number in (signal.SIGINT, signal.SIGTERM)
+    # torchrun also sends SIGTERM when another rank has died. The monitor reports that within milliseconds.
+    is_from_launcher = number == signal.SIGTERM and _is_under_torchrun() and not is_repeated
+    if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
+        return  # `_leave_late` ends this rank
+    is_orphan = bool(this_rank.launcher) and _has_lost_launcher(number)
+    received = _Received(number, was_interrupted or number == signal.SIGINT, is_repeated, is_orphan)
+    if is_repeated or not stop.can_save:
+        _exit_because_of(received)
+    elif not stop.reason:
+        _stop_after_step(received)
+
+
+def _exit_because_of(received: _Received) -> None:
+    """Exit at once: there is nothing to save, or the user does not want to wait for it."""
+    if received.is_orphan and not received.is_repeated:
+        failure = Failure("died", f"{received.name} before the first step. Start it again.")
+    else:
+        failure = Failure(
+            "interrupted" if received.is_interrupt else "stopped",
+            f"received {received.name} on {this_rank.host}. Every rank ends now. If there is a checkpoint, --resume continues from "
+            "it. Otherwise type the same command again.",
+        )
+    # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
+    is_request = failure.is_signal and (received.number != signal.SIGTERM or this_rank.num_ranks == 1)
+    _exit_now(failure, is_urgent=received.is_repeated, ends_job=is_request)
+
+
+def _stop_after_step(received: _Received) -> None:
+    """Ask all ranks to save and stop after this step."""
+    name = received.name
+    _request(name if received.is_orphan else f"{name} on rank {this_rank.rank} ({this_rank.host})")
+    if received.number in (signal.SIGTERM, signal.SIGINT) and _is_under_torchrun():
+        threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
+    if this_rank.is_local_main and not received.is_orphan:  # the monitor reports the death of the launcher
+        more = " Press Ctrl-C again to end at once without saving." if received.is_interrupt else ""
+        print(f"\n{this_rank.host}: received {name}; saving after this step, then stopping.{more}", file=sys.stderr, flush=True)
 
 
 def _has_lost_launcher(number: signal.Signals) -> bool:
@@ -166,9 +199,9 @@ def _has_lost_launcher(number: signal.Signals) -> bool:
     some milliseconds later, and it is the parent of this rank until then.
     """
     deadline = time.monotonic() + (0 if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) else 0.5)
-    while os.getppid() == process.launcher and time.monotonic() < deadline:
+    while os.getppid() == this_rank.launcher and time.monotonic() < deadline:
         time.sleep(0.01)
-    return os.getppid() != process.launcher
+    return os.getppid() != this_rank.launcher
 
 
 def _exit_before_the_launcher_kills(name: str) -> None:
@@ -179,30 +212,30 @@ def _exit_before_the_launcher_kills(name: str) -> None:
     """
     seconds = 0.8 * float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
     time.sleep(seconds)
-    if process.stop.can_save and not process.stop.is_agreed:
+    if ending.stop.can_save and not ending.stop.is_agreed:
         _exit_now(
             Failure(
                 "stopped",
-                f"received {name} on {process.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
+                f"received {name} on {this_rank.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
                 "Another rank may have died (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT is too short. Continue from the last "
                 "checkpoint with --resume.",
             ),
-            ends_job=process.num_ranks == 1,
+            ends_job=this_rank.num_ranks == 1,
         )
 
 
 def _request(reason: str) -> None:
-    process.stop.reason = reason
+    ending.stop.reason = reason
     # In a thread, because the monitor may be slow and a second Ctrl-C must be handled meanwhile.
     threading.Thread(target=ask_all_to_stop, args=(reason,), daemon=True).start()
 
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
-    process.close_display()
+    ending.run(Moment.MESSAGES, Exit.FAILED)
     if ends_job:
         write_outcome(launcher_pid(), failure.as_outcome())
     first = report_failure(failure, seconds=0.5 if is_urgent else 3)
-    if process.failure is None and process.is_local_main:  # otherwise the monitor has printed it
+    if ending.failure is None and this_rank.is_local_main:  # otherwise the monitor has printed it
         print(f"\n{failure}", file=sys.stderr, flush=True)
     write_error_file(str(first))
     os._exit(first.exit_code)
@@ -210,39 +243,39 @@ def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False)
 
 @contextlib.contextmanager
 def can_save(cfg: TrainConfig) -> Iterator[None]:
-    """Turn signals into a checkpoint and a stop of all ranks inside of the block. Outside of it a signal ends the rank at once."""
-    process.stop.can_save, process.stop.file = True, Path(cfg.output_dir) / "STOP"
+    """Turn signals into a checkpoint and a stop of all ranks inside the block. Outside of it a signal ends the rank at once."""
+    ending.stop.can_save, ending.stop.file = True, Path(cfg.output_dir) / "STOP"
     try:
         yield
     finally:
-        process.stop.can_save = False
+        ending.stop.can_save = False
 
 
 def is_stop_requested() -> bool:
     """Return whether this rank, or another one whose request has arrived here, was asked to stop."""
-    stop = process.stop
+    stop = ending.stop
     # Once a second, because the file may be on a network disk.
-    if not stop.reason and stop.file and process.is_local_main and time.monotonic() - stop.file_checked_at > 1:
+    if not stop.reason and stop.file and this_rank.is_local_main and time.monotonic() - stop.file_checked_at > 1:
         stop.file_checked_at = time.monotonic()
         with contextlib.suppress(OSError):  # a network disk that does not answer this time
             if stop.file.exists():
-                _request(f"the file {stop.file} on {process.host}")
+                _request(f"the file {stop.file} on {this_rank.host}")
     return bool(stop.reason or stop.reason_of_others)
 
 
 def mark_agreed() -> None:
     """Record that every rank has reached the stop and saves, so that no time limit ends the save."""
-    process.stop.is_agreed = True
+    ending.stop.is_agreed = True
 
 
 def gather_reason() -> str:
     """Return the reason of the first rank that was asked to stop, the same on every rank. This is a collective."""
-    reasons = gather_objects(process.stop.reason)
+    reasons = gather_objects(ending.stop.reason)
     return broadcast_object(next((reason for reason in reasons if reason), "--stop_after") if reasons else None)
 
 
 def remove_stop_file(output_dir: str) -> None:
     """Remove OUTPUT_DIR/STOP, which would stop the next run too."""
-    if process.is_local_main:
+    if this_rank.is_local_main:
         with contextlib.suppress(OSError):
             (Path(output_dir) / "STOP").unlink()

@@ -1,4 +1,4 @@
-"""Runs a recipe's `main` and turns its end into messages on every node and an exit code on every rank."""
+"""The end of a recipe's `main`: messages on every node and an exit code on every rank."""
 
 import atexit
 import contextlib
@@ -20,9 +20,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import UNLIMITED, format_place
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
-from accel_ddp.ranks.liveness import close_link, report_failure, wait_for_failure
-from accel_ddp.ranks.process import process
-from accel_ddp.ranks.reporting import record_end
+from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
+from accel_ddp.ranks.reporting import close_link, record_end, report_failure, wait_for_failure
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
@@ -30,7 +29,7 @@ MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
     """Run `main(cfg)`, print what went wrong if anything did, and return the exit code."""
-    process.is_supervised = True
+    ending.is_supervised = True
     signals.listen(cfg)
     try:
         try:
@@ -48,14 +47,14 @@ def supervise_program(cfg: TrainConfig) -> None:
 
     Otherwise the other ranks would take a rank that has returned normally for a dead one, and would wait for one that has raised.
     """
-    if process.is_supervised:
+    if ending.is_supervised:
         return
-    process.is_supervised = True
+    ending.is_supervised = True
     own_pid, hook_before = os.getpid(), sys.excepthook  # a child process inherits both handlers and must not use them
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # its user types on after an exception
-        if os.getpid() != own_pid or (is_interactive and process.num_ranks == 1):
+        if os.getpid() != own_pid or (is_interactive and this_rank.num_ranks == 1):
             return hook_before(kind, error, trace)
         # torch calls this function from a hook of its own, which prints our text after we have returned.
         with contextlib.redirect_stderr(sys.__stderr__):
@@ -83,25 +82,25 @@ def _exit(code: int) -> None:
 
 def _finish(exits: bool) -> int:
     """Close the connections of a rank whose program is complete. Return the exit code."""
-    process.close_display(seconds=10)
-    if process.unsaved:
-        return _leave(report_failure(Failure("unsaved", process.unsaved)))
-    process.incidents.close(1)
-    if process.store:
+    ending.run(Moment.MESSAGES)
+    if ending.unsaved:
+        return _leave(report_failure(Failure("unsaved", ending.unsaved)))
+    links.incidents.close(1)
+    if links.store:
         # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
         with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
             _wait_for_last_collectives()
     close_link()
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
-    process.slow_group = None  # this ends its threads, which would otherwise run while the interpreter ends
-    process.close_trackers()  # after the last collective, so that no other rank waits for it
+    links.slow_group = None  # this ends its threads, which would otherwise run while the interpreter ends
+    ending.run(Moment.TRACKERS)
     return 0
 
 
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
-    process.close_display()
+    ending.run(Moment.MESSAGES, Exit.FAILED)
     phases.HERE.enter_phase_of(error)
     if isinstance(error, Stopped):
         return _leave(report_failure(error.failure))
@@ -112,7 +111,7 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
         text = f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}."
         return _leave(report_failure(Failure("failed", text, code=code)))
     if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
-        return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {process.host}. Every rank ends now.")))
+        return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {this_rank.host}. Every rank ends now.")))
     if isinstance(error, UserError):
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
         return _leave(report_failure(_with_unsaved(Failure("error", text))))
@@ -120,7 +119,7 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
 
 
 def _this_rank() -> str:
-    return f"rank {process.rank} ({process.host}, pid {os.getpid()})"
+    return f"rank {this_rank.rank} ({this_rank.host}, pid {os.getpid()})"
 
 
 def _where() -> str:
@@ -131,15 +130,15 @@ def _where() -> str:
 
 def _with_unsaved(failure: Failure) -> Failure:
     """Return the failure together with the reason why the last checkpoint is missing, if it is."""
-    return Failure("unsaved", f"{process.unsaved} Another error followed: {failure.text}") if process.unsaved else failure
+    return Failure("unsaved", f"{ending.unsaved} Another error followed: {failure.text}") if ending.unsaved else failure
 
 
 def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
-    """Return the first failure of the run: that of another rank, or the one that `error` describes."""
+    """Return the first failure of the run: another rank's, or the one that `error` describes."""
     if _is_lost_connection(error):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
         # The monitors name the rank that is at fault. A rank that hangs is reported and ended by them too.
-        seconds = max(2 * cfg.hang_report_seconds, cfg.hang_abort_seconds) + 10 if process.num_ranks > 1 else 0
+        seconds = max(2 * cfg.hang_report_seconds, cfg.hang_abort_seconds) + 10 if this_rank.num_ranks > 1 else 0
         if failure := wait_for_failure(3) or _find_finished_rank() or wait_for_failure(seconds):
             return report_failure(failure)
         text = (
@@ -148,7 +147,7 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
         )
         return report_failure(Failure("died", f"LINK_LOST: {text}"), is_secondary=True)
     if _is_out_of_memory(error):
-        micro = cfg.split(process.num_ranks)[0]
+        micro = cfg.split(this_rank.num_ranks)[0]
         advice = "--gradient_checkpointing"
         if micro > 1:
             advice = f"--micro_batch_size {micro // 2} (--global_batch_size stays the same), or --gradient_checkpointing"
@@ -165,8 +164,8 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
 def _find_finished_rank() -> Failure | None:
     """Return the failure of a connection to a rank whose program has ended normally, or None if there is no such rank."""
     with contextlib.suppress(Exception):  # the store may be lost with its host
-        for rank in range(process.num_ranks if process.store else 0):
-            if process.store.check([f"finished/{rank}"]):
+        for rank in range(this_rank.num_ranks if links.store else 0):
+            if links.store.check([f"finished/{rank}"]):
                 return Failure(
                     "failed",
                     f"RANK_FAILED: {_this_rank()} still waited for rank {rank}, whose program has ended without an error. "
@@ -185,28 +184,28 @@ def _wait_for_last_collectives() -> None:
     A rank that ended earlier would interrupt it on the other ranks, and a launcher waits 300 s for a node that failed at the
     end.
     """
-    process.store.set(f"finished/{process.rank}", "")
-    process.store.add("done", 1)
+    links.store.set(f"finished/{this_rank.rank}", "")
+    links.store.add("done", 1)
     deadline = time.monotonic() + 60
-    while process.store.add("done", 0) < process.num_ranks and time.monotonic() < deadline:
+    while links.store.add("done", 0) < this_rank.num_ranks and time.monotonic() < deadline:
         time.sleep(0.02)
-    if process.is_main:
+    if this_rank.is_main:
         time.sleep(0.2)  # rank 0 may host the store, which the other ranks have just read
 
 
 def _leave(failure: Failure) -> int:
     """Print the failure if no monitor has printed it, and write it for the launcher's report. Return the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
-    process.is_leaving.set()
+    ending.is_leaving.set()
     is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
-    is_printed = process.failure is not None
+    is_printed = ending.failure is not None
     record_end(str(failure), failure.kind, failure.step)
     # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
-    if not is_printed and (process.is_local_main or (is_first and process.link is None and launcher_pid())):
+    if not is_printed and (this_rank.is_local_main or (is_first and links.monitor is None and launcher_pid())):
         print(failure, file=sys.stderr, flush=True)
     write_error_file(str(failure))
-    process.complete_save()
-    process.close_trackers(has_failed=True)
+    ending.run(Moment.SAVE, Exit.FAILED)
+    ending.run(Moment.TRACKERS, Exit.FAILED)
     return failure.exit_code
 
 

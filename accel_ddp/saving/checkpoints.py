@@ -21,7 +21,7 @@ from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Moment, ending, this_rank
 from accel_ddp.ranks.reporting import record
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
@@ -81,18 +81,20 @@ class Checkpoints:
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[tuple[int, Path]] = []
         self.is_sharded = is_sharded(self.model)
-        self._writers = [(0, process.host)]  # rank and host of the ranks that write
-        self._attempts = pieces.Attempt("", 0, [], "", 0)  # of a sharded model
+        self._writers = [(0, this_rank.host)]  # rank and host of the ranks that write
+        self._attempts = pieces.SaveAttempt("", 0, [], "", 0)  # of a sharded model
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.is_sharded:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
             stores = any(is_first_copy(p) for p in self.model.parameters())
-            facts = gather_everywhere((process.rank, process.host, stores))
+            facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
-            self._attempts = pieces.Attempt(nonce, 0, self._writers, "", 0)
+            self._attempts = pieces.SaveAttempt(nonce, 0, self._writers, "", 0)
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
-        process.complete_save()  # of an earlier run of this process, which has failed
-        process.complete_save = self._complete_save
+        ending.run(Moment.SAVE)  # of an earlier run of this process, which has failed
+        # The monitor ends a rank that writes longer, because a run that has failed must end on all nodes.
+        limit = min(self.cfg.ddp_timeout_seconds, MAX_WAIT_OF_FAILED)
+        ending.add(Moment.SAVE, self, self._complete_save, (limit, limit, limit))
 
     # ---- saving: on the ranks that write, and without collectives, except for `before_save` and `_is_due`
 
@@ -120,7 +122,7 @@ class Checkpoints:
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
             "data": self.data, "frozen": self.frozen,
             "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
-            "config": redact_values(as_plain_dict(self.cfg)), "versions": versions(), "host": process.host,
+            "config": redact_values(as_plain_dict(self.cfg)), "versions": versions(), "host": this_rank.host,
             "optimizer": type(self.optimizer).__name__, "values": values,
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
@@ -138,15 +140,15 @@ class Checkpoints:
         """
         if self.newest == step and not (broadcast_object(self.failed) if self.is_sharded else self.failed):
             return False
-        if not self.is_sharded and not process.is_main:
+        if not self.is_sharded and not this_rank.is_main:
             self.newest = step
             return False
         # The other ranks wait in the next all-reduce, which has a timeout; after the last step they wait without one.
         seconds = None if is_last else self.cfg.ddp_timeout_seconds / 2
-        hosts = [] if self.wait(seconds) else [process.host]
+        hosts = [] if self.wait(seconds) else [this_rank.host]
         if self.is_sharded:
             hosts = list(dict.fromkeys(host for some in gather_everywhere(hosts) for host in some))
-        if hosts and process.is_main:
+        if hosts and this_rank.is_main:
             text = (
                 f"The previous checkpoint is still being written on {' and '.join(hosts)}, also after {seconds:.0f} more seconds. The "
                 f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
@@ -159,7 +161,7 @@ class Checkpoints:
         path, run, *more = self._last
         if self.is_sharded:
             self._attempts = self._attempts._replace(number=self._attempts.number + 1, run=self.run_id, step=run["step"])
-            if process.rank not in [rank for rank, _ in self._writers]:
+            if this_rank.rank not in [rank for rank, _ in self._writers]:
                 return
         self._pending.append(self._writer.submit(self._write, path, run, *more, self._attempts))
 
@@ -183,7 +185,7 @@ class Checkpoints:
         return copied
 
     def _write(
-        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.Attempt
+        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.SaveAttempt
     ) -> None:
         """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
         phases.HERE.report_writer(True)
@@ -196,7 +198,7 @@ class Checkpoints:
                 checkpoint_format.write(path, tensors, run, self.files)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            host = getattr(error, "host", process.host)
+            host = getattr(error, "host", this_rank.host)
             self.failed = f"the checkpoint of step {run['step']} could not be written on {host}: {error.strerror}{where}"
             there = ", ".join(p.name for p in checkpoint_format.list_checkpoints(self.folder)) or "none"
             text = f"{self.failed}. Training continues. Existing checkpoints: {there}."
@@ -205,7 +207,7 @@ class Checkpoints:
             return
         finally:
             phases.HERE.report_writer(False)
-        if not process.is_main:
+        if not this_rank.is_main:
             return
         self.failed = ""
         self._committed.append((run["step"], path))
@@ -241,7 +243,7 @@ class Checkpoints:
                 facts = {"step": best, "metric": self.metric.name, "value": value, "checkpoint": f"step_{best:08d}"}
                 checkpoint_format.write_json(self.folder / "best.json", facts)
         except OSError as error:
-            text = f"evaluations.json could not be written on {process.host}: {error.strerror}."
+            text = f"evaluations.json could not be written on {this_rank.host}: {error.strerror}."
             print(text, file=sys.stderr, flush=True)
             record(text, "SAVE_FAILED")
 
@@ -257,13 +259,12 @@ class Checkpoints:
             self._pending.pop(0).result()
         return True
 
-    def _complete_save(self) -> None:
-        """Wait for the save in progress before this process ends because of a failure, at most `--ddp_timeout_seconds`.
+    def _complete_save(self, limit: float) -> None:
+        """Wait for the save in progress before this process ends because of a failure, at most `limit` seconds.
 
         The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
         """
-        # The monitor ends a rank that writes longer, because a run that has failed must end on all nodes.
-        pending, limit = list(self._pending), min(self.cfg.ddp_timeout_seconds, MAX_WAIT_OF_FAILED)
+        pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
             text = f"{self._being_written()}. This process ends when that is done, or after {limit} s."
             print(text, file=sys.stderr, flush=True)
@@ -288,7 +289,7 @@ class Checkpoints:
                 self._submit()
                 self.wait()
         self._writer.shutdown()
-        process.complete_save = lambda: None  # a reference to this object would keep the model and the optimizer in memory
+        ending.remove(self)
         return broadcast_object(self.failed, what="write the last checkpoint")
 
     # ---- restoring: on every rank together
@@ -312,9 +313,9 @@ class Checkpoints:
             return 0
         source, path = chosen
         with together("read the checkpoint"):
-            run = checkpoint_format.read_run(path) if source == process.rank else None
+            run = checkpoint_format.read_run(path) if source == this_rank.rank else None
         run = broadcast_object(run, source)
-        evaluations = checkpoint_format.read_json(path.parent / "evaluations.json") if source == process.rank else None
+        evaluations = checkpoint_format.read_json(path.parent / "evaluations.json") if source == this_rank.rank else None
         evaluations = broadcast_object(evaluations, source) or {}
         resume.check_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
@@ -330,7 +331,7 @@ class Checkpoints:
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self._rank_steps()
-        if process.is_local_main:
+        if this_rank.is_local_main:
             for later in checkpoint_format.list_checkpoints(self.folder):
                 if (
                     checkpoint_format.step_of(later) > run["step"]

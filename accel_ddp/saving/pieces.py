@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER, PIECES
 from accel_ddp.saving.state_tensors import DTYPES, EMA
@@ -210,7 +210,7 @@ class PartError(OSError):
         self.host = host
 
 
-class Attempt(NamedTuple):
+class SaveAttempt(NamedTuple):
     """One attempt to write a checkpoint. It is the same on every rank."""
 
     nonce: str  # of this start of the run
@@ -225,7 +225,7 @@ class Attempt(NamedTuple):
 
 def write(
     final: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
-    files: dict[str, bytes], attempt: Attempt,
+    files: dict[str, bytes], attempt: SaveAttempt,
 ) -> None:  # fmt: skip
     """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
 
@@ -238,10 +238,10 @@ def write(
         written = _write_part(partial, groups, offsets, attempt)
     except Exception as error:  # the main rank must receive each one
         failure = error
-    if not process.is_main:
+    if not this_rank.is_main:
         text = "" if failure is None else _reason(failure)
         with contextlib.suppress(dist.DistError):  # without the store, the run ends
-            process.store.set(attempt.key(process.rank), json.dumps({"error": text, "files": written}))
+            links.store.set(attempt.key(this_rank.rank), json.dumps({"error": text, "files": written}))
         return
     try:
         found = _wait_for_parts(attempt)  # also after an own failure, because other ranks still write into the folder
@@ -260,7 +260,7 @@ def write(
 
 
 def _write_part(
-    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: Attempt
+    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: SaveAttempt
 ) -> dict[str, Any]:
     """Write the tensors of this rank. Return the size and the hash of each file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _write_part(
     written = {}
     for group, tensors in groups.items():
         if tensors:
-            name = f"{checkpoint_format.PIECES[group]}/{file_name(process.rank)}"
+            name = f"{checkpoint_format.PIECES[group]}/{file_name(this_rank.rank)}"
             (partial / name).parent.mkdir(exist_ok=True)
             metadata = describe(offsets[group], run=attempt.run, step=str(attempt.step))
             written[name] = write_file(partial / name, tensors, metadata)
@@ -290,34 +290,34 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
             with contextlib.suppress(OSError):
                 if (partial / name).stat().st_size == facts["size"]:
                     break
-            if time.monotonic() > deadline or process.has_failed.is_set():
-                raise PartError(f"the folder of rank {rank} is not that of {process.host}, where {name} is missing", host)
+            if time.monotonic() > deadline or ending.has_failed.is_set():
+                raise PartError(f"the folder of rank {rank} is not that of {this_rank.host}, where {name} is missing", host)
             time.sleep(0.5)
 
 
-def _wait_for_parts(attempt: Attempt) -> dict[int, dict[str, Any]]:
+def _wait_for_parts(attempt: SaveAttempt) -> dict[int, dict[str, Any]]:
     """Return what the other ranks have reported. Raise PartError if a rank is lost.
 
     There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
     """
-    missing = {rank: host for rank, host in attempt.writers if rank != process.rank}
+    missing = {rank: host for rank, host in attempt.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = time.monotonic()
     failed_at = None
     while missing:
         try:
-            for rank in [rank for rank in missing if process.store.check([attempt.key(rank)])]:
-                found[rank] = json.loads(process.store.get(attempt.key(rank)))
+            for rank in [rank for rank in missing if links.store.check([attempt.key(rank)])]:
+                found[rank] = json.loads(links.store.get(attempt.key(rank)))
                 del missing[rank]
-                process.store.delete_key(attempt.key(rank))
+                links.store.delete_key(attempt.key(rank))
         except dist.DistError as error:
             raise PartError(
-                "the store of the launcher was lost, so that the parts of other ranks are not known", process.host
+                "the store of the launcher was lost, so that the parts of other ranks are not known", this_rank.host
             ) from error
         now = time.monotonic()
-        if process.has_failed.is_set() and missing:
+        if ending.has_failed.is_set() and missing:
             failed_at = failed_at or now
-            failure = process.failure
+            failure = ending.failure
             is_dead = failure is not None and failure.kind == "died" and failure.rank in missing
             if is_dead or now - failed_at > MAX_WAIT_AFTER_FAILURE:
                 rank = failure.rank if is_dead and failure else next(iter(missing))

@@ -15,7 +15,7 @@ from typing import Any
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.records import run_log
 from accel_ddp.records.files import complete_last_line, read_objects
 from accel_ddp.saving import checkpoint_format
@@ -33,18 +33,18 @@ def begin_attempt(cfg: TrainConfig) -> None:
     """
     if not _is_used(cfg):
         return
-    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ and process.restarts == 0:
+    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ and this_rank.restarts == 0:
         print_on_main(
             f"warning: --max_restarts: {os.path.basename(sys.argv[0])} does not mention accel_ddp. Therefore the launcher restarts the "
             "ranks also after a stop or a mistake of the user, and lost nodes cannot join again. Add `import accel_ddp` to this file."
         )
     path = Path(cfg.output_dir, FILE)
     lines: list[dict[str, Any]] = []
-    if process.is_main:
+    if this_rank.is_main:
         if not _is_restart():
             _write(path, {"event": "start", "time": _started_at()}, mode="w")
         else:
-            failure = process.earlier_run.get("failure") or {}
+            failure = links.earlier_run.get("failure") or {}
             _write(path, {
                 "event": "failure", "time": failure.get("time") or time.time(), "step": failure.get("step"),
                 "logged_step": run_log.last_step_of_attempt(Path(cfg.output_dir, run_log.FILE)) or 0,
@@ -53,9 +53,9 @@ def begin_attempt(cfg: TrainConfig) -> None:
         lines = list(read_objects(path))
     lines, absolute = broadcast_object((lines, os.path.abspath(cfg.output_dir)))
     failures = [line for line in lines if line["event"] == "failure"]
-    if process.is_local_main:
+    if this_rank.is_local_main:
         steps = [failure["step"] for failure in failures]
-        typed = process.earlier_run.get("output_dir") or cfg.output_dir  # may be relative to another working directory
+        typed = links.earlier_run.get("output_dir") or cfg.output_dir  # may be relative to another working directory
         store_run(launcher_pid(), output_dir=typed, absolute=absolute, failed_steps=steps)
     if reason := _why_no_progress(lines):
         raise UserError(f"{reason}, so that the run is not restarted again. The last failure: {failures[-1]['text']}")
@@ -90,7 +90,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
 
     `checkpoint` is the one that was loaded. Only the main rank returns values.
     """
-    if not _is_used(cfg) or not process.is_main:
+    if not _is_used(cfg) or not this_rank.is_main:
         return {}
     path, now = Path(cfg.output_dir, FILE), time.time()
     lines = list(read_objects(path))
@@ -123,7 +123,7 @@ def goodput(cfg: TrainConfig) -> float | None:
     Time that counts begins when the steps of an attempt begin, and ends when the checkpoint is complete from which the next
     attempt continues. Evaluations and saves in between are included.
     """
-    lines = list(read_objects(Path(cfg.output_dir, FILE))) if _is_used(cfg) and process.is_main else []
+    lines = list(read_objects(Path(cfg.output_dir, FILE))) if _is_used(cfg) and this_rank.is_main else []
     trained = [line for line in lines if line["event"] == "training"]
     if not any("restart" in line for line in trained):
         return None
@@ -141,7 +141,7 @@ def _is_used(cfg: TrainConfig) -> bool:
 
 
 def _is_restart() -> bool:
-    return bool(process.earlier_run.get("output_dir"))
+    return bool(links.earlier_run.get("output_dir"))
 
 
 def _started_at() -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
@@ -82,12 +82,12 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
     """Return (rank that reads it, path) of the newest complete checkpoint on any disk, or None. This is a collective."""
     folder = Path(cfg.output_dir)
     mine = []
-    if process.is_local_main:  # once per node
+    if this_rank.is_local_main:  # once per node
         for path in candidates(cfg):
             run = checkpoint_format.read_run(path)
             step = checkpoint_format.step_of(path) if checkpoint_format.is_checkpoint_name(path) else run.get("step", 0)
             mine.append((step, str(path), run.get("run")))
-    shares = gather_objects((process.host, mine)) or []
+    shares = gather_objects((this_rank.host, mine)) or []
     _check_one_run(shares, folder)
     found = [(step, rank, path) for rank, (_, share) in enumerate(shares) for step, path, _ in share]
     found = broadcast_object(sorted(found, key=lambda one: (-one[0], one[1])))
@@ -99,11 +99,11 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
         if not problem:
             for owner, other, why in damaged:
                 # It keeps its name if another node has a complete checkpoint at this path, or if the file could not be read.
-                if owner == process.rank and other != path and "cannot be read" not in why:
+                if owner == this_rank.rank and other != path and "cannot be read" not in why:
                     set_aside(Path(other), folder, "damaged")
             return rank, Path(path)
         damaged.append((rank, path, problem))
-        host = broadcast_object(process.host, rank)
+        host = broadcast_object(this_rank.host, rank)
         warn_on_main(f"--resume: {path} on {host} cannot be used: {problem}.", "CHECKPOINT_DAMAGED")
     if damaged:
         raise UserError(
@@ -121,8 +121,9 @@ def _verify(path: Path, source: int) -> str:
     views = gather_everywhere(checkpoint_format.identify(path))
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
-        is_needed = process.rank in ranks
-        problem = checkpoint_format.find_problem(path, ranks.index(process.rank), len(ranks)) if is_needed else ""
+        rank = this_rank.rank
+        is_needed = rank in ranks
+        problem = checkpoint_format.find_problem(path, ranks.index(rank), len(ranks)) if is_needed else ""
     return next(filter(None, gather_everywhere(problem)), "")
 
 
@@ -143,7 +144,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
     """Rename a checkpoint of the run's own folder, which is locked. Checkpoints elsewhere stay as they are."""
     if path.parent.resolve() == folder.resolve():
         with contextlib.suppress(OSError):  # another node shares the disk and was faster, or the disk is read-only
-            print(f"{process.host}: renamed {path.name} to {checkpoint_format.set_aside(path, prefix).name}", flush=True)
+            print(f"{this_rank.host}: renamed {path.name} to {checkpoint_format.set_aside(path, prefix).name}", flush=True)
 
 
 # ---- whether the run may continue with these options and data
@@ -235,7 +236,7 @@ def load(
     """
     weights = state_tensors.to_save(model)
     reads_alone = is_sharded(model) and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
-    reads = reads_alone or source == process.rank
+    reads = reads_alone or source == this_rank.rank
     with together("read the checkpoint"):
         files = {group: Pieces(path, group) for group in (MODEL, OPTIMIZER)} if reads else {}
     there = broadcast_object({group: file.tensors for group, file in files.items()}, source)
@@ -294,7 +295,7 @@ def _receive(
             block = torch.empty(size, dtype=dtype, device=device)
         else:
             block = file.read(name, [begin, *[0] * (len(shape) - 1)] if shape else [], size).to(device)
-        if process.num_ranks > 1:
+        if this_rank.num_ranks > 1:
             dist.broadcast(block.reshape(-1).view(torch.uint8), src=source)  # as bytes, because gloo lacks some types
         if size == lengths == shape:
             return block
@@ -307,10 +308,10 @@ def _receive(
 
 def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -> None:
     """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
-    if run["num_ranks"] != process.num_ranks:
+    if run["num_ranks"] != this_rank.num_ranks:
         log.info(
             "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",
-            run["num_ranks"], process.num_ranks,
+            run["num_ranks"], this_rank.num_ranks,
         )  # fmt: skip
     elif run.get("shards", 0) != shards:
         kinds = [f"sharded over {number} ranks" if number else "whole on every rank" for number in (run.get("shards", 0), shards)]

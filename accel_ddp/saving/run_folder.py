@@ -12,7 +12,7 @@ from typing import IO
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.records.run_log import last_step_of
 from accel_ddp.saving import checkpoint_format, resume
@@ -34,7 +34,7 @@ def claim(cfg: TrainConfig) -> IO[str]:
     """
     folder = Path(cfg.output_dir)
     if folder.is_file():
-        raise UserError(f"--output_dir {folder}: is a file on {process.host}. Give a folder.")
+        raise UserError(f"--output_dir {folder}: is a file on {this_rank.host}. Give a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_foreign_files(folder)  # before the lock is made, so that the folder stays as it is
@@ -47,7 +47,7 @@ def claim(cfg: TrainConfig) -> IO[str]:
         checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
         checkpoint_format.write_json(folder / "config.json", redact_values(as_plain_dict(cfg)))
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written on {process.host}: {error.strerror}.") from error
+        raise UserError(f"--output_dir {folder}: cannot be written on {this_rank.host}: {error.strerror}.") from error
     return lock
 
 
@@ -56,16 +56,16 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
 
     Only the ranks of the first of `replicas` copies of the model write. This is a collective.
     """
-    writers = range(process.num_ranks // replicas)
+    writers, rank = range(this_rank.num_ranks // replicas), this_rank.rank
     nonce = broadcast_object(secrets.token_hex(8))
     folder = Path(cfg.output_dir)
-    marks = [folder / f".shared-{nonce}-{rank}" for rank in writers]
+    marks = [folder / f".shared-{nonce}-{writer}" for writer in writers]
     problem = ""
     with together("write to the output folder"):
-        if process.is_main:
+        if this_rank.is_main:
             _touch(marks[0])
     with together("find the output folder"):
-        if process.rank in writers and not process.is_main:
+        if rank in writers and rank != 0:
             deadline = time.monotonic() + SECONDS_TO_APPEAR
             while not marks[0].exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -73,11 +73,11 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
                 problem = "does not see the folder of the main node"
             else:
                 try:
-                    _touch(marks[process.rank])
+                    _touch(marks[rank])
                 except OSError as error:
                     problem = f"cannot write to it ({error.strerror})"
-    facts = gather_everywhere((process.host, problem))
-    for mark in marks if process.is_main else [marks[process.rank]] if process.rank in writers else []:
+    facts = gather_everywhere((this_rank.host, problem))
+    for mark in marks if rank == 0 else [marks[rank]] if rank in writers else []:
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
@@ -163,6 +163,6 @@ def _lock(folder: Path) -> IO[str]:
             log.warning("the file system of %s does not support locks. Make sure that no second run uses this folder.", folder)
             break
     file.truncate(0)
-    file.write(f"pid {os.getpid()} on {process.host}")
+    file.write(f"pid {os.getpid()} on {this_rank.host}")
     file.flush()
     return file

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region, sharded_like
 
 
@@ -109,7 +109,9 @@ def _some_values(tensor: Tensor) -> bytes:
 def own_pieces(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of which this rank stores its part. Each part is stored by one rank, and the main rank stores the rest."""
     stored = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor)}
-    return {name: tensor for name, tensor in stored.items() if local(tensor).numel() or (not tensor.numel() and process.is_main)}
+    return {
+        name: tensor for name, tensor in stored.items() if local(tensor).numel() or (not tensor.numel() and this_rank.is_main)
+    }
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

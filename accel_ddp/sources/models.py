@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
 from accel_ddp.sources.adapters import Adapters, add_adapters, find_adapters, locate_base
 from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
@@ -117,10 +117,10 @@ def _read_weights(
     auto_class: Any, cfg: RecipeConfig, name: str, place: str, adapters: Adapters | None, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], dict[nn.Parameter, Tensor]]:
     """Return the model, what transformers reports about loading, and the rows of this rank if the model will be sharded."""
-    if not process.sharding:
+    if not links.sharding:
         return *from_pretrained(auto_class, name, place, **options), {}
     num_tokens = len(tokenizer) if tokenizer is not None else 0
-    loader = RowLoader(process.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
+    loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
     with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
         model, info = loader.from_pretrained(auto_class, name, place, **options)
         facts[f"The weights of --model {cfg.model}"] = loader.digest
@@ -174,8 +174,8 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
         # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
-    if process.sharding:
-        shard_loaded(model, rows, process.sharding, *sharding_options(accelerator, cfg))
+    if links.sharding:
+        shard_loaded(model, rows, links.sharding, *sharding_options(accelerator, cfg))
     return model
 
 
@@ -183,7 +183,7 @@ def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module
     """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
     if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
-            in_config = process.sharding and process.sharding.activation_checkpointing
+            in_config = links.sharding and links.sharding.activation_checkpointing
             name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
             raise UserError(f"{name}: {type(model).__name__} does not support it. Leave it out.")
         # Reentrant checkpointing fails with find_unused_parameters of DDP, and if the first layers are frozen.

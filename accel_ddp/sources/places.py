@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 
 # Warnings about data and models, which are the same on every rank.
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def warn(text: str) -> None:
     """Log a warning on the main rank only. The other ranks would repeat it."""
-    if process.is_main:
+    if this_rank.is_main:
         log.warning(text)
 
 
@@ -91,7 +91,7 @@ def prepare_hub() -> str:
     import huggingface_hub
     import transformers
 
-    if not (process.is_main and sys.stderr.isatty()):  # progress bars of every rank would fill the terminal or the log
+    if not (this_rank.is_main and sys.stderr.isatty()):  # progress bars of every rank would fill the terminal or the log
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

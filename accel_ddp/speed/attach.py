@@ -19,7 +19,7 @@ from torch import nn
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
@@ -165,7 +165,7 @@ class Speed:
         began = time.monotonic()
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         print_on_main(f"warm-up: compiling the layers (cached in {folder}; --compile off skips this)")
-        micro = self.cfg.split(process.num_ranks)[0]
+        micro = self.cfg.split(self.accelerator.num_processes)[0]
         sharded = is_sharded(self.model)
         with together("compile the layers"):
             batch = self.train.sample(micro, self.accelerator, self.cfg)
@@ -200,12 +200,12 @@ class Speed:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UserError(f"The layers cannot be compiled on {process.host}: {_reason(error)}. Add --compile off.") from error
+            raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
         layers.calls = [fallback.compiled for fallback in compiled]
         for head, softmax in zip(self.heads, softmaxes):
             head.softmax = softmax.compiled
         own = next((fallback.reason for fallback in (*compiled, *softmaxes) if fallback.reason), "")
-        if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {process.rank})") if reason]:
+        if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {this_rank.rank})") if reason]:
             self._run_without_compilation(reasons[0])
 
     def _rehearse_twice(self, batch: Any) -> None:
@@ -308,7 +308,7 @@ class Speed:
         if self.padding_free is None:
             return "texts are padded, so that every batch has a different shape"
         calls = self.padding_free.calls
-        missing = [host for host in gather_everywhere("" if find_spec("triton") else process.host) if host]
+        missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
         if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
             self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
@@ -334,7 +334,7 @@ class Speed:
             )
         elif not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
-            group_bytes = math.inf if process.num_ranks == 1 else self.cfg.bucket_cap_mb << 20
+            group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
             self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
             layers.run, layers.on_new_batch = self.graphs.call, self.graphs.discard_pending

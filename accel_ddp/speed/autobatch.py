@@ -11,7 +11,6 @@ from torch import nn
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import process
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import state_bytes
@@ -38,7 +37,7 @@ def choose(
     """
     if cfg.micro_batch_size != "auto":
         return
-    per_rank = cfg.split(process.num_ranks)[0]
+    per_rank = cfg.split(accelerator.num_processes)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     largest = max(size for size in sizes if size <= LARGEST_ON_CPU)
     how = f" (at most {LARGEST_ON_CPU} on CPUs; it must divide the {per_rank} items of a rank)"
@@ -59,8 +58,8 @@ def choose(
             "--gradient_checkpointing, --mixed_precision bf16, --lora_r 16, or a smaller --max_length."
         )
     cfg.micro_batch_size = smallest
-    micro, count = cfg.split(process.num_ranks)
-    if cfg.static_graph and count > 1 and process.num_ranks > 1:
+    micro, count = cfg.split(accelerator.num_processes)
+    if cfg.static_graph and count > 1 and accelerator.num_processes > 1:
         raise UserError(
             f"--static_graph cannot be combined with several micro-batches per update, and only {micro} items fit into one. "
             "Leave --static_graph out."

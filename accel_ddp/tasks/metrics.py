@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.sources.places import prepare_hub
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class MoreMetrics:
         known = {name: SHORT.get(kind, {}).get(name, name) for name in cfg.metrics}
         self.built_in = list(dict.fromkeys(name for name in known.values() if name in BUILT_IN[kind]))
         others = [name for name, other in known.items() if other not in BUILT_IN[kind]]
-        self.loaded = {name: _load(name, kind) for name in others} if process.is_main else {}
+        self.loaded = {name: _load(name, kind) for name in others} if this_rank.is_main else {}
         self.needs_probabilities = any(name in FROM_PROBABILITIES for name in self.built_in)
         self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
 
@@ -155,7 +155,7 @@ class MoreMetrics:
         """
         import numpy as np
 
-        if not process.is_main or not self.cfg.metrics:
+        if not this_rank.is_main or not self.cfg.metrics:
             return
         if self.kind in ("classes", "numbers"):
             references = np.array(references)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE, Table
 from accel_ddp.saving import checkpoint_format
 
@@ -87,7 +87,7 @@ class ScoreTable:
         try:
             checkpoint_format.write_text(path, file.getvalue())
         except OSError as error:
-            return f"{self}\n{path} could not be written on {process.host}: {error.strerror}."
+            return f"{self}\n{path} could not be written on {this_rank.host}: {error.strerror}."
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
 
 

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenization
 from accel_ddp.sources.table_files import load_file, require_file
@@ -385,7 +385,8 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
 def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
     """Log over which images batch norm computes its statistics, if the model has batch norm."""
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        micro = cfg.split(process.num_ranks)[0]
-        images = f"{process.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
+        ranks = this_rank.num_ranks
+        micro = cfg.split(ranks)[0]
+        images = f"{ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without batch norm"
         log.info(f"batch norm uses {images}, so that the result depends on the micro-batches; with {instead} it does not")

@@ -23,7 +23,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import Diverged, Failure
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.saving.checkpoints import Checkpoints, Metrics
@@ -52,7 +52,7 @@ class ParameterCheck:
         self._trained = {
             name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
         }
-        self._copies = find_copies(process.num_ranks, process.sharding.replicas if is_sharded(module) else process.num_ranks)
+        self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(module) else this_rank.num_ranks)
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
@@ -70,8 +70,8 @@ class ParameterCheck:
             return
         self._last = step
         products = self._row_sums() * self._factors
-        digests, copied = torch.zeros(process.num_ranks, dtype=torch.int64, device=self.device), None
-        digests[process.rank] = products.sum()
+        digests, copied = torch.zeros(this_rank.num_ranks, dtype=torch.int64, device=self.device), None
+        digests[this_rank.rank] = products.sum()
         dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
         if self.device.type == "cuda":
             digests = torch.empty(len(digests), dtype=torch.int64, pin_memory=True).copy_(digests, non_blocking=True)
@@ -106,7 +106,7 @@ class ParameterCheck:
         """Return the failure, which is the same on every rank. This is a collective."""
         sums = dict(zip((*self._vectors, *self._matrices), (part.sum().item() for part in products.cpu().split(self._sizes))))
         own = [sums.get(name, 0) for name in self._trained]
-        places, checksums = zip(*gather_everywhere((f"{process.host}, pid {os.getpid()}", own)))
+        places, checksums = zip(*gather_everywhere((f"{this_rank.host}, pid {os.getpid()}", own)))
         bad = next(ranks for ranks in self._copies if len({tuple(checksums[rank]) for rank in ranks}) > 1)
         names = [name for i, name in enumerate(self._trained) if len({checksums[rank][i] for rank in bad}) > 1]
         largest = self._largest_difference({**self._vectors, **self._matrices}.get(names[0]), bad)
@@ -126,8 +126,8 @@ class ParameterCheck:
     def _largest_difference(self, values: Tensor | None, ranks: Sequence[int]) -> float:
         """Return the largest difference between two of these ranks in one element. This is a collective of all ranks."""
         largest = 0.0
-        group = dist.new_group([*ranks]) if len(ranks) < process.num_ranks else None
-        if process.rank in ranks:
+        group = dist.new_group([*ranks]) if len(ranks) < this_rank.num_ranks else None
+        if this_rank.rank in ranks:
             high = local(values.detach()).to(self.device, torch.float64, copy=True)
             low = high.clone()
             dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
@@ -251,6 +251,6 @@ def _what(numbers: Numbers) -> str:
     """Return what is not finite, with the ranks whose loss it is. This is a collective if it is the loss."""
     if math.isfinite(numbers.loss):
         return f"the gradient norm is {numbers.grad_norm}, although the loss is {numbers.loss:.4g}"
-    losses = gather_everywhere((process.host, numbers.local_loss))
+    losses = gather_everywhere((this_rank.host, numbers.local_loss))
     culprits = [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)]
     return f"the loss is {numbers.loss} on {', '.join(culprits)}"

@@ -22,7 +22,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.records.eval_tables import Table, check_tables
@@ -50,7 +50,7 @@ class EvalBatches:
         self.num_items, self.device = len(dataset), accelerator.device
         share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.num_own = len(share)  # rows of this rank that count
-        if process.sharding and self.num_own * accelerator.num_processes < len(dataset):
+        if links.sharding and self.num_own * accelerator.num_processes < len(dataset):
             share = [*share, 0]
         self.loader = DataLoader(
             Subset(dataset, share), batch_size=batch_size, collate_fn=CountingCollate(collate), **loader_options(cfg, accelerator)
@@ -118,21 +118,21 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
     All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only the main rank does.
     """
     module = accelerator.unwrap_model(model)
-    if not (process.is_main or is_sharded(module)):
+    if not (accelerator.is_main_process or is_sharded(module)):
         return None
     was_training = module.training
     module.eval()
     with gathered(module):
         result = compute(module)
     module.train(was_training)
-    return result if process.is_main else None
+    return result if accelerator.is_main_process else None
 
 
 def broadcast_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
     values: dict[str, float] = {}
     problem = ""
-    if process.is_main:
+    if this_rank.is_main:
         try:
             values = as_numbers(metrics)
         except UserError as error:
@@ -204,7 +204,7 @@ class TableReport(Hook):
         self.printed: set[str] = set()  # errors
 
     def on_evaluate(self, step: int, metrics: Metrics) -> None:
-        if not process.is_main:
+        if not this_rank.is_main:
             return
         tables: dict[str, Table] = {}
         with self._surviving(step), phases.phase(METRICS):

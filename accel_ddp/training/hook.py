@@ -9,7 +9,7 @@ import torch
 
 from accel_ddp.phases import Split
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.training.run_facts import describe_memory, measure_memory
@@ -97,8 +97,8 @@ class Breakdown(Hook):
         return {name: value for name, value in found.items() if value}
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None:
-        if "breakdown" in summary and process.is_main:
-            print(describe_breakdown(summary["breakdown"], process.num_ranks), flush=True)
+        if "breakdown" in summary and this_rank.is_main:
+            print(describe_breakdown(summary["breakdown"], this_rank.num_ranks), flush=True)
         if "memory" in summary:
             print_on_main(describe_memory(summary["memory"]))
 

@@ -12,7 +12,7 @@ from accel_ddp.config import optimizer_options
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full, local, region, sharded_like
 from accel_ddp.training.sharding import reshard
 
@@ -163,7 +163,7 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     fused = _can_be_fused([p for group in groups for p in group["params"]])
     adam: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if cfg.optimizer == "sgd":
-        fused = fused and process.sharding is None  # torch has no fused SGD for shards
+        fused = fused and links.sharding is None  # torch has no fused SGD for shards
         return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=fused)
     if cfg.optimizer == "adafactor":
         if cfg.lr < LEAST_LR_OF_ADAFACTOR:

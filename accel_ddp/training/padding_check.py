@@ -21,7 +21,7 @@ from torch.backends import cudnn
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.training.losses import CurrentBatch, LossSum, WholeBatch
@@ -46,7 +46,11 @@ def require_independence(
     Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items, and two more in
     float64 if the results differ slightly.
     """
-    if cfg.split(process.num_ranks)[0] == 1 and getattr(cfg, "eval_batch_size", 1) == 1 and cfg.micro_batch_size != "auto":
+    if (
+        cfg.split(accelerator.num_processes)[0] == 1
+        and getattr(cfg, "eval_batch_size", 1) == 1
+        and cfg.micro_batch_size != "auto"
+    ):
         return  # no text is padded
     if is_sharded(model):  # a collective, and so outside of the block
         reason = _difference_together(accelerator, cfg, model, train, loss_sum)
@@ -255,7 +259,7 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
 
 def _require_memory(size: int, device: torch.device) -> None:
     """Raise MemoryError if each rank of this node cannot get so many bytes. A GPU reports it itself, but the kernel kills a process."""
-    if device.type == "cpu" and size * process.local_ranks > psutil.virtual_memory().available / 2:
+    if device.type == "cpu" and size * this_rank.local_ranks > psutil.virtual_memory().available / 2:
         raise MemoryError(f"{size:,} bytes are not available")
 
 

@@ -15,7 +15,7 @@ from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving.state_tensors import versions
 from accel_ddp.training.step_numbers import RankSample
@@ -29,11 +29,11 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
     on_gpu = accelerator.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else 0
-    place = {"rank": process.rank, "node": process.node, "host": process.host, "pid": os.getpid(), "device": device}
+    place = {"rank": this_rank.rank, "node": links.node, "host": this_rank.host, "pid": os.getpid(), "device": device}
     ranks = gather_objects(place | ({"memory": memory} if memory else {}))
     if not ranks:
         return {}
-    micro, count = cfg.split(process.num_ranks)
+    micro, count = cfg.split(accelerator.num_processes)
     return {
         "command": redact_command(sys.argv),
         "ranks": ranks,
@@ -45,9 +45,9 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
-        **({"sharding": process.sharding.facts(process.num_ranks)} if process.sharding else {}),
+        **({"sharding": links.sharding.facts(accelerator.num_processes)} if links.sharding else {}),
         "model": describe_model(model),
-        **({"memory": process.memory} if process.memory else {}),
+        **({"memory": links.memory} if links.memory else {}),
     }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def measure_memory(device: torch.device, ranks: Sequence[RankSample]) -> dict[st
     if device.type != "cuda":
         return {}
     measured = max(torch.cuda.max_memory_allocated(device), *(int(rank.gpu_memory) for rank in ranks if rank.gpu_memory > 0), 0)
-    return {"measured": measured} | ({"estimated": process.memory["estimated"]} if process.memory else {})
+    return {"measured": measured} | ({"estimated": links.memory["estimated"]} if links.memory else {})
 
 
 def describe_memory(found: dict[str, int]) -> str:

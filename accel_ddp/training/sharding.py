@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ class Lockstep:
         expected = self._order[self._place] if self._place < len(self._order) else self._names.index(LAST)
         self._place += 1
         if place != expected:
-            self._refuse(f"rank {process.rank} {self._names[place]}, while it {self._names[expected]} in its first micro-batch")
+            self._refuse(f"rank {this_rank.rank} {self._names[place]}, while it {self._names[expected]} in its first micro-batch")
 
     def _compare(self, place: int) -> None:
         places = torch.tensor([place, -place])
-        if process.num_ranks > 1:
-            dist.all_reduce(places, dist.ReduceOp.MAX, group=process.slow_group)
+        if this_rank.num_ranks > 1:
+            dist.all_reduce(places, dist.ReduceOp.MAX, group=links.slow_group)
         if places[0] == -places[1]:
             return
         everyone = gather_everywhere(self._names[place])
@@ -239,16 +239,16 @@ def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
 def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
     """Return the ranks as a mesh: one row, or one row for each copy of the model. The ranks of a node have consecutive numbers."""
     if plan.replicas == 1:
-        return init_device_mesh(device.type, (process.num_ranks,), mesh_dim_names=("shard",))
-    shape = (plan.replicas, process.num_ranks // plan.replicas)
+        return init_device_mesh(device.type, (this_rank.num_ranks,), mesh_dim_names=("shard",))
+    shape = (plan.replicas, this_rank.num_ranks // plan.replicas)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
     """Return the first row that this rank holds of a parameter with `length` rows, and the row after its last one."""
-    ranks = process.num_ranks // plan.replicas
+    ranks = this_rank.num_ranks // plan.replicas
     size = -(-length // ranks)
-    begin = min(length, process.rank % ranks * size)
+    begin = min(length, this_rank.rank % ranks * size)
     return begin, min(length, begin + size)
 
 
@@ -424,10 +424,10 @@ def prepare(
     accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
-    if process.sharding is None:
+    if links.sharding is None:
         return accelerator.prepare(model, optimizer)
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
-        wrap(model, optimizer, process.sharding, *sharding_options(accelerator, cfg))
+        wrap(model, optimizer, links.sharding, *sharding_options(accelerator, cfg))
     reshard(model)
     known = set(model.parameters())
     if not all(p in known for group in optimizer.param_groups for p in group["params"]):

@@ -26,7 +26,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.losses import Batch, CurrentBatch, LossSum, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
@@ -236,7 +236,7 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
     A Python list of the same numbers would take 1.6 ms for 1,000 ranks, and this takes 0.05 ms.
     """
     places = torch.zeros(num_ranks, len(sample), dtype=numbers.dtype)
-    places[process.rank] = torch.tensor(sample, dtype=numbers.dtype)
+    places[this_rank.rank] = torch.tensor(sample, dtype=numbers.dtype)
     return torch.cat([numbers, places.flatten()])
 
 
@@ -294,7 +294,7 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
         return  # a static graph has no times of its first step, in which DDP learns the graph
     if _gradient_times(model) == times_before:
         raise RuntimeError(
-            f"the backward pass of rank {process.rank} reached none of the trained parameters in the last micro-batch of this step. "
+            f"the backward pass of rank {this_rank.rank} reached none of the trained parameters in the last micro-batch of this step. "
             "Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of a "
             "constant 0 return `0 * model(batch).sum()`."
         )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.ranks.signals import IgnoreInWorker, blocked_for_children
 
 
@@ -49,7 +49,7 @@ def starting_workers(loader: DataLoader) -> Iterator[None]:
         with blocked_for_children():
             resource_tracker.ensure_running()  # a separate block, because its start unblocks signals
     else:
-        process.wait_for_imports()
+        ending.run(Moment.FORK)
     if method == "forkserver":
         loader.multiprocessing_context.set_forkserver_preload(["accel_ddp.training.stream"])  # imports torch once for all workers
     try:

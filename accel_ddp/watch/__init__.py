@@ -1,5 +1,5 @@
-"""Detects run-time faults: each rank publishes where it is, one monitor process per node watches its ranks and the other nodes.
+"""The detection of faults during a run: one monitor process per node watches its ranks and the other nodes.
 
-Nothing here imports torch, and nothing travels over the process group of the training. The package may import `errors`,
-`environment`, `net` and `records`.
+`monitor` observes and prints, `diagnosis` and `slowness` decide what is wrong. Nothing here imports torch, and nothing travels over
+the process group of the training. The package may import `errors`, `nodes`, `records` and `phases`.
 """

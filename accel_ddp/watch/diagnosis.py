@@ -1,9 +1,11 @@
-"""Decides which rank, node or link is at fault when a run does not progress, from what the monitors have observed.
+"""The rules that decide which rank, node or link is at fault when a run does not progress.
 
-A fault is reported early and ends the run late: many faults end by themselves.
+`Judge.RULES` lists them from the most certain to the least certain kind of fault. The first rule that finds something in what the
+monitors have observed decides, because whatever else does not progress waits for it. A fault is reported early and ends the run
+late: many faults end by themselves.
 """
 
-from collections.abc import Iterable
+import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,6 +113,67 @@ class _Open:
     ages: dict[tuple[int, int], tuple[float, float | None]] = field(default_factory=dict)  # see Judge.outliers
 
 
+class _Scene:
+    """What the monitors see at one moment. Rules ask it what follows from that."""
+
+    def __init__(self, judge: "Judge", ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]):
+        self.judge, self.ranks, self.nodes, self.stacks = judge, ranks, nodes, stacks
+        ended = {r.node for r in ranks if r.is_finished} - {r.node for r in ranks if not r.is_finished}
+        is_lost = lambda node: node.silent > judge.report_after or node.closed > CLOSED_SECONDS
+        # A node without ranks may leave.
+        self.lost = {node.node: node for node in nodes if is_lost(node) and node.node not in ended}
+        self.active = [r for r in ranks if not r.is_finished and r.node not in self.lost]
+        self._usual: dict[int, float] = {}  # seconds of a phase
+
+    def usual(self, r: RankView) -> float:
+        """Return how long the phase of a rank usually takes at most."""
+        if r.phase not in self._usual:  # once per phase, because a run may have thousands of ranks
+            normals = [self.judge.normal(other) for other in self.ranks if other.phase == r.phase]
+            self._usual[r.phase] = phases.usual_seconds(r.phase, normals)
+        return self._usual[r.phase]
+
+    @functools.cached_property
+    def overdue(self) -> list[RankView]:
+        """The active ranks that have been in their phase for longer than usual."""
+        return [r for r in self.active if r.age > self._limit_of_report(r)]
+
+    def _limit_of_report(self, r: RankView) -> float:
+        """Return the age of the phase of this rank from which on it is reported."""
+        if (self.judge.disk_hung or r.state == "D") and r.phase in phases.LEAST:
+            return (r.normal or 0.0) + self.judge.report_after  # it waits for the disk
+        return self.usual(r) + self.judge.report_after
+
+    @functools.cached_property
+    def behind(self) -> tuple[float, int]:
+        """The position of the active ranks that have come least far.
+
+        On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
+        """
+        return min((r.position for r in self.active), default=(0, 0))
+
+    def is_in_collective(self, r: RankView) -> bool:
+        return self.stacks.get(r.rank, Stack()).is_in_collective()
+
+    def may_wait(self, r: RankView) -> bool:
+        """Return whether a rank may wait for another one. Its own delay then proves nothing."""
+        return r.phase in phases.WAITING or self.is_in_collective(r)
+
+    @functools.cached_property
+    def is_standstill(self) -> bool:
+        """Whether several ranks are active, and each of them waits for another one."""
+        return (
+            len(self.active) > 1
+            and bool(self.overdue)
+            and all(self.may_wait(r) or r.position > self.behind for r in self.active)
+            and all(r.age > self.judge.report_after for r in self.active)
+        )
+
+    def waits_for(self, culprits: list[int]) -> list[int]:
+        """Return the ranks that are not at fault and have not finished."""
+        excluded = set(culprits)
+        return [r.rank for r in self.ranks if not r.is_finished and r.rank not in excluded]
+
+
 class Judge:
     """Turns observations into events. The coordinator has one, and so has every node that is cut off."""
 
@@ -122,22 +185,21 @@ class Judge:
         self.wants_stacks: set[int] = set()
         # Seconds for which the disk of the output folder has not answered. The monitor of the main node sets it.
         self.disk_hung = 0.0
-        self.usual: dict[int, float] = {}  # the usual duration of each phase, in this examination
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
-        self.usual = {}
-        causes = self._find_causes(ranks, nodes, stacks)
+        scene = _Scene(self, ranks, nodes, stacks)
+        causes = self._find_causes(scene)
         self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
         events = []
         for key, cause in causes.items():
             found = self.open.setdefault(key, _Open(cause))
             found.cause = cause
-            if self._is_over_limit(cause, ranks):
-                events.append(self._event(ERROR, cause, ranks, stacks, "The run ends."))
+            if self._is_over_limit(cause, scene):
+                events.append(self._event(ERROR, cause, scene, "The run ends."))
                 found.is_reported = True
             elif not found.is_reported:
                 found.waited += seconds
@@ -146,9 +208,9 @@ class Judge:
                     left = cause.aborts_after - cause.seconds
                     has_end = self.abort_after and left < float("inf")
                     end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if has_end else ""
-                    events.append(self._event(WARNING, cause, ranks, stacks, end))
+                    events.append(self._event(WARNING, cause, scene, end))
         for found in self.open.values():
-            found.ages |= {(r.rank, r.phase): (r.age, self._normal(r)) for r in ranks if r.age > self.report_after}
+            found.ages |= {(r.rank, r.phase): (r.age, self.normal(r)) for r in ranks if r.age > self.report_after}
         over = [self.open.pop(key) for key in list(self.open) if key not in causes]
         return events + self._end(over, ranks) + self._short_silences(nodes)
 
@@ -157,30 +219,35 @@ class Judge:
         over, self.open = self.open, {}
         return self._end(list(over.values()), ranks)
 
+    def normal(self, r: RankView) -> float | None:
+        """Return the usual duration that the rank has learned for its phase, or the one before a fault that has prolonged it."""
+        age, before = self.outliers.get((r.rank, r.phase), (float("inf"), None))
+        is_outlier = r.normal is not None and age <= r.normal < age + OUTLIER_SECONDS
+        return before if is_outlier else r.normal
+
     def _end(self, over: list[_Open], ranks: list[RankView]) -> list[Event]:
         reported = [found for found in over if found.is_reported]
         for found in reported:
             self.outliers |= found.ages
         return [self._recovered(found.cause, ranks) for found in reported]
 
-    def _is_over_limit(self, cause: Cause, ranks: list[RankView]) -> bool:
+    def _is_over_limit(self, cause: Cause, scene: _Scene) -> bool:
         if not self.abort_after or cause.seconds < cause.aborts_after:
             return False
         # A rank that still progresses proves that the others do not wait for anything yet.
-        culprits = set(cause.culprits)
-        active = [r for r in ranks if not r.is_finished and r.rank not in culprits]
-        return not any(r.phase not in phases.UNLIMITED and r.age < self._usual(r, ranks) + self.report_after for r in active)
+        others = set(scene.waits_for(cause.culprits))
+        running = [r for r in scene.ranks if r.rank in others and r.phase not in phases.UNLIMITED]
+        return not any(r.age < scene.usual(r) + self.report_after for r in running)
 
-    def _event(self, severity: str, cause: Cause, ranks: list[RankView], stacks: dict[int, Stack], end: str) -> Event:
-        culprits = set(cause.culprits)
-        waiting = [r.rank for r in ranks if not r.is_finished and r.rank not in culprits]
+    def _event(self, severity: str, cause: Cause, scene: _Scene, end: str) -> Event:
+        waiting = scene.waits_for(cause.culprits)
         parts = [cause.text]
         if waiting and cause.kind != "DEADLOCK":
             parts.append(f"{format_ranks(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
         parts += [cause.advice, end]
         text = " ".join(part for part in parts if part)
         for rank in cause.wants_stacks_of:
-            if stack := stacks.get(rank):
+            if stack := scene.stacks.get(rank):
                 text += f"\n  The innermost calls of rank {rank}:\n{stack.text()}"
         return Event(severity, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, cause.step)
 
@@ -203,65 +270,54 @@ class Judge:
                     events.append(Event(INFO, "LINK_LOST", text, host=node.host))
         return events
 
-    # ---- causes, from the most certain to the least certain kind
+    # ---- rules
 
-    def _find_causes(self, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> dict[str, Cause]:
-        ended = {r.node for r in ranks if r.is_finished} - {r.node for r in ranks if not r.is_finished}
-        is_lost = lambda node: node.silent > self.report_after or node.closed > CLOSED_SECONDS
-        lost = {node.node: node for node in nodes if is_lost(node) and node.node not in ended}  # a node without ranks may leave
+    def _find_causes(self, scene: _Scene) -> dict[str, Cause]:
+        return next((causes for rule in self.RULES if (causes := rule(self, scene))), {})
+
+    def _gone(self, scene: _Scene) -> dict[str, Cause]:
+        """Find nodes that do not answer and processes that are stopped. Both are seen from outside, without any limit of a phase."""
+        lost = scene.lost
         if len(lost) > MANY_NODES:
-            causes = {"nodes": self._lost_nodes(list(lost.values()), 1 + len(nodes), ranks)}
+            causes = {"nodes": self._lost_nodes(list(lost.values()), 1 + len(scene.nodes), scene.ranks)}
             for node in lost:
                 self.open.pop(f"node {node}", None)
         else:
-            causes = {f"node {node.node}": self._lost_node(node, ranks) for node in lost.values()}
-        active = [r for r in ranks if not r.is_finished and r.node not in lost]
-        stopped = [r for r in active if r.stopped > self.report_after]
-        causes |= {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
-        if causes:
-            return causes  # the others wait for these
-        overdue = [r for r in active if r.age - self._limit_of_report(r, ranks) > 0]
-        # On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
-        behind = min((r.position for r in active), default=(0, 0))
-        for r in overdue:
-            if r.position == behind and r.phase not in phases.WAITING and not stacks.get(r.rank, Stack()).is_in_collective():
-                if r.phase == phases.SAVE and not self.disk_hung and r.state != "D":
-                    continue  # a slow disk
-                if r.phase == phases.OTHER and not any(o.phase in phases.WAITING and o.age > self.report_after for o in active):
-                    continue  # the user's own code, for which no rank waits
-                causes[f"rank {r.rank}"] = self._hung_rank(r, ranks, stacks)
-        if causes or not overdue:
-            return causes
-        if len(active) == 1:
-            return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in overdue if r.phase in phases.WAITING}
-        waiting = [r for r in active if r.phase in phases.WAITING or stacks.get(r.rank, Stack()).is_in_collective()]
-        is_ahead = lambda r: r.position > behind
-        if all(r in waiting or is_ahead(r) for r in active) and all(r.age > self.report_after for r in active):
-            # A rank that computes in its backward pass is in no collective.
-            working = [r for r in waiting if r.rank in stacks and stacks[r.rank] and not stacks[r.rank].is_in_collective()]
-            if working and len(working) < len(waiting):
-                return {f"rank {r.rank}": self._hung_rank(r, ranks, stacks) for r in working}
-            return {"all": self._deadlock(active, ranks, stacks)}
-        return {}
+            causes = {f"node {node.node}": self._lost_node(node, scene.ranks) for node in lost.values()}
+        stopped = [r for r in scene.active if r.stopped > self.report_after]
+        return causes | {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
 
-    def _usual(self, r: RankView, ranks: Iterable[RankView]) -> float:
-        if r.phase not in self.usual:  # once per phase and examination, because a run may have thousands of ranks
-            self.usual[r.phase] = phases.usual_seconds(
-                r.phase, [self._normal(other) for other in ranks if other.phase == r.phase]
-            )
-        return self.usual[r.phase]
+    def _late(self, scene: _Scene) -> dict[str, Cause]:
+        """Find ranks that are behind all others, for longer than usual, and not because they wait for another rank."""
+        late = [r for r in scene.overdue if r.position == scene.behind and not scene.may_wait(r)]
+        return self._hung([r for r in late if not self._is_harmless(r, scene)], scene)
 
-    def _limit_of_report(self, r: RankView, ranks: Iterable[RankView]) -> float:
-        """Return the age of the phase of this rank from which on it is reported."""
-        if (self.disk_hung or r.state == "D") and r.phase in phases.LEAST:
-            return (r.normal or 0.0) + self.report_after  # it waits for the disk
-        return self._usual(r, ranks) + self.report_after
+    def _is_harmless(self, r: RankView, scene: _Scene) -> bool:
+        if r.phase == phases.SAVE:
+            return not self.disk_hung and r.state != "D"  # a slow disk
+        is_awaited = any(other.phase in phases.WAITING and other.age > self.report_after for other in scene.active)
+        return r.phase == phases.OTHER and not is_awaited  # the user's own code, for which no rank waits
 
-    def _normal(self, r: RankView) -> float | None:
-        """Return the usual duration that the rank has learned for its phase, or the one before a fault that has prolonged it."""
-        age, before = self.outliers.get((r.rank, r.phase), (float("inf"), None))
-        is_outlier = r.normal is not None and age <= r.normal < age + OUTLIER_SECONDS
-        return before if is_outlier else r.normal
+    def _alone(self, scene: _Scene) -> dict[str, Cause]:
+        """Find the only rank, which waits for no other one, whatever its phase."""
+        return self._hung([r for r in scene.overdue if r.phase in phases.WAITING and len(scene.active) == 1], scene)
+
+    def _computing(self, scene: _Scene) -> dict[str, Cause]:
+        """Find ranks of a standstill that are in no collective, while others are: in a backward pass, a rank also computes."""
+        waiting = [r for r in scene.active if scene.may_wait(r)] if scene.is_standstill else []
+        working = [r for r in waiting if scene.stacks.get(r.rank) and not scene.is_in_collective(r)]
+        return self._hung(working, scene) if len(working) < len(waiting) else {}
+
+    def _standstill(self, scene: _Scene) -> dict[str, Cause]:
+        """Find that all ranks wait for each other."""
+        return {"all": self._deadlock(scene)} if scene.is_standstill else {}
+
+    RULES = (_gone, _late, _alone, _computing, _standstill)  # from the most certain to the least certain kind
+
+    # ---- causes
+
+    def _hung(self, ranks: list[RankView], scene: _Scene) -> dict[str, Cause]:
+        return {f"rank {r.rank}": self._hung_rank(r, scene) for r in ranks}
 
     def _limit(self, usual: float) -> float:
         return max(self.abort_after, ABORT_FACTOR * usual) if usual < float("inf") else float("inf")
@@ -315,8 +371,8 @@ class Judge:
             advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
         return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
 
-    def _hung_rank(self, r: RankView, ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
-        usual, seconds = self._usual(r, ranks), r.age
+    def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
+        usual, seconds = scene.usual(r), r.age
         limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
         known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
@@ -335,26 +391,26 @@ class Judge:
             advice = "The disk does not answer. Check it, and its network if it is a network disk."
         if is_at_disk or r.state == "D":  # a slow disk that writes a large checkpoint may delay a small file for long
             seconds, limit = self.disk_hung or r.age, SLOW_DISK_FACTOR * self.abort_after
-        if any(debugger in frame for frame in stacks.get(r.rank, Stack()) for debugger in DEBUGGERS):
+        if any(debugger in frame for frame in scene.stacks.get(r.rank, ()) for debugger in DEBUGGERS):
             advice, limit = "The rank is in a debugger.", float("inf")
         return Cause(kind, seconds, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
 
-    def _deadlock(self, active: list[RankView], ranks: list[RankView], stacks: dict[int, Stack]) -> Cause:
-        places = []
+    def _deadlock(self, scene: _Scene) -> Cause:
+        active, places = scene.active, []
         for r in active[:16]:
-            stack = stacks.get(r.rank)
+            stack = scene.stacks.get(r.rank)
             inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
             last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(r.age for r in active)
-        finished = [r.rank for r in ranks if r.is_finished]
+        finished = [r.rank for r in scene.ranks if r.is_finished]
         ended = f" The program of {format_ranks(finished)} has already ended." if finished else ""
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
         advice = (
             "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
             "at the same place, the network between them may drop packets of the process group: run `accel-ddp doctor`."
         )
-        limit = self._limit(max(usual for r in active if (usual := self._usual(r, ranks)) < float("inf")))
+        limit = self._limit(max(usual for r in active if (usual := scene.usual(r)) < float("inf")))
         every = [r.rank for r in active[:16]]
         return Cause("DEADLOCK", seconds, text, advice, limit, every, every, "", max(r.current_step for r in active))
 

@@ -1,4 +1,8 @@
-"""The ranks of one node, as its monitor sees them: their pages, their ends, their stacks, and the connection to each."""
+"""What the monitor of a node watches there: its ranks (their pages, ends and stacks, and the connection to each) and the run folder.
+
+A call to a disk that does not answer never returns. Therefore a thread that nothing waits for looks at the folder, and a child
+process writes to it.
+"""
 
 import asyncio
 import contextlib
@@ -21,6 +25,8 @@ from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
 EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
 SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
 BLOCKED_SECONDS = SAVE_SECONDS + 3  # a rank that was killed and still exists is blocked in the kernel
+LOOK_SECONDS = 2.0  # between two looks at the output folder
+ANSWER_SECONDS = 4.0  # a disk that has not written a few bytes after this time does not answer
 
 
 @dataclass
@@ -157,7 +163,8 @@ class LocalRanks(dict[int, LocalRank]):
                 where = f" in {name}" if (name := processes.kernel_stack(blocked or local.pid)) else ""
                 lines.append(
                     f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
-                    f"blocks it{where} (state D). It ends when its disk or file system answers. Nothing waits for it."
+                    f"blocks it{where} (state D). It ends when its disk or file system answers. No other rank waits for it, but the "
+                    "launcher may."
                 )
         return lines
 
@@ -210,16 +217,8 @@ def _exists(pid: int) -> bool:
         return True
 
 
-# Watches the output folder of a run: whether it still exists, and whether its disk answers.
-#
-# A call to a disk that does not answer never returns. The folder is therefore looked at by a thread that nothing waits for, and
-# written to by a child process.
-LOOK_SECONDS = 2.0
-ANSWER_SECONDS = 4.0  # a disk that has not written a few bytes after this time does not answer
-
-
 class OutputFolder:
-    """The output folder, as seen from the monitor of the main node."""
+    """The output folder, as the monitor of the main node sees it: whether it still exists, and whether its disk answers."""
 
     def __init__(self, path: str):
         self.path = Path(path)

@@ -1,12 +1,12 @@
 """The monitor of a node: a small process without torch that watches the ranks, their launcher, and the other nodes.
 
 It prints what goes wrong, the same text on every node that can still be reached, and ends the ranks of its node when the run cannot
-continue. It has its own session, so that a signal to the ranks or the terminal does not end it. It ends after the last rank of its
-node.
+continue. It has its own session, so a signal to the ranks or the terminal does not end it. It exits after the last rank of its node.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -25,8 +25,8 @@ from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.incidents import Incident, IncidentWriter
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.link import Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
-from accel_ddp.watch.peers import Peer, Peers
 from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 from accel_ddp.watch.slow_run import SlowRun
@@ -388,17 +388,17 @@ class Monitor:
             if not peer.is_done
         ]
 
-    def _judge(self, now: float, seconds: float) -> None:
+    def _views(self, now: float) -> list[RankView]:
+        """Return all ranks that are known here, in the order of their numbers."""
         views = self.ranks.views()
         for rank, view in self.remote.items():
             if rank in self.heard_ranks_at:
                 late = now - self.heard_ranks_at[rank]
-                views.append(RankView(**{**view.__dict__, "age": view.age + late}))
-        views.sort(key=lambda v: v.rank)
-        for v in views:  # a stack is valid as long as its rank does not progress
-            if v.age < 1 and v.rank in self.stacks:
-                del self.stacks[v.rank]
-                self.asked_stacks.discard(v.rank)
+                views.append(dataclasses.replace(view, age=view.age + late))
+        return sorted(views, key=lambda v: v.rank)
+
+    def _watch_output(self, views: list[RankView]) -> None:
+        """Find out whether the disk of the output folder answers, if a rank of this node may wait for it."""
         if self.output:
             own = [v for v in views if v.node == self.node]
             late = [v for v in own if v.age > self.report_after / 2]
@@ -406,10 +406,21 @@ class Monitor:
             self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
             for event in self.output.events():
                 self._announce(event)
+
+    def _judge(self, now: float, seconds: float) -> None:
+        views = self._views(now)
+        for v in views:  # a stack is valid as long as its rank does not progress
+            if v.age < 1 and v.rank in self.stacks:
+                del self.stacks[v.rank]
+                self.asked_stacks.discard(v.rank)
+        self._watch_output(views)
         for event in self.judge.examine(seconds * BEAT_EVERY, views, self._nodes(views, now), self.stacks):
             self._announce(event)
         if self.slow_run and self.node == 0:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
+        self._ask_for_stacks()
+
+    def _ask_for_stacks(self) -> None:
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:

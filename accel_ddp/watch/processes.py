@@ -1,7 +1,7 @@
-"""Reads the Python stack of a rank that does not progress.
+"""What a monitor can learn about a process from outside: its state, how it ended, whether the kernel killed it, and its stack.
 
-faulthandler prints it from inside of the rank, at the C level, so that a rank that waits in a collective or holds the GIL prints
-it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
+faulthandler prints the Python stack of a rank that does not progress from inside the rank, at the C level, so a rank that waits
+in a collective or holds the GIL prints it too. A stopped process cannot. py-spy, if it is installed, reads its memory from outside.
 """
 
 import asyncio
@@ -15,29 +15,11 @@ import sys
 from pathlib import Path
 from typing import IO
 
-# What the kernel tells about a process: its state, how it ended, and whether it was killed for using too much memory.
-
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process: R and S run, T is stopped, D is blocked in the kernel, Z has ended. "": there is none."""
     fields = _stat(pid)
     return fields[0] if fields else ""
-
-
-def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks after the boot, which distinguishes processes with the same pid."""
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
-
-
-def parent_of(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
 
 
 def children_of(pid: int) -> list[int]:
@@ -98,7 +80,7 @@ def blocked_thread(pid: int) -> int:
 
 
 class OutOfMemoryKills:
-    """Counts the processes that the kernel has killed in the memory cgroup of a process, from the moment of construction on."""
+    """The number of processes that the kernel has killed in the memory cgroup of a process, from the construction on."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -118,7 +100,7 @@ def _cgroup_files(pid: int) -> list[Path]:
             if not controllers:
                 roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
             for root in roots:
-                # In a container the path may be that of the host, and the root is then the cgroup of the container.
+                # In a container the path may be the host's, and the root is then the cgroup of the container.
                 for folder in dict.fromkeys((Path(root + path), Path(root))):
                     files += [folder / name for name in ("memory.events", "memory.oom_control") if (folder / name).exists()]
     return files
@@ -168,7 +150,7 @@ class Stack(list[str]):
     collective = ""  # the last collective that the rank has started, for example "all_reduce number 45"
 
     def is_in_collective(self) -> bool:
-        """Return whether the innermost frames are those of a collective, or of a backward pass, in which DDP runs collectives."""
+        """Return whether the innermost frames belong to a collective, or to a backward pass, in which DDP runs collectives."""
         return bool(self) and any(part in self[0] for part in (*_COLLECTIVES, _BACKWARD))
 
     def name_of_collective(self) -> str:

@@ -101,7 +101,7 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
 def find_repeated_step(failed_steps: list[int | None]) -> str:
     """Return the reason if the last attempts failed at the same step. Otherwise return "".
 
-    A GPU reports an error in the step or in the next one, so that two steps in a row are the same.
+    A GPU reports an error in the step or in the next one, so two steps in a row count as the same.
     """
     last = [step for step in failed_steps[-MOST_FAILURES_OF_A_STEP:] if step is not None]
     if len(last) < MOST_FAILURES_OF_A_STEP or max(last) - min(last) > 1:

@@ -1,4 +1,4 @@
-"""Reports what slows a run down: passes the times of all ranks to `Slowness`, and measures links when it asks for that."""
+"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from typing import Any
 from accel_ddp.nodes.probe import measure_rate
 from accel_ddp.phases import Timing
 from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
-from accel_ddp.watch.peers import Peers
+from accel_ddp.watch.link import Peers
 from accel_ddp.watch.slowness import Slowness, pairs_to_measure
 
 SLOW_RATE = 5e6  # bytes per second
@@ -55,7 +55,7 @@ class SlowRun:
     async def _measure_all(self, choose: Callable[[list[float]], float]) -> dict[tuple[int, int], float]:
         """Return the bytes per second between neighbouring nodes. Pairs that have no node in common are measured together.
 
-        `choose` is `min` for the reference and `max` for a link that may be slow, so that neither is an outlier of a busy processor.
+        `choose` is `min` for the reference and `max` for a link that may be slow, so neither is an outlier of a busy processor.
         """
         rounds: list[list[tuple[int, int]]] = []
         for pair in pairs_to_measure(list(self.roster)):

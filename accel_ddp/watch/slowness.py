@@ -1,7 +1,7 @@
-"""Finds ranks and links that slow a run down, from the times that ranks publish. Nothing here ends a run.
+"""The search for ranks and links that slow a run down, in the times that ranks publish. Nothing here ends a run.
 
-Ranks wait for each other in every step, so that all have the same step time. The rank whose own time is the longest costs the
-others the difference. If no rank stands out but all wait longer than before, a link may be slow. This is reported only after a
+Ranks wait for each other in every step, so all have the same step time. The rank whose own time is the longest costs the others the
+difference. If no rank stands out but all wait longer than before, a link may be slow. This is reported only after a
 measurement of the links has confirmed it, because a busy machine delays communication as well.
 """
 
@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from accel_ddp.phases import Timing
 
-# Which links between nodes are slow, from measurements of their rates.
 SLOWER_LINK = 4.0  # times slower than before, or than the other links
 REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause doubles each time
 
 
-class Links:
+class LinkRates:
     """The measurements of links between nodes, and when the next one is due."""
 
     def __init__(self) -> None:
@@ -129,6 +128,9 @@ class _Block(NamedTuple):
         """Return the seconds per step that others lose by this rank."""
         return self.slow[rank][0] - self.normal if rank in self.slow else 0.0
 
+    def waits_for_data(self, node: int) -> bool:
+        return self.data[node] > max(DATA_SECONDS, DATA_SHARE * self.seconds)
+
 
 class _Case:
     """Something that has been reported and is not over."""
@@ -152,7 +154,7 @@ class Slowness:
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
         """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
-        self.links = Links()
+        self.links = LinkRates()
         self._reset()
 
     def _reset(self) -> None:
@@ -167,7 +169,7 @@ class Slowness:
         self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
         self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
         self.usual_waiting: list[float] = []  # communication of the first blocks
-        self.links = Links()
+        self.links = LinkRates()
         self.links.reference = reference
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
@@ -175,31 +177,38 @@ class Slowness:
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
+        self._add(rank, times)
+        return self._judge() if self._complete_block() else []
+
+    def _add(self, rank: int, times: Timing) -> None:
         samples = self.samples[rank]
         if samples and times.step < samples[-1].step:  # the program has called `fit` again
             self._reset()
             samples = self.samples[rank]
         if not any(times[1:]):
-            samples.clear()  # the first step may be that of a checkpoint
+            samples.clear()  # the first step may be a checkpoint's
         if not samples or times.step > samples[-1].step:
             samples.append(times)
             if self.first is None and all(each and any(each[-1][1:]) for each in self.samples):
                 self._begin(max(each[0].step for each in self.samples) + WARM_UP)
             elif self.first is not None and times.step >= self.target:
                 self.behind.discard(rank)
+
+    def _complete_block(self) -> bool:
+        """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
         if self.first is None or self.behind:
-            return []
+            return False
         last = min(each[-1].step for each in self.samples)
         seconds = sum(self._spent(0, last)) * (last - self.first)
         if seconds < BLOCK_SECONDS:
             self._wait_for(last + 1)
-            return []
+            return False
         self.blocks.append(self._block(last))
         for each in self.samples:
             while len(each) > 1 and each[1].step <= last:
                 del each[0]
         self._begin(last)
-        return self._judge()
+        return True
 
     def _begin(self, step: int) -> None:
         self.first = step
@@ -429,10 +438,7 @@ class Slowness:
 
     def _judge_data(self, is_excluded: bool) -> list[Notice]:
         recent = self._last(WINDOW)
-        bad = {
-            node: found for node in recent[-1].data
-            if (found := [b for b in recent if b.data[node] > max(DATA_SECONDS, DATA_SHARE * b.seconds)])
-        }  # fmt: skip
+        bad = {node: found for node in recent[-1].data if (found := [block for block in recent if block.waits_for_data(node)])}
         nodes = [node for node, blocks in bad.items() if len(blocks) >= BAD]
         if len(nodes) < len(recent[-1].data) and self._has_suspect():
             nodes = []  # the others wait for this node, which is reported as a straggler if that lasts
@@ -448,14 +454,18 @@ class Slowness:
         case = self.cases.setdefault(key, _Case(bad[worst][0].first))
         if not case.is_due(recent[-1].last, waits[worst], seconds):
             return []
+        return [self._data_notice(nodes, waits[worst], seconds, case)]
+
+    def _data_notice(self, nodes: list[int], wait: float, seconds: float, case: _Case) -> Notice:
+        """Return the report about nodes that wait for data, `wait` of the `seconds` of each step on the worst of them."""
         hosts = [self.hosts[self.nodes.index(node)] for node in nodes]
-        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(recent[-1].data)} nodes"
+        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(self.blocks[-1].data)} nodes"
         text = (
-            f"loading data takes {_percent(waits[worst] / seconds)} of each step on {where}; increase --num_workers. "
-            f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {_seconds(waits[worst])} per step for its data loader "
+            f"loading data takes {_percent(wait / seconds)} of each step on {where}; increase --num_workers. "
+            f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {_seconds(wait)} per step for its data loader "
             f"since step {case.since}. If more workers do not help, make the dataset faster: store decoded data, or use a faster disk."
         )
-        return [Notice(DATA_SLOW, False, text, (), case.since, hosts[0])]
+        return Notice(DATA_SLOW, False, text, (), case.since, hosts[0])
 
 
 def _at(samples: list[Timing], step: int) -> list[float]:

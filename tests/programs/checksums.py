@@ -7,7 +7,7 @@ from torch import nn
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.ranks.failures import Diverged
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.training.divergence import ParameterCheck
 
 SHAPES = ((), (1,), (7,), (8,), (5, 3), (4, 6), (3, 2, 5), (2, 70_001), (70_001,))
@@ -43,8 +43,8 @@ def failure_of(accelerator: Accelerator, model: nn.Module, every: int = 5) -> st
 
 
 def main() -> None:
-    accelerator = accel_ddp.start(TrainConfig(global_batch_size=process.num_ranks))
-    is_last = process.rank == process.num_ranks - 1
+    accelerator = accel_ddp.start(TrainConfig(global_batch_size=this_rank.num_ranks))
+    is_last = this_rank.rank == this_rank.num_ranks - 1
     report = lambda name, is_expected: print(f"case {name}: {'as expected' if is_expected else 'NOT as expected'}", flush=True)
     changes = (flip_lowest_bit, flip_sign, flip_signs)
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def main() -> None:
     cases = [(dtype, shape, change) for dtype in TYPES for shape in SHAPES for change in changes]
     found = failure_of(accelerator, model_of(*cases))
     report("all", f"The parameter case0 and {len(cases) - 1} more of {len(cases) + 2} differ" in found)
-    report("rank", f"the weights of rank {process.num_ranks - 1} (" in found)
+    report("rank", f"the weights of rank {this_rank.num_ranks - 1} (" in found)
     for case in (
         (torch.float32, (4, 6), flip_lowest_bit),
         (torch.float64, (5, 3), flip_signs),

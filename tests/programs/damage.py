@@ -17,7 +17,7 @@ import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import Exit, Moment, ending
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ def main(cfg: Config) -> None:
                 )  # fmt: skip
             except (UserError, accel_ddp.ranks.failures.Stopped) as problem:
                 error = str(problem)
-                process.complete_save()  # as at the end of a process that failed
+                ending.run(Moment.SAVE, Exit.FAILED)  # as at the end of a process that failed
         left = sorted(p.name for p in folder.iterdir())
         end = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
         return {

@@ -101,7 +101,7 @@ class Faults:
     def inject(self, name: str, seconds: float) -> None:
         import torch.distributed as dist
 
-        from accel_ddp.ranks.process import process
+        from accel_ddp.ranks.process import links
 
         if name == "segv":
             ctypes.string_at(0)
@@ -120,7 +120,7 @@ class Faults:
         elif name in ("barrier", "other_group"):
             dist.barrier()
         elif name == "deadlock":
-            dist.barrier(process.slow_group)
+            dist.barrier(links.slow_group)
         elif name == "lr":
             self.lr_factor = 2.0
         elif name == "worker":

@@ -14,7 +14,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full
 from accel_ddp.saving.checkpoint_format import OPTIMIZER
 from accel_ddp.saving.pieces import Pieces
@@ -125,7 +125,7 @@ def train(accelerator, cfg, name, **changes) -> dict:
 def train_sharded(accelerator, cfg, name) -> dict:
     """Return the whole weights and averages of a sharded model after the same steps."""
     cfg = dataclasses.replace(cfg, optimizer=name)
-    process.sharding = ShardingPlan()
+    links.sharding = ShardingPlan()
     model = new_model(name)
     prepared, optimizer = accel_ddp.prepare(accelerator, cfg, model, optim.build(model, cfg))
     ema, updates = accel_ddp.Ema(model, cfg.ema_decay), rows().starting_at(0, accelerator, cfg)
@@ -136,7 +136,7 @@ def train_sharded(accelerator, cfg, name) -> dict:
         ema.update(step + 1, stats)
     with ema.applied():
         averages = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-    process.sharding = None
+    links.sharding = None
     state = {key for value in optimizer.state.values() for key in value}
     return {"weights": {name: full(p.detach()) for name, p in model.named_parameters()}, "averages": averages, "state": state}
 

@@ -15,7 +15,7 @@ from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.observe import recorder
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ def observe_torch(found: dict, shift: int) -> None:
         names = sorted({a.key for a in averages})
         found["torch"].append({"seconds": seconds, "collectives": sum(a.count for a in collectives), "names": names})
         export(self, path, *args, **kwargs)
-        if shift and process.rank == 1:
+        if shift and this_rank.rank == 1:
             with open(path) as file:
                 trace = json.load(file)
             trace["baseTimeNanoseconds"] += shift
@@ -62,8 +62,8 @@ def main(cfg: Config) -> None:
     observe_torch(found, shift)
     if shift:
         recorder.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
-        recorder.kernel_id = lambda: f"kernel of rank {process.rank}"
-        if process.rank == 1:
+        recorder.kernel_id = lambda: f"kernel of rank {this_rank.rank}"
+        if this_rank.rank == 1:
             true_time = time.time_ns
             time.time_ns = lambda: true_time() + shift
     root, generator = cfg.output_dir, torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def main(cfg: Config) -> None:
         """Files of the main rank cannot become larger than 2 kB while the profile is stored."""
 
         def on_update(self, numbers, pace):
-            limit = 2048 if numbers.step == 3 and process.is_main else resource.RLIM_INFINITY
+            limit = 2048 if numbers.step == 3 and this_rank.is_main else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     for case in cfg.cases:
@@ -100,7 +100,7 @@ def main(cfg: Config) -> None:
         elif case == "full":
             fit(case, hooks=[SmallDisk()], profile="1-3")  # from the first step, without a warm-up of torch.profiler
     if cfg.out:
-        with open(f"{cfg.out}_{process.rank}.json", "w") as file:
+        with open(f"{cfg.out}_{this_rank.rank}.json", "w") as file:
             json.dump(found, file)
 
 

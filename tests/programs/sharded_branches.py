@@ -18,7 +18,7 @@ from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import full
 from accel_ddp.training import sharding
 from accel_ddp.training.update import update
@@ -79,7 +79,7 @@ def train_together(accelerator, model: nn.Module, plan: ShardingPlan, kinds: Cal
     sharding.shard(model, plan, accelerator.device)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
-        own = batches_of(step, process.rank, kinds)
+        own = batches_of(step, this_rank.rank, kinds)
         update(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, own, loss_sum, lambda batch: len(batch[0]))
     sharding.reshard(model)
     return {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -89,7 +89,7 @@ def train_alone(model: nn.Module, kinds: Callable[[int, int, int], int]) -> dict
     model = copy.deepcopy(model)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
-        every = [batch for rank in range(process.num_ranks) for batch in batches_of(step, rank, kinds)]
+        every = [batch for rank in range(this_rank.num_ranks) for batch in batches_of(step, rank, kinds)]
         optimizer.zero_grad()
         (sum(loss_sum(model, batch) for batch in every) / sum(len(rows) for rows, _ in every)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
     if cfg.changes:
         train_together(accelerator, Experts(as_layers=True).double(), ShardingPlan(), KINDS["one rank changes"])
     found = compare(accelerator)
-    if process.is_main:
+    if this_rank.is_main:
         Path(cfg.out).write_text(json.dumps(found))
 
 

@@ -14,7 +14,7 @@ import transformers
 from accel_ddp.accelerator import start
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import full, is_sharded, local
 from accel_ddp.sources import models
 from accel_ddp.training import optim
@@ -50,7 +50,7 @@ def build(case: str, accelerator, plan) -> torch.nn.Module:
     cfg = RecipeConfig(model=str(FOLDER / name), **options)
     if "tokenizer" in more:
         more = {"tokenizer": models.load_tokenizer(RecipeConfig(model=more["tokenizer"]))}
-    process.sharding = plan
+    links.sharding = plan
     torch.manual_seed(1)
     model = models.load(getattr(transformers, f"AutoModelFor{kind}"), cfg, **more)
     return models.prepare(model, cfg, accelerator, task)
@@ -100,7 +100,7 @@ def memory(field: str) -> float:
 
 def growth(accelerator, plan) -> float:
     """Return by how many MB the memory of this rank grew at most while a model was loaded and sharded."""
-    process.sharding = plan
+    links.sharding = plan
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = memory("VmRSS")
     model = models.load(transformers.AutoModelForCausalLM, RecipeConfig(model=str(FOLDER / "big")))
@@ -112,7 +112,7 @@ def refusals() -> list[str]:
     """Return the messages for models that cannot be loaded, each after all ranks have agreed on it."""
     messages = []
     for kind, options in (
-        ("CausalLM", {"model": str(FOLDER / ("damaged" if process.rank else "llama"))}),
+        ("CausalLM", {"model": str(FOLDER / ("damaged" if this_rank.rank else "llama"))}),
         ("SequenceClassification", {"model": str(FOLDER / "pissa")}),
     ):
         try:
@@ -125,11 +125,11 @@ def refusals() -> list[str]:
 
 if __name__ == "__main__":
     accelerator = start(RecipeConfig(output_dir=str(FOLDER / "run")))
-    plan = process.sharding
+    plan = links.sharding
     first, *others = CASES
     result = {first: differences(first, accelerator, plan)}  # this imports what the first model needs
     peak = growth(accelerator, plan)
     result |= {case: differences(case, accelerator, plan) for case in others}
-    process.sharding = plan
+    links.sharding = plan
     differing = {case: lines for case, lines in result.items() if lines}
     print("RESULT " + json.dumps({"differences": differing, "peak": peak, "errors": refusals()}), flush=True)

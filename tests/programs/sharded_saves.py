@@ -19,7 +19,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import file_name
 
@@ -76,7 +76,7 @@ def main(cfg: Config) -> None:
 
     def fit(folder: Path, plan: ShardingPlan | None, at_step=lambda step: None, **changes) -> dict:
         """Train, and return the first and the last step, the weights, the output, the error and the folder's files."""
-        process.sharding = plan
+        links.sharding = plan
         config = dataclasses.replace(cfg, output_dir=str(folder), **changes)
         model = build()
         seen: list[int] = []
@@ -95,7 +95,7 @@ def main(cfg: Config) -> None:
                 unsaved = outcome.unsaved
             except UserError as problem:
                 error = str(problem)
-        process.unsaved = ""
+        ending.unsaved = ""
         weights = [full(p.detach()).reshape(-1) for p in model.parameters()]
         return {
             "from": seen[0] - 1 if seen else None, "to": seen[-1] if seen else None, "weights": torch.cat(weights).tolist(),
@@ -106,7 +106,7 @@ def main(cfg: Config) -> None:
     def copied(source: Path, name: str, change=lambda folder: None) -> Path:
         """Return a copy of a run to which the main rank has applied a change."""
         with accel_ddp.together("copy a run"):
-            if process.is_main:
+            if this_rank.is_main:
                 shutil.copytree(source, root / name)
                 change(root / name)
         return root / name
@@ -138,9 +138,9 @@ def main(cfg: Config) -> None:
 
         # Only the main rank sees the checkpoint: the folder is relative, and the other rank has another working directory.
         folder, before = copied(root / "straight", "seen_by_one", until_step_2), Path.cwd()
-        elsewhere = root / f"rank_{process.rank}"
+        elsewhere = root / f"rank_{this_rank.rank}"
         elsewhere.mkdir()
-        os.chdir(folder if process.is_main else elsewhere)
+        os.chdir(folder if this_rank.is_main else elsewhere)
         parts.MAX_DELAY_OF_DISK = 0.5
         results["seen by one"] = fit(Path("."), FSDP, resume="auto")
         results["not shared"] = {"error": refusal(run_folder.require_shared, dataclasses.replace(cfg, output_dir="."), 1)}
@@ -171,7 +171,7 @@ def main(cfg: Config) -> None:
         folder = copied(root / "straight", "only", only)
         results["only damaged"] = fit(folder, FSDP, resume="auto")
         results["full disk"] = fit_with_full_disk(fit, root / "full")
-        if process.is_main:
+        if this_rank.is_main:
             results["torch"] = read_with_torch(root / "straight" / "step_00000004", root / "consolidated")
     elif cfg.part == "four":
         straight = root.parent / "two" / "straight"
@@ -183,16 +183,16 @@ def main(cfg: Config) -> None:
         straight = root.parent / "two" / "straight"
         results["as one"] = fit(copied(straight, "one", until_step_2), DDP, resume="auto")
     elif cfg.part == "blocked":
-        if process.rank == process.num_ranks - 1:
+        if this_rank.rank == this_rank.num_ranks - 1:
             block_save(cfg.blocked_by, "step_00000004")
         fit(root, FSDP, at_step=lambda step: print(f"did step {step}", file=sys.__stdout__, flush=True), steps=6)
-    everyone = [None] * process.num_ranks
-    if process.num_ranks > 1:
+    everyone = [None] * this_rank.num_ranks
+    if this_rank.num_ranks > 1:
         torch.distributed.all_gather_object(
             everyone, {name: one.get("error") for name, one in results.items() if isinstance(one, dict)}
         )
         results["errors"] = everyone
-    if process.is_main and cfg.out:
+    if this_rank.is_main and cfg.out:
         Path(cfg.out).write_text(json.dumps(results))
 
 
@@ -225,7 +225,7 @@ def fit_with_full_disk(fit, folder: Path) -> dict:
 
     def on_event(event: str, arguments: tuple) -> None:
         path = str(arguments[0]) if event == "open" else ""
-        if str(folder) in path and path.endswith(file_name(1)) and process.rank == 1 and "model/" in path:
+        if str(folder) in path and path.endswith(file_name(1)) and this_rank.rank == 1 and "model/" in path:
             step = 0 if "step_00000002" in path else 1
             if left[step]:
                 left[step] -= 1

@@ -19,7 +19,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import process
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import full
 from accel_ddp.speed import linear_cross_entropy
 from accel_ddp.training import losses, optim, sharding
@@ -124,7 +124,7 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
     model = build(dataclasses.replace(case, checkpointing=False))
     optimizer = optim.build(model, cfg)
     for step in range(STEPS):
-        places = [indices(step, rank, number) for rank in range(process.num_ranks) for number in range(MICRO_BATCHES)]
+        places = [indices(step, rank, number) for rank in range(this_rank.num_ranks) for number in range(MICRO_BATCHES)]
         batches = [train.batch_of(some, accelerator, cfg) for some in places]
         sums = [losses.of_tokens(model(**inputs_of(b)).logits, losses.next_tokens(b["labels"])) for b in batches]
         (sum(sums) / sum(map(count, batches))).backward()
@@ -136,7 +136,7 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
 
 def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
     """Train as `fit` does. Return the trained weights, and what was found on the way."""
-    process.sharding, facts = case.plan, {}
+    links.sharding, facts = case.plan, {}
     cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing)
     model = build(case)
     if case.plan and not case.in_fit:
@@ -158,7 +158,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     if case.broken_compiler:
         facts["warm-up"] = warm_up_with_broken_compiler(speed)
     model.train()
-    sample = train.batch_of(indices(0, process.rank, 0), accelerator, cfg)
+    sample = train.batch_of(indices(0, this_rank.rank, 0), accelerator, cfg)
     if case.plan:
         rehearse(model, sample, loss_sum)
         with torch.no_grad(), CurrentBatch(sample):  # an evaluation
@@ -167,7 +167,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         sharding.reshard(model)
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
-        own = [train.batch_of(indices(step, process.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
+        own = [train.batch_of(indices(step, this_rank.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
         stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
@@ -179,7 +179,7 @@ def warm_up_with_broken_compiler(speed) -> list[bool]:
     """Do the warm-up while the compiler of one rank raises an error. Return for each rank whether its layers are compiled."""
     layers = speed.padding_free
     speed.plain_calls, layers.calls = layers.calls, list(layers.calls)
-    if process.rank == process.num_ranks - 1:
+    if this_rank.rank == this_rank.num_ranks - 1:
         layers.calls[1] = lambda *args, **kwargs: 1 / 0
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", speed.cfg.output_dir)
     speed.warm_up()
@@ -225,7 +225,7 @@ def main(cfg: Config) -> None:
     found["learned"] = difference(start, weights["sharded"])
     found["to ddp"] = difference(weights["sharded"], weights["ddp"])
     found["branches"] = sharded_branches.compare(accelerator)
-    if process.is_main:
+    if this_rank.is_main:
         Path(cfg.out).write_text(json.dumps(found))
 
 
