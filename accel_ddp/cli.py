@@ -14,6 +14,7 @@ from typing import NoReturn
 from accel_ddp import __version__
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
+from accel_ddp.text import did_you_mean, nearest
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
 # `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
@@ -39,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            suggestion = recipe_files.nearest(words[0], list(COMMANDS))
+            suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
         code = function(words[1:])
@@ -101,7 +102,7 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     names = recipe_files.recipe_names()
     at = next((i for i, word in enumerate(words) if word in names or word.endswith(".py")), None)
     if at is None:
-        near = [word for word in words if not word.startswith("-") and recipe_files.nearest(word, names)]
+        near = [word for word in words if not word.startswith("-") and nearest(word, names)]
         for word in [*near, *words[:1]]:
             if not word.startswith("-"):
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name

@@ -22,6 +22,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import remove_mpi_variables
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
+from accel_ddp.text import counted, table
 
 # SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
 # micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
@@ -263,10 +264,8 @@ class _Verification:
             (x.what, str(x.ranks), str(x.micro), x.samples, x.difference, x.allowed, "FAIL" if x.problem else "PASS")
             for x in lines
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         print(f"\n{self.steps} steps of {self.recipe} on {device}, in {'float32' if precision == 'no' else precision}\n")
-        for row in [head, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        print("\n".join(table([head, *rows])))
         print(
             "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
             "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
@@ -291,7 +290,7 @@ def _describe(run: _Run) -> str:
     """Return `2 ranks`, `FSDP on 2 ranks`, or `2 copies (HSDP) on 4 ranks`."""
     ranks, shards = run.run["num_ranks"], run.run.get("shards", 0)
     copies = ranks // shards if shards else 0
-    return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{ranks} rank{'s' * (ranks > 1)}"
+    return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{counted(ranks, 'rank')}"
 
 
 def _samples(folder: Path, end: int) -> dict[int, set[int]]:

@@ -5,7 +5,6 @@ This module needs the standard library, yaml and tyro only, so that a mistyped o
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import sys
@@ -19,6 +18,7 @@ from accel_ddp.config.options import GROUPS, Properties, properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import is_local_main
+from accel_ddp.text import did_you_mean, nearest
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -128,8 +128,8 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
                 example = f" Type --{name} {int(float(value))}."
-            elif near := difflib.get_close_matches(value.lower(), _choices(kind), n=1):
-                example = f" Did you mean --{name} {near[0]}?"
+            elif meant := did_you_mean(value.lower(), _choices(kind), f"--{name} {{}}"):
+                example = meant
             raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
 
 
@@ -168,20 +168,19 @@ def _suggest(name: str, properties: dict[str, Properties]) -> str:
     if spelled not in meanings:
         if spelled in properties_of(RecipeConfig):
             return " Only recipes for pretrained models, such as classify, have it. See --help for all options of this recipe."
-        near = difflib.get_close_matches(spelled, meanings, n=1, cutoff=0.7) or _sharing_words(spelled, meanings)
-        if not near:
+        spelled = nearest(spelled, meanings, cutoff=0.7) or _sharing_words(spelled, meanings)
+        if not spelled:
             return " See --help for all options."
-        spelled = near[0]
     known = meanings[spelled]
     return f" Did you mean --{known} ({properties[known].help})?"
 
 
-def _sharing_words(name: str, spellings: Iterable[str]) -> list[str]:
-    """Return the spelling that shares the most words with `name`, if it shares more than half of them."""
+def _sharing_words(name: str, spellings: Iterable[str]) -> str:
+    """Return the spelling that shares the most words with `name`, if it shares more than half of them, or ""."""
     words = set(name.split("_"))
     shared = {spelling: len(words & set(spelling.split("_"))) for spelling in spellings}
     best = max(shared, key=lambda spelling: (shared[spelling], -len(spelling)), default="")
-    return [best] if best and shared[best] > len(words) / 2 else []
+    return best if best and shared[best] > len(words) / 2 else ""
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import difflib
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import check_rank_variables, is_world_of_mpi
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, topology_of_this_rank
+from accel_ddp.text import did_you_mean
 
 ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
 
@@ -73,6 +73,15 @@ def spellings(*names: str) -> list[str]:
     return list(dict.fromkeys(f"--{one}" for name in names for one in (name, name.replace("_", "-"))))
 
 
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Return the options. Exit with code 2 for one that does not exist, with a message that suggests the nearest name."""
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        meant = did_you_mean(unknown[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'.{meant}' if meant else ''}")
+    return given
+
+
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
     script = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
@@ -80,10 +89,7 @@ def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     parser = add_options(
         argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     )
-    given, unknown = parser.parse_known_args(argv[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    given = parse(parser, argv[:script])
     try:
         topology, options = read_options(given, argv[script:])
         return run_checks(topology, options, given)

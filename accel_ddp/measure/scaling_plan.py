@@ -1,7 +1,6 @@
 """The options of `accel-ddp scaling`, and how its command line is divided."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import parse_accelerate_command, read_accelerate_config
 from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.text import counted, did_you_mean
 
 # Chooses the settings that are measured: numbers of ranks and nodes, and how each batch is divided.
 STRONG, WEAK = "strong", "weak"
@@ -47,8 +47,8 @@ class Setting:
         return f"{self.place.nodes}x{self.ranks}_batch{self.batch}" + (f"_micro{self.micro}" if self.micro else "")
 
     def describe(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        return f"{ranks}{f' on {self.place.nodes} nodes' if self.place.nodes > 1 else ''}, global batch {self.batch}"
+        nodes = f" on {self.place.nodes} nodes" if self.place.nodes > 1 else ""
+        return f"{counted(self.ranks, 'rank')}{nodes}, global batch {self.batch}"
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -65,11 +65,10 @@ def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Place]:
     Raise UserError if there are more ranks than GPUs. Ranks on CPUs may share cores.
     """
     if gpus and numbers and max(numbers) > gpus:
-        has = f"{gpus} GPU{'s' * (gpus > 1)}"
         raise UserError(
-            f"--ranks {','.join(map(str, numbers))}: {max(numbers)} ranks need {max(numbers)} GPUs, and this machine has {has}. Use "
-            f"--ranks {','.join(map(str, powers_of_two(gpus)))}, several nodes with --cluster cluster.yaml, or CPU ranks with "
-            "ACCELERATE_USE_CPU=true."
+            f"--ranks {','.join(map(str, numbers))}: {max(numbers)} ranks need {max(numbers)} GPUs, and this machine has "
+            f"{counted(gpus, 'GPU')}. Use --ranks {','.join(map(str, powers_of_two(gpus)))}, several nodes with --cluster "
+            "cluster.yaml, or CPU ranks with ACCELERATE_USE_CPU=true."
         )
     return [Place(1, number) for number in numbers or powers_of_two(limit)]
 
@@ -198,7 +197,7 @@ def read_options(words: list[str]) -> ScalingOptions:
     given, launch = build_parser().parse_known_args(words[:at])
     if at == len(words):
         meant = next((word for word in launch if not word.startswith("-")), "")
-        near = recipe_files.nearest(meant, names) if meant else ""
+        near = did_you_mean(meant, names, "{!r}") if meant else ""
         raise UserError(f"accel-ddp scaling needs a recipe: accel-ddp scaling recipes/classify.py [options of the recipe].{near}")
     for name, minimum in {"steps": 2, "warmup": 0, "run_seconds": 1}.items():
         if getattr(given, name) < minimum:
@@ -245,8 +244,8 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
                 "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
             )
         # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
-        if near := difflib.get_close_matches(name, vars(build_parser().parse_args([])), n=1, cutoff=0.85):
-            raise UserError(f"{word}: there is no such option. Did you mean --{near[0]}?")
+        if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
+            raise UserError(f"{word}: there is no such option.{meant}")
         if name in values:
             if not equals and not rest:
                 raise UserError(f"{word} needs a value.")

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import difflib
 import ipaddress
 import os
 import signal
@@ -16,7 +15,7 @@ import psutil
 from accel_ddp.doctor import findings, host
 from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
-from accel_ddp.doctor.doctor_command import read_options
+from accel_ddp.doctor.doctor_command import parse, read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.measure.agent import Agent, WorkerProcesses
@@ -42,11 +41,7 @@ def main(words: list[str]) -> int:
     130: interrupted.
     """
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    parser = build_parser()
-    given, unknown = parser.parse_known_args(words[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    given = parse(build_parser(), words[:script])
     try:
         return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))
     except UserError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_ddp.phases import Timing
+from accel_ddp.text import rough_seconds
 from accel_ddp.training.update import UpdateStats
 
 # What each rank reports about itself in the steps that are logged: where its time goes, and how busy its machine is.
@@ -219,15 +220,11 @@ def describe(summary: dict[str, Any], num_ranks: int) -> str:
     }
     parts = ", ".join(f"{name} {share * 100:.0f} %" for name, share in shares.items() if num_ranks > 1 or name != "communication")
     seconds, over = summary["seconds"], f" (mean over {num_ranks} ranks)" if num_ranks > 1 else ""
-    text = f"time of a step{over}: {_milliseconds(seconds)}: {parts}."
+    text = f"time of a step{over}: {rough_seconds(seconds)}: {parts}."
     if num_ranks > 1:
         cost = summary["slowest_cost"]
         text += (
             f" The slowest is rank {summary['slowest_rank']} ({summary['slowest_host']}), for which the others wait "
-            f"{_milliseconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
+            f"{rough_seconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
         )
     return text
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
