@@ -2,7 +2,6 @@
 
 import argparse
 import filecmp
-import itertools
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from accel_ddp import __version__
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.text import did_you_mean, nearest
+from accel_ddp.words import find_options, name_of, script_at, without
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
 # `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
@@ -100,8 +100,8 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     NODE_OPTIONS. If the word `--` follows the recipe, it is the border between both.
     """
     names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word in names or word.endswith(".py")), None)
-    if at is None:
+    at = script_at(words, names)
+    if at == len(words):
         near = [word for word in words if not word.startswith("-") and nearest(word, names)]
         for word in [*near, *words[:1]]:
             if not word.startswith("-"):
@@ -113,26 +113,18 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     if "--" in rest:
         border = rest.index("--")
         return launch + rest[:border], recipe, rest[border + 1 :]
-    options = []
-    while rest:
-        word = rest.pop(0)
-        if _name(word) not in NODE_OPTIONS:
-            options.append(word)
-        elif "=" in word:
-            launch.append(word)
-        elif rest:
-            launch += [word, rest.pop(0)]
-        else:
-            raise UserError(f"{word} needs a value.")
-    return launch, recipe, options
+    moved = find_options(rest, NODE_OPTIONS)
+    for option in moved:
+        if option.value is None:
+            raise UserError(f"{rest[option.at]} needs a value.")
+        launch += rest[option.at : option.end]
+    return launch, recipe, without(rest, moved)
 
 
 def _check_numbers(launch: list[str]) -> None:
     """Raise UserError for an option of `accelerate launch` that must be a number. Accelerate prints 100 lines or a traceback."""
-    words = [part for word in launch for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for word, value in itertools.pairwise(words):
-        name = _name(word)
-        if name in SMALLEST and not (value.isdecimal() and int(value) >= SMALLEST[name]):
+    for name, value, *_ in find_options(launch, SMALLEST):
+        if value is not None and not (value.isdecimal() and int(value) >= SMALLEST[name]):
             raise UserError(f"--{name} {value}: must be a whole number, {SMALLEST[name]} or more.")
 
 
@@ -142,19 +134,15 @@ def with_config(launch: list[str]) -> list[str]:
     The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
     several nodes is given.
     """
-    words, given = list(launch), {_name(word) for word in launch}
-    for at, word in enumerate(words):
-        if _name(word) == "config_file":
-            if "=" in word:
-                words[at] = f"--config_file={recipe_files.config_path(word.partition('=')[2])}"
-            elif at + 1 < len(words):
-                words[at + 1] = str(recipe_files.config_path(words[at + 1]))
-            else:
-                raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
-            return words
+    given = {name_of(word) for word in launch}
+    for option in find_options(launch, ["config_file"]):
+        if option.value is None:
+            raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
+        path = str(recipe_files.config_path(option.value))
+        return [*launch[: option.at], "--config_file", path, *launch[option.end :]]
     several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
     name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
-    return ["--config_file", str(recipe_files.config_path(name)), *words]
+    return ["--config_file", str(recipe_files.config_path(name)), *launch]
 
 
 def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
@@ -162,19 +150,10 @@ def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
 
     Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
     """
-    for at, word in enumerate(launch):
-        if _name(word) == "gpu_ids":
-            _, equals, ids = word.partition("=")
-            end = at + 1 if equals else at + 2
-            ids = ids or "".join(launch[at + 1 : end])
-            if ids.isdigit():
-                return launch[:at] + launch[end:], ids
+    for option in find_options(launch, ["gpu_ids"]):
+        if option.value and option.value.isdigit():
+            return without(launch, [option]), option.value
     return launch, ""
-
-
-def _name(word: str) -> str:
-    """Return the name of an option without its value: `num_processes` for `--num-processes=2`. Other words have none."""
-    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
 
 
 def _warn_of_edited_copy(recipe: str, script: Path) -> None:
@@ -287,7 +266,7 @@ def _verify(words: list[str]) -> int:
     parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
     # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
     names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, names)
     given, launch = parser.parse_known_args(words[:at])
     recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
     from accel_ddp.verify import verify

@@ -15,6 +15,7 @@ from accel_ddp.text import (
     shorten,
     table,
 )
+from accel_ddp.words import Option, find_options, group_values, has_option, name_of, script_at, split_option, value_of, without
 
 
 def test_a_number_and_its_noun_agree():
@@ -51,3 +52,34 @@ def test_the_nearest_name_is_suggested_only_if_it_is_similar():
     assert nearest("clasify", ["classify", "embed"], cutoff=0.95) == nearest("x", ["classify"]) == ""
     assert did_you_mean("stepz", ["steps"], "--{}") == " Did you mean --steps?"
     assert did_you_mean("zzz", ["steps"]) == ""
+
+
+WORDS = ["--num-ranks=2", "--lr", "-1", "--names", "a", "b", "--no-tf32", "--lr=", "--config"]
+
+
+def test_an_option_is_found_with_dashes_underscores_and_an_equals_sign():
+    assert [name_of(word) for word in WORDS] == ["num_ranks", "lr", "", "names", "", "", "no_tf32", "lr", "config"]
+    assert [split_option(word) for word in ("--a-b=c=d", "--a", "a=b", "-m", "--")] == [
+        ("a_b", "c=d"), ("a", None), ("", None), ("", None), ("", None)]  # fmt: skip
+    found = find_options(WORDS, ["num_ranks", "lr", "config"])
+    assert found == [
+        Option("num_ranks", "2", 0, 1),
+        Option("lr", "-1", 1, 3),
+        Option("lr", "", 7, 8),
+        Option("config", None, 8, 9),
+    ]
+    assert without(WORDS, found) == ["--names", "a", "b", "--no-tf32"]
+    assert find_options(["--a", "--b", "--b", "1"], ["a", "b"]) == [Option("a", "--b", 0, 2), Option("b", "1", 2, 4)]
+    assert without(["--a", "--b"], []) == ["--a", "--b"]
+
+
+def test_the_last_value_of_an_option_wins_and_a_missing_one_is_empty():
+    assert [value_of(WORDS, name) for name in ("num_ranks", "lr", "config", "steps")] == ["2", "", "", None]
+    assert value_of(["--lr", "1", "--lr", "2"], "lr") == "2"
+    assert [has_option(WORDS, name) for name in ("tf32", "lr", "steps")] == [True, True, False]
+
+
+def test_the_words_of_an_option_are_grouped_and_the_script_is_found():
+    assert group_values(["x", *WORDS]) == [
+        ("num_ranks", ["2"]), ("lr", ["-1"]), ("names", ["a", "b"]), ("no_tf32", []), ("lr", [""]), ("config", [])]  # fmt: skip
+    assert [script_at(words, ["sft"]) for words in (["--a", "b.py", "sft"], ["--a", "sft"], ["--a"], [])] == [1, 1, 1, 0]

@@ -19,6 +19,7 @@ from accel_ddp.nodes.launcher import check_rank_variables, is_world_of_mpi
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, topology_of_this_rank
 from accel_ddp.text import did_you_mean
+from accel_ddp.words import script_at
 
 ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
 
@@ -84,7 +85,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespa
 
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
+    script = script_at(argv)
     usage = f"{prog} [options] [RECIPE.py [its options]]"
     parser = add_options(
         argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)

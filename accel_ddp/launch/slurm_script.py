@@ -18,13 +18,13 @@ from accel_ddp.launch.job_commands import (
     Job,
     Shell,
     config_word,
-    has_option,
     launcher_words,
     node_environment,
     replace_home,
     uses_torchrun,
 )
 from accel_ddp.text import counted
+from accel_ddp.words import has_option, script_at
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
 # Main ports are 10000 to 19999: the preflight derives more ports from the main port, from 20000 to 32003, and systems assign ports
@@ -165,7 +165,7 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
         cluster, job, node_rank=Shell('"$SLURM_NODEID"'), address=Shell('"$MAIN_ADDRESS"'), port=Shell('"$MAIN_PORT"')
     )
     words = replace_home(words, [config_word(cluster), job.run_folder], os.path.expanduser)  # nodes and login node share the home
-    if has_option("output_dir", job.options) and not has_option("resume", job.options):
+    if has_option(job.options, "output_dir") and not has_option(job.options, "resume"):
         words.append(Shell("${SLURM_RESTART_COUNT:+--resume=auto}"))
     lines = [
         "# ---- These functions run on each node.",
@@ -211,7 +211,7 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
 def _command_lines(words: list[str], has_tasks: bool) -> list[str]:
     """Return the command as lines with one option each."""
     lines = ["exec"]
-    script = next(at for at, word in enumerate(words) if word.endswith(".py"))
+    script = script_at(words)
     for at, word in enumerate(words):
         text = word if isinstance(word, Shell) else _quote_task(word) if has_tasks else shlex.quote(word)
         if word.startswith(("--", "${")) or at == script:

@@ -12,6 +12,7 @@ from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import parse_accelerate_command, read_accelerate_config
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.text import counted, did_you_mean
+from accel_ddp.words import find_options, name_of, script_at, without
 
 # Chooses the settings that are measured: numbers of ranks and nodes, and how each batch is divided.
 STRONG, WEAK = "strong", "weak"
@@ -193,7 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
 def read_options(words: list[str]) -> ScalingOptions:
     """Return the options. Raise UserError for a mistake, also in the options of the recipe, before anything runs."""
     names = recipe_files.recipe_names()
-    at = next((index for index, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, names)
     given, launch = build_parser().parse_known_args(words[:at])
     if at == len(words):
         meant = next((word for word in launch if not word.startswith("-")), "")
@@ -231,13 +232,15 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
-    kept: list[str] = []
     values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_") if word.startswith("--") else ""
+    found = find_options(words, values)
+    kept = without(words, found)
+    for option in found:
+        if option.value is None:
+            raise UserError(f"{words[option.at]} needs a value.")
+        values[option.name] = option.value
+    for word in kept:
+        name = name_of(word)
         if name in _OF_NODES:
             raise UserError(
                 f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
@@ -246,12 +249,6 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
         # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
         if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
             raise UserError(f"{word}: there is no such option.{meant}")
-        if name in values:
-            if not equals and not rest:
-                raise UserError(f"{word} needs a value.")
-            values[name] = value if equals else rest.pop(0)
-        else:
-            kept.append(word)
     if values["num_processes"] and not values["num_processes"].isdecimal():
         raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
     gpu_ids = values["gpu_ids"]

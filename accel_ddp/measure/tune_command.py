@@ -26,6 +26,7 @@ from accel_ddp.measure.tuner import Tuner
 from accel_ddp.nodes.messages import make_token
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.topology import Topology
+from accel_ddp.words import script_at
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ONE_RANK = (
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
     0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
     130: interrupted.
     """
-    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    script = script_at(words)
     given = parse(build_parser(), words[:script])
     try:
         return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))

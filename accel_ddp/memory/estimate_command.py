@@ -18,6 +18,7 @@ from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
 from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
 from accel_ddp.text import table
+from accel_ddp.words import script_at
 
 USABLE = 0.99  # of the number in the name of a GPU, in GiB
 NUMBERS = [1, 2, 4, 8]
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Print a table, or JSON with --json, and return the exit code."""
     names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, names)
     parser = build_parser()
     listed = f"The recipes are: {', '.join(names)}."
     if at == len(words) and words and not words[-1].startswith("-") and parser.parse_known_args(words)[1]:
