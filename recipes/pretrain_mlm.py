@@ -29,9 +29,7 @@ class Config(RecipeConfig):
     text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
     streaming: bool = option(False, "read .txt files as needed: they are not tokenised first, and need no memory", group="data")
     mask_share: float = option(0.15, "fraction of the words that are masked", group="training", also=("mlm_probability",))
-    max_length: int = option(
-        128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
     epochs: float = 4.0
     global_batch_size: int = option(16, "blocks per optimizer update, over all ranks; the result depends on it")
     lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
