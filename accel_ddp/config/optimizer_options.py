@@ -5,10 +5,11 @@ This module needs the standard library only, so that a wrong option is reported 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from accel_ddp.config.options import option, options
+from accel_ddp.config.options import of_group, option
 from accel_ddp.errors import UserError
 
 # Which of these options each optimizer uses.
@@ -26,7 +27,8 @@ NOT_SHARDED = {
 }
 
 
-@options(group="training")
+@dataclass(kw_only=True)
+@of_group("training")
 class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar
 
 # Groups of `--help`, in the order in which they are shown.
 GROUPS = {
@@ -91,16 +91,14 @@ def option(
     return dataclasses.field(default=default, metadata={name: value for name, value in given.items() if value is not None})
 
 
-@dataclass_transform(kw_only_default=True)
-def options(**properties: Any) -> Callable[[C], C]:
-    """Return a decorator that makes a dataclass of options. Each option that the class adds has these properties by default."""
+def of_group(group: str, **properties: Any) -> Callable[[C], C]:
+    """Return a decorator, inside of @dataclass, that gives these properties to each option that a class adds, by default."""
 
     def decorate(cls: C) -> C:
-        inherited = getattr(cls, "__dataclass_fields__", {})
         for name, field in vars(cls).items():
-            if isinstance(field, dataclasses.Field) and name not in inherited:
-                field.metadata = MappingProxyType({**properties, **field.metadata})
-        return dataclass(kw_only=True)(cls)
+            if isinstance(field, dataclasses.Field) and name not in getattr(cls, "__dataclass_fields__", {}):
+                field.metadata = MappingProxyType({"group": group, **properties, **field.metadata})
+        return cls
 
     return decorate
 

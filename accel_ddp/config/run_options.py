@@ -1,15 +1,17 @@
 """The options of checkpoints, logs, training, evaluations, speed and several nodes."""
 
 import os
+from dataclasses import dataclass
 from typing import Literal
 
-from accel_ddp.config.options import option, options
+from accel_ddp.config.options import of_group, option
 
 TIMEOUT_VARIABLE = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
 _DDP_TIMEOUT = int(TIMEOUT_VARIABLE) if TIMEOUT_VARIABLE.isdigit() else 0  # `TrainConfig.validate` rejects 0
 
 
-@options(group="saving", affects_result=False)
+@dataclass(kw_only=True)
+@of_group("saving", affects_result=False)
 class SavingConfig:
     """The options of checkpoints, stopping and resuming."""
 
@@ -28,7 +30,8 @@ class SavingConfig:
     push_to_hub: str = option("", "upload the exported model under this name, for example me/my-model")
 
 
-@options(group="logging", affects_result=False, per_node=True)
+@dataclass(kw_only=True)
+@of_group("logging", affects_result=False, per_node=True)
 class LoggingConfig:
     """The options of logs, trackers and profiles."""
 
@@ -52,7 +55,8 @@ class LoggingConfig:
     profile_ranks: str = option("auto", "ranks that record: all, or for example 0,3; auto: all, but at most 16", per_node=False)
 
 
-@options(group="multi-node", affects_result=False)
+@dataclass(kw_only=True)
+@of_group("multi-node", affects_result=False)
 class MultiNodeConfig:
     """The options of several ranks and nodes: how they are checked, how long they wait for each other, and what they send."""
 
@@ -89,7 +93,8 @@ class MultiNodeConfig:
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks (GPU only)", affects_result=True)
 
 
-@options(group="training")
+@dataclass(kw_only=True)
+@of_group("training")
 class TrainingConfig:
     """What a run learns from, for how long, and what it does with gradients."""
 
@@ -115,7 +120,8 @@ class TrainingConfig:
     )
 
 
-@options(group="speed", affects_result=False)
+@dataclass(kw_only=True)
+@of_group("speed", affects_result=False)
 class SpeedConfig:
     """The options of the computation."""
 
@@ -143,7 +149,8 @@ class SpeedConfig:
     )
 
 
-@options(group="speed", affects_result=False, per_node=True)
+@dataclass(kw_only=True)
+@of_group("speed", affects_result=False, per_node=True)
 class ProcessConfig:
     """The threads, data workers and caches of a rank."""
 
@@ -163,7 +170,8 @@ class ProcessConfig:
     )
 
 
-@options(group="evaluation", affects_result=False)
+@dataclass(kw_only=True)
+@of_group("evaluation", affects_result=False)
 class EvaluationConfig:
     """When a run evaluates, and what it does with the result."""
 

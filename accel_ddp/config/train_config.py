@@ -4,11 +4,12 @@ The properties of an option are stored with it (see `options.option`). `parsing`
 """
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
 from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps
-from accel_ddp.config.options import option, options, properties_of
+from accel_ddp.config.options import of_group, option, properties_of
 from accel_ddp.config.run_options import (
     TIMEOUT_VARIABLE,
     EvaluationConfig,
@@ -24,7 +25,7 @@ from accel_ddp.errors import UserError
 MOST_PREDICTIONS = 1000
 
 
-@options()
+@dataclass(kw_only=True)
 class TrainConfig(
     EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
 ):
@@ -116,7 +117,8 @@ class TrainConfig(
         return micro, per_rank // micro
 
 
-@options(group="model")
+@dataclass(kw_only=True)
+@of_group("model")
 class ModelConfig(TrainConfig):
     """The options of a recipe's model."""
 
@@ -141,7 +143,8 @@ class ModelConfig(TrainConfig):
     )
 
 
-@options(group="data")
+@dataclass(kw_only=True)
+@of_group("data")
 class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
@@ -190,7 +193,8 @@ class RecipeConfig(ModelConfig):
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 
 
-@options(group="evaluation", affects_result=False)
+@dataclass(kw_only=True)
+@of_group("evaluation", affects_result=False)
 class ScoredConfig(RecipeConfig):
     """The options of a recipe whose predictions further metrics can score."""
 
