@@ -162,10 +162,8 @@ def _warn_of_edited_copy(recipe: str, script: Path) -> None:
         return
     for copy in (Path("recipes") / script.name, Path(script.name)):
         if copy.is_file() and not filecmp.cmp(copy, script, shallow=False):
-            print(
-                f"warning: this runs {script}, and not {copy}, which differs. To run the latter, type: accel-ddp run {copy}",
-                file=sys.stderr,
-            )
+            warning = f"warning: running {script}, not your edited {copy}. To run yours: accel-ddp run {copy}"
+            print(warning, file=sys.stderr)
 
 
 def _replace_process(words: list[str]) -> NoReturn:

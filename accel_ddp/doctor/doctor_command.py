@@ -30,8 +30,8 @@ that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and tho
 Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of `accel-ddp doctor`, which `accel-ddp tune` shares, and return the parser."""
+def add_shared_options(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that `accel-ddp doctor` and `accel-ddp tune` share. Return the group for what is checked."""
     node = parser.add_argument_group("the position of this node, as for accelerate launch or torchrun")
     node.add_argument("--config_file", default="", help="an accelerate config, for example accelerate_configs/2node.yaml")
     add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
@@ -53,10 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     checks.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
     checks.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
                         "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
+    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
+    return checks
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of `accel-ddp doctor`, and return the parser."""
+    checks = add_shared_options(parser)
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
     checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
-    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
     checks.add_argument("--data", action="append", default=[], metavar="PATH",
                         help="a file or folder whose content must be the same on every node")  # fmt: skip
