@@ -104,7 +104,7 @@ class Task:
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
         if not cfg.score_column:
-            self.loss_sum = accel_ddp.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+            self.loss_sum = accel_ddp.losses.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
 
     def loss_sum(self, model, batch):
         """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""

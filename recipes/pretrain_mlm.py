@@ -70,7 +70,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.guesses = accel_ddp.compute_on_main(self.accelerator, model, self.guess)
+        self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
         return metrics
 
     def guess(self, model):

@@ -78,7 +78,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.answers.append(accel_ddp.compute_on_main(self.accelerator, model, self.answer))
+        self.answers.append(accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer))
         return metrics
 
     def answer(self, model):
