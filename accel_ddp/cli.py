@@ -7,13 +7,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
-from accel_ddp.text import did_you_mean, nearest
+from accel_ddp.text import did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
@@ -57,8 +58,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {line}" for line in table((name, text) for name, (_, text) in COMMANDS.items())]
     return "\n".join(
         ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
     )
@@ -67,10 +67,8 @@ def _overview() -> str:
 def _recipes(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="accel-ddp recipes", description="List the recipes that come with accel_ddp.")
     parser.parse_args(words)
-    names = recipe_files.recipe_names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name.ljust(width)}  {recipe_files.summary(recipe_files.recipe_path(name))}")
+    rows = [(name, recipe_files.summary(recipe_files.recipe_path(name))) for name in recipe_files.recipe_names()]
+    print(*table(rows), sep="\n")
     print("\nRun one: accel-ddp run NAME. Its options: accel-ddp run NAME --help. A copy to edit: accel-ddp copy NAME.")
     return 0
 
@@ -207,48 +205,6 @@ def _copy(words: list[str]) -> int:
     return 0
 
 
-def _doctor(words: list[str]) -> int:
-    from accel_ddp.doctor.doctor_command import main as doctor
-
-    return doctor(words)
-
-
-def _tune(words: list[str]) -> int:
-    from accel_ddp.measure.tune_command import main as tune
-
-    return tune(words)
-
-
-def _launch(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import launch
-
-    return launch(words)
-
-
-def _status(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import status
-
-    return status(words)
-
-
-def _logs(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import logs
-
-    return logs(words)
-
-
-def _stop(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import stop
-
-    return stop(words)
-
-
-def _report(words: list[str]) -> int:
-    from accel_ddp.report.report_command import main as report
-
-    return report(words)
-
-
 def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
@@ -263,31 +219,12 @@ def _verify(words: list[str]) -> int:
     parser.add_argument("--fsdp", action="store_true", help=fsdp)
     parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
     # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
-    names = recipe_files.recipe_names()
-    at = script_at(words, names)
+    at = script_at(words, recipe_files.recipe_names())
     given, launch = parser.parse_known_args(words[:at])
     recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
     from accel_ddp.verify import verify
 
     return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder, given.fsdp)
-
-
-def _scaling(words: list[str]) -> int:
-    from accel_ddp.measure.scaling_command import main as scaling
-
-    return scaling(words)
-
-
-def _estimate(words: list[str]) -> int:
-    from accel_ddp.memory.estimate_command import main as estimate
-
-    return estimate(words)
-
-
-def _profile(words: list[str]) -> int:
-    from accel_ddp.observe.profile_summary import main as profile
-
-    return profile(words)
 
 
 def _export(words: list[str]) -> int:
@@ -298,7 +235,7 @@ def _export(words: list[str]) -> int:
         "checkpoint", help="a checkpoint (runs/.../step_00000012), or the folder of a run: its best checkpoint, else its newest"
     )
     parser.add_argument("out", help="the folder to write; it must be empty or not exist")
-    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the model below them is not on the Hub"
+    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
     help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
@@ -310,24 +247,44 @@ def _export(words: list[str]) -> int:
     return 0
 
 
+def _command(module: str, function: str = "main") -> Callable[[list[str]], int]:
+    """Return a function that imports the module of a command when the command runs."""
+    return lambda words: int(getattr(import_module(f"accel_ddp.{module}"), function)(words))
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "recipes": (_recipes, "list the recipes"),
     "run": (_run, "run a recipe with `accelerate launch`"),
-    "launch": (_launch, "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine"),
-    "status": (_status, "print the state of launched jobs on every node"),
-    "logs": (_logs, "print the logs of a launched job from all nodes"),
-    "stop": (_stop, "stop a launched job on all nodes, with a checkpoint"),
-    "report": (_report, "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences"),
+    "launch": (
+        _command("launch.launch_command", "launch"),
+        "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
+    ),
+    "status": (_command("launch.launch_command", "status"), "print the state of launched jobs on every node"),
+    "logs": (_command("launch.launch_command", "logs"), "print the logs of a launched job from all nodes"),
+    "stop": (_command("launch.launch_command", "stop"), "stop a launched job on all nodes, with a checkpoint"),
+    "report": (
+        _command("report.report_command"),
+        "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences",
+    ),
     "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
-    "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
-    "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
+    "doctor": (_command("doctor.doctor_command"), "find the faults of a cluster, on every node, within seconds"),
+    "tune": (
+        _command("measure.tune_command"),
+        "find the fastest NCCL settings, bucket size and communication hook for a cluster",
+    ),
     "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
-    "scaling": (_scaling, "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them"),
+    "scaling": (
+        _command("measure.scaling_command"),
+        "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
+    ),
     "estimate": (
-        _estimate,
+        _command("memory.estimate_command"),
         "print the GPU memory that a recipe needs, on one GPU, with DDP and with FSDP, before anything is loaded",
     ),
-    "profile": (_profile, "print where the time of a step goes, from a run that was recorded with --profile"),
+    "profile": (
+        _command("observe.profile_summary"),
+        "print where the time of a step goes, from a run that was recorded with --profile",
+    ),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }
 

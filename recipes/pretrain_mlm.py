@@ -5,7 +5,7 @@ r"""Train a masked language model on raw text: from scratch, or continue a pretr
         --model FacebookAI/roberta-base --train_file 'corpus/*.txt' --streaming --max_length 512 --lr 5e-5
 
 Whole words are masked, and different ones each time a text is seen. The loss is the mean over their tokens, however they are
-spread over ranks and micro-batches. With --streaming, large text files are read as needed instead of being tokenised first.
+spread over ranks and micro-batches. With --streaming, large text files are read as needed instead of being tokenized first.
 """
 
 import math
@@ -27,7 +27,7 @@ class Config(RecipeConfig):
         "", "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
     text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
-    streaming: bool = option(False, "read .txt files as needed: they are not tokenised first, and need no memory", group="data")
+    streaming: bool = option(False, "read .txt files as needed: they are not tokenized first, and need no memory", group="data")
     mask_share: float = option(0.15, "fraction of the words that are masked", group="training", also=("mlm_probability",))
     max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
     epochs: float = 4.0

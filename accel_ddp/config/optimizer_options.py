@@ -1,6 +1,6 @@
 """The options of the optimizer, the learning rate and the average of the weights, and what they cost in memory.
 
-This module needs the standard library only, so that a wrong option is reported before torch is imported.
+This module needs the standard library only, so a wrong option is reported before torch is imported.
 """
 
 import math
@@ -22,7 +22,7 @@ USES = {
 }
 # Why an optimizer cannot step the shards of FSDP.
 NOT_SHARDED = {
-    "adamw8bit": "it quantises blocks of 256 values, which would be other blocks on another number of ranks",
+    "adamw8bit": "it quantizes blocks of 256 values, and another number of ranks would have other blocks",
     "adafactor": "the Adafactor of torch cannot step sharded parameters",
 }
 
@@ -125,7 +125,7 @@ class OptimizerConfig:
 def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
     """Return how many bytes the optimizer stores for a trained parameter.
 
-    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (see `muon.hidden_matrices`).
+    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (`hidden_matrices`).
     """
     size = math.prod(shape)
     if cfg.optimizer == "adamw8bit" and is_quantized(size):

@@ -1,4 +1,4 @@
-"""Which steps and ranks `--profile` and `--profile_ranks` select."""
+"""The values of `--best_metric`, and of `--profile` and `--profile_ranks`: which metric, steps and ranks they select."""
 
 import math
 import re
@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from accel_ddp.errors import UserError
 from accel_ddp.text import counted, did_you_mean
 
-# The metric of `--best_metric`: which one it is, and whether a lower or a higher value is better.
-# "min": lower is better. "max": higher is better. "": not known, and further metrics may follow whose names begin with this one.
+# Which values of a metric are better: "min": lower ones; "max": higher ones; "": not known, and further metrics may follow whose
+# names begin with this one.
 Direction = Literal["min", "max", ""]
 
 
@@ -134,8 +134,8 @@ def check_end(text: str, total_steps: int) -> None:
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
     """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
 
-    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so that
-    a window ends before them.
+    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so a
+    window ends before them.
     """
     window = parse_steps(text)
     if window is None or first_step >= total_steps:

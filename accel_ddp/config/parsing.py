@@ -1,6 +1,6 @@
-"""Reads the options of a run: defaults, then `--config file.yaml`, then the command line. A later value wins.
+"""The reader of a run's options: defaults, then `--config file.yaml`, then the command line. A later value wins.
 
-This module needs the standard library, yaml and tyro only, so that a mistyped option is reported before torch is imported.
+This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
 """
 
 import contextlib

@@ -65,7 +65,7 @@ class MultiNodeConfig:
         300, "seconds to wait in that check for nodes that have not started yet", per_node=True, at_least=1
     )
     hang_report_seconds: float = option(
-        5.0, "report a rank, a node or a link after this many seconds without progress beyond what is usual", at_least=0.5
+        5.0, "report a rank, node or link that makes no progress for this many seconds longer than usual", at_least=0.5
     )
     hang_abort_seconds: float = option(
         30.0,
@@ -166,7 +166,7 @@ class ProcessConfig:
     prefetch_factor: int = option(4, "batches that each of these processes prepares ahead", at_least=1)
     pin_memory: Literal["auto", "on", "off"] = option("auto", "copy batches from pinned memory; auto: on GPUs")
     cache_dir: str = option(
-        os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp", "folder for tokenised data and compiled layers"
+        os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp", "folder for tokenized data and compiled layers"
     )
 
 

@@ -1,7 +1,4 @@
-"""The options of a run. Each recipe extends `RecipeConfig` with its own.
-
-The properties of an option are stored with it (see `options.option`). `parsing` reads the command line and YAML.
-"""
+"""The config of a run: all options, and the checks that need several of them. Each recipe extends `RecipeConfig` with its own."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ class TrainConfig(
     """The options that every recipe has."""
 
     def validate_sharded(self) -> None:
-        """Raise UserError if a run cannot have these values with a model that is spread over ranks (FSDP). Recipes extend it."""
+        """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
         for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
@@ -79,7 +76,7 @@ class TrainConfig(
     def metric_directions(self) -> dict[str, Direction]:
         """Return the metrics of an evaluation, and for each "min" if lower is better or "max" if higher is better.
 
-        A recipe declares them here, so that a wrong `--best_metric` is refused before training. The first one is the default.
+        A recipe declares them here, so a wrong `--best_metric` is refused before training. The first one is the default.
         """
         return {}
 
@@ -90,7 +87,7 @@ class TrainConfig(
     def total_steps(self, num_items: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.
 
-        If the last step is not full, it is filled from the next epoch, so that no item is dropped.
+        If the last step is not full, it is filled from the next epoch. No item is dropped.
         """
         return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
 
@@ -135,11 +132,11 @@ class ModelConfig(TrainConfig):
     lora_targets: tuple[str, ...] = option((), "layers that get adapters; default: those that peft chooses, or all linear layers")
     merge_adapters: Literal["auto", "on", "off"] = option(
         "auto",
-        "export the whole model with the adapters merged into it; auto: if the model below them is not on the Hub",
+        "export the whole model with the adapters merged into it; auto: if the base model is not on the Hub",
         affects_result=False,
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
-        "no", "quantise the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU"
+        "no", "quantize the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU"
     )
 
 
@@ -176,7 +173,7 @@ class RecipeConfig(ModelConfig):
     def validate(self) -> None:
         super().validate()
         if self.quantize != "no" and not self.lora_r:
-            raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
+            raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             raise UserError(
                 f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
