@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from accel_ddp.ranks.agreement import together
     from accel_ddp.recipe import train
     from accel_ddp.records.eval_tables import Table
-    from accel_ddp.saving.checkpoints import Checkpoints
-    from accel_ddp.sources import builtin, data, model_kinds, models, tokenization
+    from accel_ddp.saving import checkpoints
+    from accel_ddp.sources import data, model_kinds, models, tokenization
     from accel_ddp.speed import linear_cross_entropy
     from accel_ddp.speed.attach import attach
     from accel_ddp.tasks import (
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
         text_blocks,
         vision,
     )
-    from accel_ddp.training import divergence, losses, optim, padding_check, step_numbers, stream
-    from accel_ddp.training.ema import Ema
-    from accel_ddp.training.evaluation import EvalBatches, compute_on_main, evaluate
-    from accel_ddp.training.losses import WholeBatch
+    from accel_ddp.training import divergence, ema, evaluation, losses, optim, padding_check, step_numbers, stream
+    from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare
     from accel_ddp.training.stream import TrainBatches
     from accel_ddp.training.update import update

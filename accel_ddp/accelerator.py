@@ -33,6 +33,7 @@ from accel_ddp.ranks.reporting import report_claimed, report_output_dir
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
+from accel_ddp.text import counted
 
 logger = logging.getLogger(__name__)
 
@@ -209,12 +210,12 @@ def _check_hub_token(cfg: TrainConfig) -> None:
 def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
     """Return the batch arithmetic of the run."""
     micro, count = cfg.split(this_rank.num_ranks)
-    split = f"{micro} per micro-batch x {count} micro-batch{'es' * (count > 1)}"
+    split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"
     text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
     text += f"   ({device}; mixed precision: {precision})"
     if links.sharding:

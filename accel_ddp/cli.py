@@ -2,18 +2,20 @@
 
 import argparse
 import filecmp
-import itertools
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
+from accel_ddp.text import did_you_mean, nearest, table
+from accel_ddp.words import find_options, name_of, script_at, without
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
 # `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
@@ -39,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            suggestion = recipe_files.nearest(words[0], list(COMMANDS))
+            suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
         code = function(words[1:])
@@ -56,8 +58,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {line}" for line in table((name, text) for name, (_, text) in COMMANDS.items())]
     return "\n".join(
         ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
     )
@@ -66,10 +67,8 @@ def _overview() -> str:
 def _recipes(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="accel-ddp recipes", description="List the recipes that come with accel_ddp.")
     parser.parse_args(words)
-    names = recipe_files.recipe_names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name.ljust(width)}  {recipe_files.summary(recipe_files.recipe_path(name))}")
+    rows = [(name, recipe_files.summary(recipe_files.recipe_path(name))) for name in recipe_files.recipe_names()]
+    print(*table(rows), sep="\n")
     print("\nRun one: accel-ddp run NAME. Its options: accel-ddp run NAME --help. A copy to edit: accel-ddp copy NAME.")
     return 0
 
@@ -99,9 +98,9 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     NODE_OPTIONS. If the word `--` follows the recipe, it is the border between both.
     """
     names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word in names or word.endswith(".py")), None)
-    if at is None:
-        near = [word for word in words if not word.startswith("-") and recipe_files.nearest(word, names)]
+    at = script_at(words, names)
+    if at == len(words):
+        near = [word for word in words if not word.startswith("-") and nearest(word, names)]
         for word in [*near, *words[:1]]:
             if not word.startswith("-"):
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name
@@ -112,26 +111,18 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     if "--" in rest:
         border = rest.index("--")
         return launch + rest[:border], recipe, rest[border + 1 :]
-    options = []
-    while rest:
-        word = rest.pop(0)
-        if _name(word) not in NODE_OPTIONS:
-            options.append(word)
-        elif "=" in word:
-            launch.append(word)
-        elif rest:
-            launch += [word, rest.pop(0)]
-        else:
-            raise UserError(f"{word} needs a value.")
-    return launch, recipe, options
+    moved = find_options(rest, NODE_OPTIONS)
+    for option in moved:
+        if option.value is None:
+            raise UserError(f"{rest[option.at]} needs a value.")
+        launch += rest[option.at : option.end]
+    return launch, recipe, without(rest, moved)
 
 
 def _check_numbers(launch: list[str]) -> None:
     """Raise UserError for an option of `accelerate launch` that must be a number. Accelerate prints 100 lines or a traceback."""
-    words = [part for word in launch for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for word, value in itertools.pairwise(words):
-        name = _name(word)
-        if name in SMALLEST and not (value.isdecimal() and int(value) >= SMALLEST[name]):
+    for name, value, *_ in find_options(launch, SMALLEST):
+        if value is not None and not (value.isdecimal() and int(value) >= SMALLEST[name]):
             raise UserError(f"--{name} {value}: must be a whole number, {SMALLEST[name]} or more.")
 
 
@@ -141,19 +132,15 @@ def with_config(launch: list[str]) -> list[str]:
     The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
     several nodes is given.
     """
-    words, given = list(launch), {_name(word) for word in launch}
-    for at, word in enumerate(words):
-        if _name(word) == "config_file":
-            if "=" in word:
-                words[at] = f"--config_file={recipe_files.config_path(word.partition('=')[2])}"
-            elif at + 1 < len(words):
-                words[at + 1] = str(recipe_files.config_path(words[at + 1]))
-            else:
-                raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
-            return words
+    given = {name_of(word) for word in launch}
+    for option in find_options(launch, ["config_file"]):
+        if option.value is None:
+            raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
+        path = str(recipe_files.config_path(option.value))
+        return [*launch[: option.at], "--config_file", path, *launch[option.end :]]
     several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
     name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
-    return ["--config_file", str(recipe_files.config_path(name)), *words]
+    return ["--config_file", str(recipe_files.config_path(name)), *launch]
 
 
 def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
@@ -161,19 +148,10 @@ def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
 
     Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
     """
-    for at, word in enumerate(launch):
-        if _name(word) == "gpu_ids":
-            _, equals, ids = word.partition("=")
-            end = at + 1 if equals else at + 2
-            ids = ids or "".join(launch[at + 1 : end])
-            if ids.isdigit():
-                return launch[:at] + launch[end:], ids
+    for option in find_options(launch, ["gpu_ids"]):
+        if option.value and option.value.isdigit():
+            return without(launch, [option]), option.value
     return launch, ""
-
-
-def _name(word: str) -> str:
-    """Return the name of an option without its value: `num_processes` for `--num-processes=2`. Other words have none."""
-    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
 
 
 def _warn_of_edited_copy(recipe: str, script: Path) -> None:
@@ -182,10 +160,8 @@ def _warn_of_edited_copy(recipe: str, script: Path) -> None:
         return
     for copy in (Path("recipes") / script.name, Path(script.name)):
         if copy.is_file() and not filecmp.cmp(copy, script, shallow=False):
-            print(
-                f"warning: this runs {script}, and not {copy}, which differs. To run the latter, type: accel-ddp run {copy}",
-                file=sys.stderr,
-            )
+            warning = f"warning: running {script}, not your edited {copy}. To run yours: accel-ddp run {copy}"
+            print(warning, file=sys.stderr)
 
 
 def _replace_process(words: list[str]) -> NoReturn:
@@ -229,48 +205,6 @@ def _copy(words: list[str]) -> int:
     return 0
 
 
-def _doctor(words: list[str]) -> int:
-    from accel_ddp.doctor.doctor_command import main as doctor
-
-    return doctor(words)
-
-
-def _tune(words: list[str]) -> int:
-    from accel_ddp.measure.tune_command import main as tune
-
-    return tune(words)
-
-
-def _launch(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import launch
-
-    return launch(words)
-
-
-def _status(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import status
-
-    return status(words)
-
-
-def _logs(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import logs
-
-    return logs(words)
-
-
-def _stop(words: list[str]) -> int:
-    from accel_ddp.launch.launch_command import stop
-
-    return stop(words)
-
-
-def _report(words: list[str]) -> int:
-    from accel_ddp.report.report_command import main as report
-
-    return report(words)
-
-
 def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
@@ -285,31 +219,12 @@ def _verify(words: list[str]) -> int:
     parser.add_argument("--fsdp", action="store_true", help=fsdp)
     parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
     # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
-    names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, recipe_files.recipe_names())
     given, launch = parser.parse_known_args(words[:at])
     recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
     from accel_ddp.verify import verify
 
     return verify([*launch, *recipe, *words[at + 1 :]], given.steps, given.folder, given.fsdp)
-
-
-def _scaling(words: list[str]) -> int:
-    from accel_ddp.measure.scaling_command import main as scaling
-
-    return scaling(words)
-
-
-def _estimate(words: list[str]) -> int:
-    from accel_ddp.memory.estimate_command import main as estimate
-
-    return estimate(words)
-
-
-def _profile(words: list[str]) -> int:
-    from accel_ddp.observe.profile_summary import main as profile
-
-    return profile(words)
 
 
 def _export(words: list[str]) -> int:
@@ -320,7 +235,7 @@ def _export(words: list[str]) -> int:
         "checkpoint", help="a checkpoint (runs/.../step_00000012), or the folder of a run: its best checkpoint, else its newest"
     )
     parser.add_argument("out", help="the folder to write; it must be empty or not exist")
-    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the model below them is not on the Hub"
+    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
     help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
@@ -332,24 +247,44 @@ def _export(words: list[str]) -> int:
     return 0
 
 
+def _command(module: str, function: str = "main") -> Callable[[list[str]], int]:
+    """Return a function that imports the module of a command when the command runs."""
+    return lambda words: int(getattr(import_module(f"accel_ddp.{module}"), function)(words))
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "recipes": (_recipes, "list the recipes"),
     "run": (_run, "run a recipe with `accelerate launch`"),
-    "launch": (_launch, "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine"),
-    "status": (_status, "print the state of launched jobs on every node"),
-    "logs": (_logs, "print the logs of a launched job from all nodes"),
-    "stop": (_stop, "stop a launched job on all nodes, with a checkpoint"),
-    "report": (_report, "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences"),
+    "launch": (
+        _command("launch.launch_command", "launch"),
+        "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
+    ),
+    "status": (_command("launch.launch_command", "status"), "print the state of launched jobs on every node"),
+    "logs": (_command("launch.launch_command", "logs"), "print the logs of a launched job from all nodes"),
+    "stop": (_command("launch.launch_command", "stop"), "stop a launched job on all nodes, with a checkpoint"),
+    "report": (
+        _command("report.report_command"),
+        "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences",
+    ),
     "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
-    "doctor": (_doctor, "find the faults of a cluster, on every node, within seconds"),
-    "tune": (_tune, "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
+    "doctor": (_command("doctor.doctor_command"), "find the faults of a cluster, on every node, within seconds"),
+    "tune": (
+        _command("measure.tune_command"),
+        "find the fastest NCCL settings, bucket size and communication hook for a cluster",
+    ),
     "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
-    "scaling": (_scaling, "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them"),
+    "scaling": (
+        _command("measure.scaling_command"),
+        "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
+    ),
     "estimate": (
-        _estimate,
+        _command("memory.estimate_command"),
         "print the GPU memory that a recipe needs, on one GPU, with DDP and with FSDP, before anything is loaded",
     ),
-    "profile": (_profile, "print where the time of a step goes, from a run that was recorded with --profile"),
+    "profile": (
+        _command("observe.profile_summary"),
+        "print where the time of a step goes, from a run that was recorded with --profile",
+    ),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }
 

@@ -1,4 +1,4 @@
-"""Runs a recipe: parses its options, checks the cluster, runs `main`, and exits with a code that states how it ended."""
+"""The way a recipe runs: its options are parsed, the cluster is checked, `main` runs, and the exit code states how it ended."""
 
 import contextlib
 import os
@@ -79,7 +79,7 @@ def _report_user_error(text: str) -> None:
 
 
 class _NeverFails:
-    """A stream that ignores errors of writing, so that a full disk or a closed pipe does not end the run. It writes no secrets."""
+    """A stream that ignores errors of writing, because a full disk or a closed pipe must not end the run. It writes no secrets."""
 
     def __init__(self, stream: Any):
         self.stream = stream

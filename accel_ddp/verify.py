@@ -22,6 +22,8 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import remove_mpi_variables
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
+from accel_ddp.text import counted, table
+from accel_ddp.words import script_at, value_of
 
 # SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
 # micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
@@ -44,8 +46,8 @@ class Line:
 
 def verify(words: list[str], steps: int, folder: str, shards: bool = False) -> int:
     """Print a table of comparisons. Return 0 if all passed, and 1 if one failed."""
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None:
+    at = script_at(words)
+    if at == len(words):
         raise UserError("accel-ddp verify needs a recipe: accel-ddp verify recipes/classify.py [options of the recipe]")
     launch, recipe, options = words[:at], words[at], words[at + 1 :]
     if not Path(recipe).is_file():
@@ -76,8 +78,8 @@ class _Verification:
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
         self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
-        self.node = int(_option(launch, "--machine_rank") or os.environ.get("NODE_RANK", 0))
-        self.port = int(_option(launch, "--main_process_port") or 29500)
+        self.node = int(value_of(launch, "machine_rank") or os.environ.get("NODE_RANK", 0))
+        self.port = int(value_of(launch, "main_process_port") or 29500)
         self.runs = 0
 
     def compare_all(self) -> int:
@@ -263,10 +265,8 @@ class _Verification:
             (x.what, str(x.ranks), str(x.micro), x.samples, x.difference, x.allowed, "FAIL" if x.problem else "PASS")
             for x in lines
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         print(f"\n{self.steps} steps of {self.recipe} on {device}, in {'float32' if precision == 'no' else precision}\n")
-        for row in [head, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        print("\n".join(table([head, *rows])))
         print(
             "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
             "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
@@ -291,7 +291,7 @@ def _describe(run: _Run) -> str:
     """Return `2 ranks`, `FSDP on 2 ranks`, or `2 copies (HSDP) on 4 ranks`."""
     ranks, shards = run.run["num_ranks"], run.run.get("shards", 0)
     copies = ranks // shards if shards else 0
-    return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{ranks} rank{'s' * (ranks > 1)}"
+    return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{counted(ranks, 'rank')}"
 
 
 def _samples(folder: Path, end: int) -> dict[int, set[int]]:
@@ -322,12 +322,3 @@ def _kill(process: subprocess.Popen) -> None:
         if one.is_running():
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-
-
-def _option(words: list[str], name: str) -> str:
-    for i, word in enumerate(words):
-        if word.replace("-", "_") == name.replace("-", "_") and i + 1 < len(words):
-            return words[i + 1]
-        if word.startswith(f"{name}="):
-            return word.split("=", 1)[1]
-    return ""

@@ -3,7 +3,7 @@
     python docs/make_options.py          write the page
     python docs/make_options.py --check  exit with code 1 if the page is out of date
 
-The properties of an option are stored with it (`accel_ddp.options`), so the page contains no text of its own about options.
+The properties of an option are stored with it (`accel_ddp.config.options`), so the page contains no text of its own about options.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ for variable in ("ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS"):
     os.environ.pop(variable, None)
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
-from accel_ddp.config.options import GROUPS, properties_of  # noqa: E402
+from accel_ddp.config.options import GROUPS, OTHER_NAMES, properties_of  # noqa: E402
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig  # noqa: E402
 from accel_ddp.nodes import recipe_files  # noqa: E402
 
@@ -60,8 +60,10 @@ def render() -> str:
         parts.append(f"## {group.capitalize()}\n\n{title}\n\n{_table(RecipeConfig, names)}")
     parts.append("## Recipes\n")
     parts += [_recipe(name) for name in recipe_files.recipe_names()]
-    known = {name: ", ".join(f"`--{other}`" for other in found.also) for name, found in properties.items() if found.also}
-    parts.append(NAMES + "".join(f"| `--{name}` | {others} |\n" for name, others in known.items()))
+    others = {
+        name: ", ".join(f"`--{other}`" for other in text.split()) for name, text in OTHER_NAMES.items() if name in properties
+    }
+    parts.append(NAMES + "".join(f"| `--{name}` | {text} |\n" for name, text in others.items()))
     return "\n".join(parts)
 
 

@@ -27,9 +27,7 @@ class Config(ScoredConfig):
     class_weights: Literal["none", "balanced"] = option(
         "none", "balanced: rare classes weigh as much as common ones", group="training"
     )
-    max_length: int = option(
-        128, "tokens per text; longer texts are truncated", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(128, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = 16
     lr: float = 1e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy, with --num_labels 1 mse")

@@ -47,9 +47,7 @@ class Config(RecipeConfig):
     matryoshka: tuple[int, ...] = option(
         (), "also train embeddings truncated to these dimensions, for example 256 128 64", group="training"
     )
-    max_length: int = option(
-        64, "tokens per text; longer texts are truncated", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(64, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = option(64, "rows per optimizer update, over all ranks; each is a negative for all others")
     micro_batch_size: int | Literal["auto"] = 64
     lr: float = 1e-4
@@ -106,7 +104,7 @@ class Task:
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
         if not cfg.score_column:
-            self.loss_sum = accel_ddp.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+            self.loss_sum = accel_ddp.losses.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
 
     def loss_sum(self, model, batch):
         """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""

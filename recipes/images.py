@@ -40,7 +40,7 @@ class Config(ScoredConfig):
     )
     pixel_std: float | Literal["auto"] = option("auto", "each pixel is then divided by it; auto: the same", group="data")
     norm: Literal["batch", "group"] = option(
-        "batch", "normalisation of mini-resnet; group: independent of the other images in the batch", group="model"
+        "batch", "normalization of mini-resnet; group: independent of the other images in the batch", group="model"
     )
     augment: Literal["none", "crop", "crop_flip"] = option(
         "crop", "crop: shift training images; crop_flip: also mirror them", group="training"

@@ -5,7 +5,7 @@ r"""Train a masked language model on raw text: from scratch, or continue a pretr
         --model FacebookAI/roberta-base --train_file 'corpus/*.txt' --streaming --max_length 512 --lr 5e-5
 
 Whole words are masked, and different ones each time a text is seen. The loss is the mean over their tokens, however they are
-spread over ranks and micro-batches. With --streaming, large text files are read as needed instead of being tokenised first.
+spread over ranks and micro-batches. With --streaming, large text files are read as needed instead of being tokenized first.
 """
 
 import math
@@ -27,11 +27,9 @@ class Config(RecipeConfig):
         "", "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
     text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
-    streaming: bool = option(False, "read .txt files as needed: they are not tokenised first, and need no memory", group="data")
+    streaming: bool = option(False, "read .txt files as needed: they are not tokenized first, and need no memory", group="data")
     mask_share: float = option(0.15, "fraction of the words that are masked", group="training", also=("mlm_probability",))
-    max_length: int = option(
-        128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
     epochs: float = 4.0
     global_batch_size: int = option(16, "blocks per optimizer update, over all ranks; the result depends on it")
     lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
@@ -72,7 +70,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.guesses = accel_ddp.compute_on_main(self.accelerator, model, self.guess)
+        self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
         return metrics
 
     def guess(self, model):

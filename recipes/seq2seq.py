@@ -27,9 +27,7 @@ class Config(ScoredConfig):
     )
     target_column: str = option("target", "column of the text to generate", group="data")
     prefix: str = option("", "text before each source", group="data", also=("source_prefix",))
-    max_length: int = option(
-        128, "tokens per source; longer ones are truncated", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(128, "tokens per source; longer ones are truncated", group="data", at_least=1)
     max_target_length: int = option(128, "tokens per target; longer ones are truncated", group="data", at_least=1)
     max_new_tokens: int = option(
         64,

@@ -27,11 +27,7 @@ class Config(RecipeConfig):
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int = option(
-        128,
-        "tokens per row; longer rows are truncated, longer plain texts become several rows",
-        group="data",
-        at_least=1,
-        also=("max_seq_length",),
+        128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
     )
     samples: int = option(
         3,
@@ -82,7 +78,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.answers.append(accel_ddp.compute_on_main(self.accelerator, model, self.answer))
+        self.answers.append(accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer))
         return metrics
 
     def answer(self, model):

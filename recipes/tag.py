@@ -25,9 +25,7 @@ class Config(ScoredConfig):
     tags_column: str = option(
         "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
     )
-    max_length: int = option(
-        128, "tokens per text; longer texts are truncated", group="data", at_least=1, also=("max_seq_length",)
-    )
+    max_length: int = option(128, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = 16
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")

@@ -13,9 +13,9 @@ RECIPES = ROOT / "recipes"
 
 # The packages and the modules at the top of accel_ddp/, from the lowest to the highest. Each may import only those before it.
 ORDER = [
-    "errors", "seeds", "compat", "nodes", "config", "records", "phases", "watch", "doctor", "ranks", "saving", "report", "launch",
-    "measure", "verify", "training", "speed", "sources", "tasks", "memory", "observe", "exporting", "accelerator", "loop", "recipe",
-    "entry", "cli",
+    "errors", "seeds", "text", "words", "compat", "nodes", "config", "records", "phases", "watch", "doctor", "ranks", "saving",
+    "report", "launch", "measure", "verify", "training", "speed", "sources", "tasks", "memory", "observe", "exporting",
+    "accelerator", "loop", "recipe", "entry", "cli",
 ]  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_with_fsdp(monkeypatch):
             TrainConfig(optimizer=name).check_installed(is_sharded=True)
     for name in ("adamw", "sgd", "muon"):
         TrainConfig(optimizer=name).check_installed(is_sharded=True)
-    monkeypatch.setattr("accel_ddp.optimizer_options.find_spec", lambda _: None)
+    monkeypatch.setattr("accel_ddp.config.optimizer_options.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--optimizer adamw8bit: needs torchao. Install it: pip install torchao"):
         TrainConfig(optimizer="adamw8bit").check_installed(is_sharded=False)
 

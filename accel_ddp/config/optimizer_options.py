@@ -1,6 +1,6 @@
 """The options of the optimizer, the learning rate and the average of the weights, and what they cost in memory.
 
-This module needs the standard library only, so that a wrong option is reported before torch is imported.
+This module needs the standard library only, so a wrong option is reported before torch is imported.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from accel_ddp.config.options import option
+from accel_ddp.config.options import of_group, option
 from accel_ddp.errors import UserError
 
 # Which of these options each optimizer uses.
@@ -22,71 +22,40 @@ USES = {
 }
 # Why an optimizer cannot step the shards of FSDP.
 NOT_SHARDED = {
-    "adamw8bit": "it quantises blocks of 256 values, which would be other blocks on another number of ranks",
+    "adamw8bit": "it quantizes blocks of 256 values, and another number of ranks would have other blocks",
     "adafactor": "the Adafactor of torch cannot step sharded parameters",
 }
 
 
 @dataclass(kw_only=True)
+@of_group("training")
 class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 
     optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
-        "adamw",
-        "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao",
-        group="training",
-        also=("optim", "optimizer_type"),
+        "adamw", "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao"
     )
-    lr: float = option(2e-5, "highest learning rate of the run", group="training", at_least=0, also=("learning_rate",))
+    lr: float = option(2e-5, "highest learning rate of the run", at_least=0)
     lr_of: tuple[str, ...] = option(
-        (),
-        "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last",
-        group="training",
-        also=("lr_groups", "param_groups", "head_lr", "layerwise_lr"),
+        (), "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last"
     )
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = option(
         "linear",
         "learning rate after the warm-up: linear and cosine fall until the end; wsd is constant and falls during --decay_ratio",
-        group="training",
-        also=("lr_scheduler_type", "lr_scheduler", "scheduler"),
     )
-    warmup_steps: int = option(0, "updates until --lr is reached", group="training", at_least=0, also=("num_warmup_steps",))
-    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0", group="training")
-    min_lr_ratio: float = option(
-        0.0,
-        "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant",
-        group="training",
-        also=("min_lr", "min_lr_rate", "eta_min", "cosine_min_lr_ratio"),
-    )
-    decay_ratio: float = option(
-        0.1,
-        "fraction of all updates in which the learning rate of --lr_schedule wsd falls",
-        group="training",
-        also=("num_decay_steps", "decay_steps", "cooldown_ratio"),
-    )
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", group="training", at_least=0)
-    momentum: float = option(0.9, "momentum of --optimizer sgd and muon", group="training", at_least=0)
-    beta1: float = option(
-        0.9,
-        "decay of the mean of gradients in adamw, adamw8bit and muon",
-        group="training",
-        at_least=0,
-        also=("adam_beta1", "betas"),
-    )
-    beta2: float = option(0.999, "decay of the mean of their squares", group="training", at_least=0, also=("adam_beta2",))
-    eps: float = option(
-        1e-8,
-        "number added to the denominator of adamw, adamw8bit and muon",
-        group="training",
-        at_least=0,
-        also=("adam_epsilon", "epsilon"),
-    )
+    warmup_steps: int = option(0, "updates until --lr is reached", at_least=0)
+    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0")
+    min_lr_ratio: float = option(0.0, "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant")
+    decay_ratio: float = option(0.1, "fraction of all updates in which the learning rate of --lr_schedule wsd falls")
+    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", at_least=0)
+    momentum: float = option(0.9, "momentum of --optimizer sgd and muon", at_least=0)
+    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon", at_least=0)
+    beta2: float = option(0.999, "decay of the mean of their squares", at_least=0)
+    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon", at_least=0)
     ema_decay: float = option(
         0.0,
         "evaluate and export an exponential moving average of the weights with this decay, for example 0.999; 0: the weights",
-        group="training",
         at_least=0,
-        also=("ema", "use_ema", "ema_rate", "swa"),
     )
 
     def check_optimizer(self) -> None:
@@ -156,7 +125,7 @@ class OptimizerConfig:
 def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
     """Return how many bytes the optimizer stores for a trained parameter.
 
-    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (see `muon.hidden_matrices`).
+    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (`hidden_matrices`).
     """
     size = math.prod(shape)
     if cfg.optimizer == "adamw8bit" and is_quantized(size):

@@ -1,15 +1,15 @@
-"""Which steps and ranks `--profile` and `--profile_ranks` select."""
+"""The values of `--best_metric`, and of `--profile` and `--profile_ranks`: which metric, steps and ranks they select."""
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from accel_ddp.errors import UserError
+from accel_ddp.text import counted, did_you_mean
 
-# The metric of `--best_metric`: which one it is, and whether a lower or a higher value is better.
-# "min": lower is better. "max": higher is better. "": not known, and further metrics may follow whose names begin with this one.
+# Which values of a metric are better: "min": lower ones; "max": higher ones; "": not known, and further metrics may follow whose
+# names begin with this one.
 Direction = Literal["min", "max", ""]
 
 
@@ -73,8 +73,7 @@ def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> 
 def _suggest(name: str, known: list[str]) -> str:
     """Return " Did you mean accuracy?" for a misspelt name, or "". HF Trainer writes eval_ before each name."""
     word = name.lower().removeprefix("eval_")
-    near = difflib.get_close_matches(word, known, n=1) or [other for other in known if word in other]
-    return f" Did you mean {near[0]}?" if near else ""
+    return did_you_mean(word, known) or next((f" Did you mean {other}?" for other in known if word in other), "")
 
 
 WARM_UP_STEPS = 10  # first steps of a process: kernels are chosen, shapes are captured, connections are opened
@@ -127,7 +126,7 @@ def check_end(text: str, total_steps: int) -> None:
     if isinstance(window, Window) and window.last > total_steps:
         first = max(1, min(window.first, total_steps - (window.last - window.first)))
         raise UserError(
-            f"--profile {text}: the run has {total_steps} step{'s' * (total_steps > 1)}. Type --profile {first}-{total_steps}, or "
+            f"--profile {text}: the run has {counted(total_steps, 'step')}. Type --profile {first}-{total_steps}, or "
             "train for more --steps."
         )
 
@@ -135,8 +134,8 @@ def check_end(text: str, total_steps: int) -> None:
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
     """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
 
-    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so that
-    a window ends before them.
+    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so a
+    window ends before them.
     """
     window = parse_steps(text)
     if window is None or first_step >= total_steps:

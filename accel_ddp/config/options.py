@@ -1,12 +1,14 @@
-"""The properties of an option, stored with the option.
+"""How options are declared: an option's properties, the groups of `--help`, and the names of options in other toolkits.
 
-They replace lists of option names elsewhere: `affects_result` decides what a resumed run may change, `per_node` what may differ
-between nodes, `also` which names of other toolkits lead to the option.
+The properties are stored with the option and replace lists of names elsewhere: `affects_result` decides what a resumed run may
+change, `per_node` what may differ between nodes.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 # Groups of `--help`, in the order in which they are shown.
 GROUPS = {
@@ -19,6 +21,45 @@ GROUPS = {
     "speed": "These options change time and memory, and the result only by rounding.",
     "multi-node": "Several GPUs and nodes.",
 }
+# What users of other toolkits type, for "did you mean" messages.
+OTHER_NAMES = {
+    "optimizer": "optim optimizer_type", "lr": "learning_rate", "lr_of": "lr_groups param_groups head_lr layerwise_lr",
+    "lr_schedule": "lr_scheduler_type lr_scheduler scheduler", "warmup_steps": "num_warmup_steps",
+    "min_lr_ratio": "min_lr min_lr_rate eta_min cosine_min_lr_ratio", "decay_ratio": "num_decay_steps decay_steps cooldown_ratio",
+    "beta1": "adam_beta1 betas", "beta2": "adam_beta2", "eps": "adam_epsilon epsilon", "ema_decay": "ema use_ema ema_rate swa",
+    "output_dir": "out_dir output save_dir logging_dir", "resume": "resume_from_checkpoint resume_from",
+    "save_every": "save_steps save_strategy checkpointing_steps", "keep_last": "save_total_limit",
+    "keep_best": "load_best_model_at_end save_best", "push_to_hub": "hub_model_id",
+    "log_every": "logging_steps log_steps log_interval", "report_to": "log_with logger", "project": "wandb_project project_name",
+    "run_name": "wandb_run_name", "run_group": "wandb_group wandb_run_group group", "run_tags": "wandb_tags tags",
+    "log_model": "wandb_log_model",
+    "profile": "profiler profiling profile_steps profile_step_start profile_step_end torch_profiler use_profiler",
+    "profile_ranks": "profiler_ranks profile_rank", "ddp_timeout_seconds": "ddp_timeout", "comm_hook": "ddp_comm_hook",
+    "bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters",
+    "broadcast_buffers": "ddp_broadcast_buffers", "sync_batchnorm": "sync_bn", "epochs": "num_train_epochs num_epochs max_epochs",
+    "steps": "max_steps num_steps train_steps iterations", "global_batch_size": "batch_size train_batch_size total_batch_size",
+    "micro_batch_size": "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size auto_find_batch_size "
+    "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clip_val clip_grad_norm grad_clip", "on_nonfinite": "skip_nan detect_nan terminate_on_nan",
+    "eval_every": "eval_steps evaluation_strategy eval_strategy val_check_interval", "eval_first": "eval_on_start",
+    "best_metric": "metric_for_best_model", "early_stopping_patience": "patience",
+    "padding_free": "packing remove_padding group_by_length", "compile": "torch_compile dynamo_backend",
+    "mixed_precision": "bf16 fp16 precision", "tf32": "allow_tf32", "deterministic": "full_determinism",
+    "gradient_checkpointing": "activation_checkpointing",
+    "num_threads": "num_cpu_threads_per_process omp_num_threads torch_num_threads", "num_workers": "dataloader_num_workers",
+    "worker_start": "multiprocessing_context dataloader_multiprocessing_context", "prefetch_factor": "dataloader_prefetch_factor",
+    "pin_memory": "dataloader_pin_memory", "model": "model_name_or_path model_name model_id pretrained_model_name_or_path",
+    "dtype": "torch_dtype model_dtype", "lora_r": "lora_rank use_lora use_peft",
+    "lora_targets": "target_modules lora_target_modules", "merge_adapters": "merge_lora", "quantize": "load_in_4bit load_in_8bit",
+    "dataset": "dataset_name data task_name", "train_file": "train_data data_path train_path data_files",
+    "eval_file": "validation_file test_file dev_file eval_data", "train_split": "dataset_train_split",
+    "eval_split": "validation_split dataset_test_split test_split", "max_train_items": "max_train_samples max_samples",
+    "max_eval_items": "max_eval_samples max_val_samples", "log_predictions": "log_samples log_sample_predictions",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "max_length": "max_seq_length",
+}  # fmt: skip
+
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
@@ -30,7 +71,7 @@ class Properties:
     affects_result: bool = True  # a resumed run must keep the value; False: it changes only rounding or dropout masks
     per_node: bool = False  # nodes may have different values
     at_least: float | None = None
-    also: tuple[str, ...] = ()  # names that users of other toolkits type, for "did you mean" messages
+    also: tuple[str, ...] = ()  # names that users of other toolkits type; OTHER_NAMES has those of the options of every run
 
 
 def option(
@@ -50,11 +91,23 @@ def option(
     return dataclasses.field(default=default, metadata={name: value for name, value in given.items() if value is not None})
 
 
+def of_group(group: str, **properties: Any) -> Callable[[C], C]:
+    """Return a decorator, inside of @dataclass, that gives these properties to each option that a class adds, by default."""
+
+    def decorate(cls: C) -> C:
+        for name, field in vars(cls).items():
+            if isinstance(field, dataclasses.Field) and name not in getattr(cls, "__dataclass_fields__", {}):
+                field.metadata = MappingProxyType({"group": group, **properties, **field.metadata})
+        return cls
+
+    return decorate
+
+
 def properties_of(cls: type) -> dict[str, Properties]:
-    """Return the properties of each option of a config class. A class without a value takes that of its base class."""
+    """Return the properties of each option of a config class. A class without a value takes its base class's value."""
     found = {}
     for name in [field.name for field in dataclasses.fields(cls)]:
-        merged: dict[str, Any] = {}
+        merged: dict[str, Any] = {"also": tuple(OTHER_NAMES.get(name, "").split())}
         for base in reversed(cls.__mro__):
             own = base.__dict__.get("__dataclass_fields__", {}).get(name)
             merged |= own.metadata if own is not None else {}

@@ -1,11 +1,10 @@
-"""Reads the options of a run: defaults, then `--config file.yaml`, then the command line. A later value wins.
+"""The reader of a run's options: defaults, then `--config file.yaml`, then the command line. A later value wins.
 
-This module needs the standard library, yaml and tyro only, so that a mistyped option is reported before torch is imported.
+This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
 """
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import sys
@@ -19,6 +18,8 @@ from accel_ddp.config.options import GROUPS, Properties, properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import is_local_main
+from accel_ddp.text import did_you_mean, nearest
+from accel_ddp.words import find_options, group_values, name_of, split_option, without
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -31,32 +32,25 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     import tyro
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     types, properties = typing.get_type_hints(cls), properties_of(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     arguments: list[str] = []
-    while "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 == len(argv):
+    files = find_options(argv, ["config"])
+    for file in files:
+        if file.value is None:
             raise UserError("--config needs a file: --config my_run.yaml")
-        for name, value in _read_yaml(argv[at + 1]).items():
+        for name, value in _read_yaml(file.value).items():
             if name not in properties:
-                raise UserError(f"{argv[at + 1]}: there is no option {name!r}.{_suggest(str(name), properties)}")
-            words = _as_arguments(argv[at + 1], name, value, types[name])
+                raise UserError(f"{file.value}: there is no option {name!r}.{_suggest(str(name), properties)}")
+            words = _as_arguments(file.value, name, value, types[name])
             try:
                 _check_values(words, types, defaults)
             except UserError as error:
-                raise UserError(f"{argv[at + 1]}: {error}") from None
+                raise UserError(f"{file.value}: {error}") from None
             arguments += words
-        del argv[at : at + 2]
+    argv = without(argv, files)
     _check_names(argv, types, properties)
-    # Without a value --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
-    for option, value in (("--resume", "auto"), ("--profile", "auto"), ("--merge_adapters", "on"), ("--merge-adapters", "on")):
-        if option in argv:
-            at = argv.index(option)
-            if at + 1 == len(argv) or argv[at + 1].startswith("--"):
-                argv.insert(at + 1, value)
-    given = _normalize_flags(argv, types)
+    given = _normalize_flags(_add_values(argv), types)
     _check_values(given, types, defaults)
     arguments += given
 
@@ -72,6 +66,18 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     cfg = cls(**values)
     cfg.validate()
     return cfg
+
+
+def _add_values(argv: list[str]) -> list[str]:
+    """Return the words with a value for each option that needs none: `--resume` is `--resume auto`."""
+    # --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
+    implied = {"resume": "auto", "profile": "auto", "merge_adapters": "on"}
+    words: list[str] = []
+    for at, word in enumerate(argv):
+        name, value = split_option(word)
+        is_alone = value is None and "".join(argv[at + 1 : at + 2] or ["--"]).startswith("--")
+        words += [word, implied[name]] if name in implied and is_alone else [word]
+    return words
 
 
 def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
@@ -103,21 +109,14 @@ def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, P
         meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
         raise UserError(f"{argv[0]}: is not an option.{meant}")
     for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        name = name_of(word)
         if word.startswith("--") and name not in known:
             raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
 
 
 def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raise UserError for an option without a value, with one too many, or with one that is not of the option's type."""
-    given: list[tuple[str, list[str]]] = []
-    for word in arguments:
-        name, has_value, value = word.partition("=")
-        if word.startswith("--"):
-            given.append((name.removeprefix("--").replace("-", "_"), [value] * bool(has_value)))
-        elif given:
-            given[-1][1].append(word)
-    for name, values in given:
+    for name, values in group_values(arguments):
         kind, default = types.get(name, bool), defaults.get(name)  # --help and --no_... are switches
         example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
         if not values and kind is not bool and typing.get_origin(kind) is not tuple:
@@ -128,8 +127,8 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
                 example = f" Type --{name} {int(float(value))}."
-            elif near := difflib.get_close_matches(value.lower(), _choices(kind), n=1):
-                example = f" Did you mean --{name} {near[0]}?"
+            elif meant := did_you_mean(value.lower(), _choices(kind), f"--{name} {{}}"):
+                example = meant
             raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
 
 
@@ -168,20 +167,19 @@ def _suggest(name: str, properties: dict[str, Properties]) -> str:
     if spelled not in meanings:
         if spelled in properties_of(RecipeConfig):
             return " Only recipes for pretrained models, such as classify, have it. See --help for all options of this recipe."
-        near = difflib.get_close_matches(spelled, meanings, n=1, cutoff=0.7) or _sharing_words(spelled, meanings)
-        if not near:
+        spelled = nearest(spelled, meanings, cutoff=0.7) or _sharing_words(spelled, meanings)
+        if not spelled:
             return " See --help for all options."
-        spelled = near[0]
     known = meanings[spelled]
     return f" Did you mean --{known} ({properties[known].help})?"
 
 
-def _sharing_words(name: str, spellings: Iterable[str]) -> list[str]:
-    """Return the spelling that shares the most words with `name`, if it shares more than half of them."""
+def _sharing_words(name: str, spellings: Iterable[str]) -> str:
+    """Return the spelling that shares the most words with `name`, if it shares more than half of them, or ""."""
     words = set(name.split("_"))
     shared = {spelling: len(words & set(spelling.split("_"))) for spelling in spellings}
     best = max(shared, key=lambda spelling: (shared[spelling], -len(spelling)), default="")
-    return [best] if best and shared[best] > len(words) / 2 else []
+    return best if best and shared[best] > len(words) / 2 else ""
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -225,17 +223,15 @@ def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
     """Accept `--tf32 false` besides `--no_tf32`, and `--pin_memory true` besides `--pin_memory on`."""
     words = []
     for word in argv:  # --tf32=false
-        name, equals, value = word.partition("=")
-        kind = types.get(name.removeprefix("--").replace("-", "_"))
-        is_switch = kind is bool or "on" in typing.get_args(kind)
-        words += [name, value] if word.startswith("--") and equals and is_switch else [word]
+        name, given = split_option(word)
+        is_switch = types.get(name) is bool or "on" in typing.get_args(types.get(name))
+        words += [f"--{name}", given] if given is not None and is_switch else [word]
     for at in range(len(words) - 1, 0, -1):
-        name, value = words[at - 1].removeprefix("--").replace("-", "_"), words[at].lower()
-        is_switch = words[at - 1].startswith("--") and types.get(name) is bool
-        if is_switch and not value.startswith("--") and value not in ("true", "false"):
+        name, value = name_of(words[at - 1]), words[at].lower()
+        if types.get(name) is bool and not value.startswith("--") and value not in ("true", "false"):
             hint = _instead_of_a_value(name, words[at]) or f" Type --{name} or --no_{name}."
             raise UserError(f"--{name} {words[at]}: --{name} is a switch and takes no value.{hint}")
-        if words[at - 1].startswith("--") and value in ("true", "false"):
+        if value in ("true", "false"):
             if types.get(name) is bool:
                 words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
             elif "on" in typing.get_args(types.get(name)):

@@ -1,238 +1,185 @@
-"""The options of checkpoints, exports, logs, trackers and profiles. None of them changes what is learned."""
+"""The options of checkpoints, logs, training, evaluations, speed and several nodes."""
 
 import os
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_ddp.config.options import option
+from accel_ddp.config.options import of_group, option
 
-
-@dataclass(kw_only=True)
-class OutputConfig:
-    """The options that decide what a run writes, and when."""
-
-    output_dir: str = option(
-        "",
-        "folder of this run; default: runs/RECIPE/DATE-TIME",
-        group="saving",
-        affects_result=False,
-        per_node=True,
-        also=("out_dir", "output", "save_dir", "logging_dir"),
-    )
-    resume: str = option(
-        "",
-        "continue the run in --output_dir; with a path: continue from that checkpoint or run",
-        group="saving",
-        affects_result=False,
-        also=("resume_from_checkpoint", "resume_from"),
-    )
-    allow_config_change: bool = option(
-        False, "resume although options or data that change the result are different", group="saving", affects_result=False
-    )
-    save_every: int = option(
-        0,
-        "updates between checkpoints; 0: save after every epoch",
-        group="saving",
-        affects_result=False,
-        at_least=0,
-        also=("save_steps", "save_strategy", "checkpointing_steps"),
-    )
-    keep_last: int = option(
-        2, "number of newest checkpoints to keep", group="saving", affects_result=False, at_least=2, also=("save_total_limit",)
-    )
-    keep_best: bool = option(
-        False,
-        "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first",
-        group="saving",
-        affects_result=False,
-        also=("load_best_model_at_end", "save_best"),
-    )
-    stop_signal: Literal["USR1", "USR2"] = option(
-        "USR2",
-        "signal that asks for a checkpoint and a stop, like SIGTERM and Ctrl-C (Slurm: --signal)",
-        group="saving",
-        affects_result=False,
-    )
-    stop_after: int = option(
-        0,
-        "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never",
-        group="saving",
-        affects_result=False,
-        at_least=0,
-    )
-    push_to_hub: str = option(
-        "",
-        "upload the exported model under this name, for example me/my-model",
-        group="saving",
-        affects_result=False,
-        also=("hub_model_id",),
-    )
-
-    log_every: int = option(
-        10,
-        "updates between log lines",
-        group="logging",
-        affects_result=False,
-        at_least=1,
-        also=("logging_steps", "log_steps", "log_interval"),
-    )
-    report_to: str = option(
-        "",
-        "trackers, for example wandb or wandb,tensorboard,trackio,mlflow",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("log_with", "logger"),
-    )
-    project: str = option(
-        "accel_ddp",
-        "project name in the trackers",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("wandb_project", "project_name"),
-    )
-    run_name: str = option(
-        "",
-        "name of the run in the trackers; default: name of the output folder",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("wandb_run_name",),
-    )
-    run_group: str = option(
-        "",
-        "group of the run in wandb, trackio and mlflow",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("wandb_group", "wandb_run_group", "group"),
-    )
-    run_tags: tuple[str, ...] = option(
-        (),
-        "tags of the run in wandb and mlflow",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("wandb_tags", "tags"),
-    )
-    tracker_wait: float = option(
-        60.0,
-        "seconds to wait at the end of the run for trackers that have not stored everything; after a stop request at most 10",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        at_least=0,
-    )
-    log_model: bool = option(
-        False,
-        "upload the exported model to wandb or mlflow, as an artifact of the run",
-        group="logging",
-        affects_result=False,
-        per_node=True,
-        also=("wandb_log_model",),
-    )
-    profile: str = option(
-        "off",
-        "record these steps with torch.profiler, for example 10-14; without a value: 5 steps after the first 10 of this process",
-        group="logging",
-        affects_result=False,
-        also=(
-            "profiler",
-            "profiling",
-            "profile_steps",
-            "profile_step_start",
-            "profile_step_end",
-            "torch_profiler",
-            "use_profiler",
-        ),
-    )
-    profile_ranks: str = option(
-        "auto",
-        "ranks that record: all, or for example 0,3; auto: all, but at most 16",
-        group="logging",
-        affects_result=False,
-        also=("profiler_ranks", "profile_rank"),
-    )
-
-
-# The options of ranks and nodes: how they are checked, how long they wait for each other, and what they send.
 TIMEOUT_VARIABLE = os.environ.get("DDP_TIMEOUT_SECONDS") or "600"
 _DDP_TIMEOUT = int(TIMEOUT_VARIABLE) if TIMEOUT_VARIABLE.isdigit() else 0  # `TrainConfig.validate` rejects 0
 
 
 @dataclass(kw_only=True)
-class MultiNodeConfig:
-    """The options of several ranks and nodes."""
+@of_group("saving", affects_result=False)
+class SavingConfig:
+    """The options of checkpoints, stopping and resuming."""
 
-    preflight: Literal["on", "off"] = option(
-        "on", "with several nodes, check the cluster first, as `accel-ddp doctor` does", group="multi-node", affects_result=False
+    output_dir: str = option("", "folder of this run; default: runs/RECIPE/DATE-TIME", per_node=True)
+    resume: str = option("", "continue the run in --output_dir; with a path: continue from that checkpoint or run")
+    allow_config_change: bool = option(False, "resume although options or data that change the result are different")
+    save_every: int = option(0, "updates between checkpoints; 0: save after every epoch", at_least=0)
+    keep_last: int = option(2, "number of newest checkpoints to keep", at_least=2)
+    keep_best: bool = option(
+        False, "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first"
     )
+    stop_signal: Literal["USR1", "USR2"] = option(
+        "USR2", "signal that asks for a checkpoint and a stop, like SIGTERM and Ctrl-C (Slurm: --signal)"
+    )
+    stop_after: int = option(0, "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never", at_least=0)
+    push_to_hub: str = option("", "upload the exported model under this name, for example me/my-model")
+
+
+@dataclass(kw_only=True)
+@of_group("logging", affects_result=False, per_node=True)
+class LoggingConfig:
+    """The options of logs, trackers and profiles."""
+
+    log_every: int = option(10, "updates between log lines", per_node=False, at_least=1)
+    report_to: str = option("", "trackers, for example wandb or wandb,tensorboard,trackio,mlflow")
+    project: str = option("accel_ddp", "project name in the trackers")
+    run_name: str = option("", "name of the run in the trackers; default: name of the output folder")
+    run_group: str = option("", "group of the run in wandb, trackio and mlflow")
+    run_tags: tuple[str, ...] = option((), "tags of the run in wandb and mlflow")
+    tracker_wait: float = option(
+        60.0,
+        "seconds to wait at the end of the run for trackers that have not stored everything; after a stop request at most 10",
+        at_least=0,
+    )
+    log_model: bool = option(False, "upload the exported model to wandb or mlflow, as an artifact of the run")
+    profile: str = option(
+        "off",
+        "record these steps with torch.profiler, for example 10-14; without a value: 5 steps after the first 10 of this process",
+        per_node=False,
+    )
+    profile_ranks: str = option("auto", "ranks that record: all, or for example 0,3; auto: all, but at most 16", per_node=False)
+
+
+@dataclass(kw_only=True)
+@of_group("multi-node", affects_result=False)
+class MultiNodeConfig:
+    """The options of several ranks and nodes: how they are checked, how long they wait for each other, and what they send."""
+
+    preflight: Literal["on", "off"] = option("on", "with several nodes, check the cluster first, as `accel-ddp doctor` does")
     preflight_wait: float = option(
-        300,
-        "seconds to wait in that check for nodes that have not started yet",
-        group="multi-node",
-        affects_result=False,
-        per_node=True,
-        at_least=1,
+        300, "seconds to wait in that check for nodes that have not started yet", per_node=True, at_least=1
     )
     hang_report_seconds: float = option(
-        5.0,
-        "report a rank, a node or a link after this many seconds without progress beyond what is usual",
-        group="multi-node",
-        affects_result=False,
-        at_least=0.5,
+        5.0, "report a rank, node or link that makes no progress for this many seconds longer than usual", at_least=0.5
     )
     hang_abort_seconds: float = option(
         30.0,
         "end the run after this many seconds without progress, or after 5 times the usual duration if that is longer; 0: never",
-        group="multi-node",
-        affects_result=False,
         at_least=0,
     )
     ddp_timeout_seconds: int = option(
-        _DDP_TIMEOUT,
-        "seconds that a rank waits for another one; default: DDP_TIMEOUT_SECONDS or 600",
-        group="multi-node",
-        affects_result=False,
-        at_least=1,
-        also=("ddp_timeout",),
+        _DDP_TIMEOUT, "seconds that a rank waits for another one; default: DDP_TIMEOUT_SECONDS or 600", at_least=1
     )
     check_every: int = option(
         50,
         "updates between checks that the weights of all ranks are equal; every checkpoint is checked too; 0: never",
-        group="multi-node",
-        affects_result=False,
         at_least=0,
     )
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option(
-        "none", "compress gradients for the network", group="multi-node", also=("ddp_comm_hook",)
+        "none", "compress gradients for the network", affects_result=True
     )
-    bucket_cap_mb: int = option(
-        25,
-        "DDP: megabytes of gradients per all-reduce",
-        group="multi-node",
-        affects_result=False,
-        at_least=1,
-        also=("ddp_bucket_cap_mb",),
-    )
-    gradient_as_bucket_view: bool = option(
-        True, "DDP: keep no second copy of the gradients", group="multi-node", affects_result=False
-    )
-    find_unused_parameters: bool = option(
-        False,
-        "DDP: for models whose forward pass skips parameters; slower",
-        group="multi-node",
-        affects_result=False,
-        also=("ddp_find_unused_parameters",),
-    )
-    static_graph: bool = option(False, "DDP: every step uses the same parameters", group="multi-node", affects_result=False)
+    bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
+    gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
+    find_unused_parameters: bool = option(False, "DDP: for models whose forward pass skips parameters; slower")
+    static_graph: bool = option(False, "DDP: every step uses the same parameters")
     broadcast_buffers: Literal["auto", "on", "off"] = option(
-        "auto",
-        "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm",
-        group="multi-node",
-        also=("ddp_broadcast_buffers",),
+        "auto", "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm", affects_result=True
     )
-    sync_batchnorm: bool = option(
-        False, "compute batch norm over the micro-batches of all ranks (GPU only)", group="multi-node", also=("sync_bn",)
+    sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks (GPU only)", affects_result=True)
+
+
+@dataclass(kw_only=True)
+@of_group("training")
+class TrainingConfig:
+    """What a run learns from, for how long, and what it does with gradients."""
+
+    seed: int = option(0, "seed of new weights, of the data order and of dropout")
+    epochs: float = option(1.0, "passes over the training items; --steps overrides it; a resumed run may have more")
+    steps: int = option(
+        0, "optimizer updates of the whole run; 0: as many as --epochs needs; a resumed run may have more", at_least=0
+    )
+    global_batch_size: int = option(32, "items per optimizer update, over all ranks; the result depends on it", at_least=1)
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", at_least=0)
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop",
+        "what to do if the loss or the gradient norm is NaN or infinite: end the run, or skip this update on every rank",
+        affects_result=False,
+    )
+    max_nonfinite: int = option(25, "end the run after this many skipped updates in a row", affects_result=False, at_least=1)
+    dropout: bool = option(True, "use dropout; --no_dropout turns it off, for comparisons")
+    freeze: tuple[str, ...] = option((), "do not train parameters whose names contain one of these words")
+    allow_inexact: bool = option(
+        False,
+        "train a model whose result depends on padding, and so on the micro-batch size and the number of ranks",
+        affects_result=False,
+    )
+
+
+@dataclass(kw_only=True)
+@of_group("speed", affects_result=False)
+class SpeedConfig:
+    """The options of the computation."""
+
+    micro_batch_size: int | Literal["auto"] = option(
+        8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
+    )
+    padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
+    compile: Literal["auto", "on", "off"] = option(
+        "auto", "compile the layers (GPU); auto: in runs that are long enough to gain from it"
+    )
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
+        "auto", "precision of computation; auto: as in the accelerate config", affects_result=True
+    )
+    tf32: bool = option(True, "use TF32 tensor cores for float32 products", affects_result=True)
+    deterministic: bool = option(
+        False,
+        "use GPU kernels that give the same bits every time; slower, but a resumed run is bit-identical",
+        affects_result=True,
+    )
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
+    gpu_memory_gb: float = option(
+        0.0,
+        "GiB of each GPU that a run may need; a model that needs more is refused before it is loaded; 0: the memory of the GPU",
+        at_least=0,
+    )
+
+
+@dataclass(kw_only=True)
+@of_group("speed", affects_result=False, per_node=True)
+class ProcessConfig:
+    """The threads, data workers and caches of a rank."""
+
+    num_threads: int = option(
+        0,
+        "CPU threads of each rank; 0: OMP_NUM_THREADS if you have set it, or the cores of the node divided by its ranks",
+        at_least=0,
+    )
+    num_workers: int = option(-1, "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU", at_least=-1)
+    worker_start: Literal["auto", "fork", "forkserver", "spawn"] = option(
+        "auto", "how these processes start; auto: fork on Linux, elsewhere Python's default"
+    )
+    prefetch_factor: int = option(4, "batches that each of these processes prepares ahead", at_least=1)
+    pin_memory: Literal["auto", "on", "off"] = option("auto", "copy batches from pinned memory; auto: on GPUs")
+    cache_dir: str = option(
+        os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp", "folder for tokenized data and compiled layers"
+    )
+
+
+@dataclass(kw_only=True)
+@of_group("evaluation", affects_result=False)
+class EvaluationConfig:
+    """When a run evaluates, and what it does with the result."""
+
+    eval_every: int = option(0, "updates between evaluations; 0: evaluate after every epoch", at_least=0)
+    eval_first: bool = option(True, "evaluate before the first update too, and print the difference at the end")
+    best_metric: str = option(
+        "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe"
+    )
+    early_stopping_patience: int = option(
+        0, "stop after this many evaluations without a better --best_metric (an equal one is not better); 0: never", at_least=0
     )

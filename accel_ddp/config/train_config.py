@@ -1,209 +1,35 @@
-"""The options of a run. Each recipe extends `RecipeConfig` with its own.
-
-The properties of an option are stored with it (see `options.option`). `parsing` reads the command line and YAML.
-"""
+"""The config of a run: all options, and the checks that need several of them. Each recipe extends `RecipeConfig` with its own."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
 from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps
-from accel_ddp.config.options import option, properties_of
-from accel_ddp.config.run_options import TIMEOUT_VARIABLE, MultiNodeConfig, OutputConfig
+from accel_ddp.config.options import of_group, option, properties_of
+from accel_ddp.config.run_options import (
+    TIMEOUT_VARIABLE,
+    EvaluationConfig,
+    LoggingConfig,
+    MultiNodeConfig,
+    ProcessConfig,
+    SavingConfig,
+    SpeedConfig,
+    TrainingConfig,
+)
 from accel_ddp.errors import UserError
 
 MOST_PREDICTIONS = 1000
 
 
 @dataclass(kw_only=True)
-class TrainConfig(MultiNodeConfig, OutputConfig, OptimizerConfig):
+class TrainConfig(
+    EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
+):
     """The options that every recipe has."""
 
-    seed: int = option(0, "seed of new weights, of the data order and of dropout", group="training")
-    epochs: float = option(
-        1.0,
-        "passes over the training items; --steps overrides it; a resumed run may have more",
-        group="training",
-        also=("num_train_epochs", "num_epochs", "max_epochs"),
-    )
-    steps: int = option(
-        0,
-        "optimizer updates of the whole run; 0: as many as --epochs needs; a resumed run may have more",
-        group="training",
-        at_least=0,
-        also=("max_steps", "num_steps", "train_steps", "iterations"),
-    )
-    global_batch_size: int = option(
-        32,
-        "items per optimizer update, over all ranks; the result depends on it",
-        group="training",
-        at_least=1,
-        also=("batch_size", "train_batch_size", "total_batch_size"),
-    )
-    micro_batch_size: int | Literal["auto"] = option(
-        8,
-        "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
-        group="speed",
-        affects_result=False,
-        at_least=1,
-        also=(
-            "per_device_train_batch_size",
-            "per_device_batch_size",
-            "per_gpu_train_batch_size",
-            "auto_find_batch_size",
-            "gradient_accumulation_steps",
-        ),
-    )
-    max_grad_norm: float = option(
-        1.0,
-        "clip gradients to this global norm; 0: do not clip",
-        group="training",
-        at_least=0,
-        also=("gradient_clip_val", "clip_grad_norm", "grad_clip"),
-    )
-    on_nonfinite: Literal["stop", "skip"] = option(
-        "stop",
-        "what to do if the loss or the gradient norm is NaN or infinite: end the run, or skip this update on every rank",
-        group="training",
-        affects_result=False,
-        also=("skip_nan", "detect_nan", "terminate_on_nan"),
-    )
-    max_nonfinite: int = option(
-        25, "end the run after this many skipped updates in a row", group="training", affects_result=False, at_least=1
-    )
-    dropout: bool = option(True, "use dropout; --no_dropout turns it off, for comparisons", group="training")
-    freeze: tuple[str, ...] = option((), "do not train parameters whose names contain one of these words", group="training")
-
-    eval_every: int = option(
-        0,
-        "updates between evaluations; 0: evaluate after every epoch",
-        group="evaluation",
-        affects_result=False,
-        at_least=0,
-        also=("eval_steps", "evaluation_strategy", "eval_strategy", "val_check_interval"),
-    )
-    eval_first: bool = option(
-        True,
-        "evaluate before the first update too, and print the difference at the end",
-        group="evaluation",
-        affects_result=False,
-        also=("eval_on_start",),
-    )
-    best_metric: str = option(
-        "",
-        "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe",
-        group="evaluation",
-        affects_result=False,
-        also=("metric_for_best_model",),
-    )
-    early_stopping_patience: int = option(
-        0,
-        "stop after this many evaluations without a better --best_metric (an equal one is not better); 0: never",
-        group="evaluation",
-        affects_result=False,
-        at_least=0,
-        also=("patience",),
-    )
-
-    allow_inexact: bool = option(
-        False,
-        "train a model whose result depends on padding, and so on the micro-batch size and the number of ranks",
-        group="training",
-        affects_result=False,
-    )
-    padding_free: Literal["auto", "on", "off"] = option(
-        "auto",
-        "do not compute on padding; auto: if the loss stays the same",
-        group="speed",
-        affects_result=False,
-        also=("packing", "remove_padding", "group_by_length"),
-    )
-    compile: Literal["auto", "on", "off"] = option(
-        "auto",
-        "compile the layers (GPU); auto: in runs that are long enough to gain from it",
-        group="speed",
-        affects_result=False,
-        also=("torch_compile", "dynamo_backend"),
-    )
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
-        "auto", "precision of computation; auto: as in the accelerate config", group="speed", also=("bf16", "fp16", "precision")
-    )
-    tf32: bool = option(True, "use TF32 tensor cores for float32 products", group="speed", also=("allow_tf32",))
-    deterministic: bool = option(
-        False,
-        "use GPU kernels that give the same bits every time; slower, but a resumed run is bit-identical",
-        group="speed",
-        also=("full_determinism",),
-    )
-    gradient_checkpointing: bool = option(
-        False,
-        "recompute activations: less memory, about a third more time",
-        group="speed",
-        affects_result=False,
-        also=("activation_checkpointing",),
-    )
-    gpu_memory_gb: float = option(
-        0.0,
-        "GiB of each GPU that a run may need; a model that needs more is refused before it is loaded; 0: the memory of the GPU",
-        group="speed",
-        affects_result=False,
-        at_least=0,
-    )
-    num_threads: int = option(
-        0,
-        "CPU threads of each rank; 0: OMP_NUM_THREADS if you have set it, or the cores of the node divided by its ranks",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        at_least=0,
-        also=("num_cpu_threads_per_process", "omp_num_threads", "torch_num_threads"),
-    )
-    num_workers: int = option(
-        -1,
-        "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        at_least=-1,
-        also=("dataloader_num_workers",),
-    )
-    worker_start: Literal["auto", "fork", "forkserver", "spawn"] = option(
-        "auto",
-        "how these processes start; auto: fork on Linux, elsewhere Python's default",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        also=("multiprocessing_context", "dataloader_multiprocessing_context"),
-    )
-    prefetch_factor: int = option(
-        4,
-        "batches that each of these processes prepares ahead",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        at_least=1,
-        also=("dataloader_prefetch_factor",),
-    )
-    pin_memory: Literal["auto", "on", "off"] = option(
-        "auto",
-        "copy batches from pinned memory; auto: on GPUs",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-        also=("dataloader_pin_memory",),
-    )
-    cache_dir: str = option(
-        os.environ.get("ACCEL_DDP_CACHE") or "~/.cache/accel_ddp",
-        "folder for tokenised data and compiled layers",
-        group="speed",
-        affects_result=False,
-        per_node=True,
-    )
-
     def validate_sharded(self) -> None:
-        """Raise UserError if a run cannot have these values with a model that is spread over ranks (FSDP). Recipes extend it."""
+        """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
         for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
@@ -250,7 +76,7 @@ class TrainConfig(MultiNodeConfig, OutputConfig, OptimizerConfig):
     def metric_directions(self) -> dict[str, Direction]:
         """Return the metrics of an evaluation, and for each "min" if lower is better or "max" if higher is better.
 
-        A recipe declares them here, so that a wrong `--best_metric` is refused before training. The first one is the default.
+        A recipe declares them here, so a wrong `--best_metric` is refused before training. The first one is the default.
         """
         return {}
 
@@ -261,7 +87,7 @@ class TrainConfig(MultiNodeConfig, OutputConfig, OptimizerConfig):
     def total_steps(self, num_items: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.
 
-        If the last step is not full, it is filled from the next epoch, so that no item is dropped.
+        If the last step is not full, it is filled from the next epoch. No item is dropped.
         """
         return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
 
@@ -289,118 +115,52 @@ class TrainConfig(MultiNodeConfig, OutputConfig, OptimizerConfig):
 
 
 @dataclass(kw_only=True)
-class RecipeConfig(TrainConfig):
-    """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
+@of_group("model")
+class ModelConfig(TrainConfig):
+    """The options of a recipe's model."""
 
-    model: str = option(
-        "",
-        "Hub name, folder, or a built-in model",
-        group="model",
-        per_node=True,
-        also=("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
-    )
+    model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
     dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32",
-        "type of the trained weights; in 16 bits small updates are lost",
-        group="model",
-        also=("torch_dtype", "model_dtype"),
+        "float32", "type of the trained weights; in 16 bits small updates are lost"
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
-        "auto", "attention of transformers; auto: its default", group="model", affects_result=False
+        "auto", "attention of transformers; auto: its default", affects_result=False
     )
-    lora_r: int = option(
-        0,
-        "train LoRA adapters of this rank instead of the weights; 0: train the weights",
-        group="model",
-        at_least=0,
-        also=("lora_rank", "use_lora", "use_peft"),
-    )
-    lora_alpha: int = option(16, "scale of the adapters", group="model", at_least=0)
-    lora_dropout: float = option(0.0, "dropout before the adapters", group="model", at_least=0)
-    lora_targets: tuple[str, ...] = option(
-        (),
-        "layers that get adapters; default: those that peft chooses, or all linear layers",
-        group="model",
-        also=("target_modules", "lora_target_modules"),
-    )
+    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights", at_least=0)
+    lora_alpha: int = option(16, "scale of the adapters", at_least=0)
+    lora_dropout: float = option(0.0, "dropout before the adapters", at_least=0)
+    lora_targets: tuple[str, ...] = option((), "layers that get adapters; default: those that peft chooses, or all linear layers")
     merge_adapters: Literal["auto", "on", "off"] = option(
         "auto",
-        "export the whole model with the adapters merged into it; auto: if the model below them is not on the Hub",
-        group="model",
+        "export the whole model with the adapters merged into it; auto: if the base model is not on the Hub",
         affects_result=False,
-        also=("merge_lora",),
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
-        "no",
-        "quantise the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU",
-        group="model",
-        also=("load_in_4bit", "load_in_8bit"),
+        "no", "quantize the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU"
     )
 
-    dataset: str = option(
-        "",
-        "Hub name (name:configuration) or a built-in dataset; --train_file overrides it",
-        group="data",
-        per_node=True,
-        also=("dataset_name", "data", "task_name"),
-    )
-    train_file: str = option(
-        "",
-        ".csv .tsv .json .jsonl .parquet .txt",
-        group="data",
-        per_node=True,
-        also=("train_data", "data_path", "train_path", "data_files"),
-    )
-    eval_file: str = option(
-        "",
-        "default: a tenth of the training rows, at most 2,000",
-        group="data",
-        affects_result=False,
-        per_node=True,
-        also=("validation_file", "test_file", "dev_file", "eval_data"),
-    )
-    train_split: str = option("train", "training split of --dataset", group="data", also=("dataset_train_split",))
-    eval_split: str = option(
-        "",
-        "evaluation split of --dataset; default: validation, dev or test",
-        group="data",
-        affects_result=False,
-        also=("validation_split", "dataset_test_split", "test_split"),
-    )
-    max_train_items: int = option(
-        0,
-        "use a sample of so many training rows, which --seed draws; 0: all",
-        group="data",
-        at_least=0,
-        also=("max_train_samples", "max_samples"),
-    )
-    max_eval_items: int = option(
-        0,
-        "the same for the evaluation rows",
-        group="data",
-        affects_result=False,
-        at_least=0,
-        also=("max_eval_samples", "max_val_samples"),
-    )
+
+@dataclass(kw_only=True)
+@of_group("data")
+class RecipeConfig(ModelConfig):
+    """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
+
+    dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
+    train_file: str = option("", ".csv .tsv .json .jsonl .parquet .txt", per_node=True)
+    eval_file: str = option("", "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True)
+    train_split: str = option("train", "training split of --dataset")
+    eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
+    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all", at_least=0)
+    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False, at_least=0)
     log_predictions: int = option(
         0,
         "sample predictions in the tables of each evaluation: so many correct ones, wrong ones and worst ones; they contain your data",
         group="logging",
         affects_result=False,
         at_least=0,
-        also=("log_samples", "log_sample_predictions"),
     )
-    skip_broken: bool = option(
-        False, "leave out rows that cannot be used and report their number; default: stop and report them", group="data"
-    )
-    eval_batch_size: int = option(
-        64,
-        "items per rank in evaluations",
-        group="evaluation",
-        affects_result=False,
-        at_least=1,
-        also=("per_device_eval_batch_size",),
-    )
+    skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
+    eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
     def validate_sharded(self) -> None:
         super().validate_sharded()
@@ -413,7 +173,7 @@ class RecipeConfig(TrainConfig):
     def validate(self) -> None:
         super().validate()
         if self.quantize != "no" and not self.lora_r:
-            raise UserError(f"--quantize {self.quantize}: quantised weights cannot be trained. Add --lora_r 16.")
+            raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             raise UserError(
                 f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
@@ -431,14 +191,12 @@ class RecipeConfig(TrainConfig):
 
 
 @dataclass(kw_only=True)
+@of_group("evaluation", affects_result=False)
 class ScoredConfig(RecipeConfig):
     """The options of a recipe whose predictions further metrics can score."""
 
     metrics: tuple[str, ...] = option(
-        (),
-        "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder",
-        group="evaluation",
-        affects_result=False,
+        (), "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder"
     )
 
 

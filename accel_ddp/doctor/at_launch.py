@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_ddp.doctor import launcher_exit
+from accel_ddp.words import find_options, value_of
 
 if TYPE_CHECKING:
     from accel_ddp.nodes.topology import Topology
@@ -73,19 +74,17 @@ def _uses_package(file: str) -> bool:
 def read_recipe_option(argv: list[str], name: str, default: str) -> str:
     """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
     value = default
-    for at, argument in enumerate(argv):
-        key, _, given = argument.partition("=")
-        given = given or "".join(argv[at + 1 : at + 2])
-        if key == "--config":
-            import yaml
+    for option in find_options(argv, ("config", name)):
+        if option.name == name:
+            value = option.value or ""
+            continue
+        import yaml
 
-            try:
-                with open(given) as file:
-                    value = str((yaml.safe_load(file) or {}).get(name, value))
-            except (OSError, yaml.YAMLError, AttributeError):
-                pass  # the recipe reports it
-        elif key == f"--{name}":
-            value = given
+        try:
+            with open(option.value or "") as file:
+                value = str((yaml.safe_load(file) or {}).get(name, value))
+        except (OSError, yaml.YAMLError, AttributeError):
+            pass  # the recipe reports it
     return value
 
 
@@ -245,9 +244,5 @@ def _run_preflight(topology: "Topology", argv: list[str], is_running: Callable[[
 
 def _count_own_ranks(argv: list[str]) -> int:
     """Return torchrun's --nproc_per_node, which each node may have its own of; 0 if it is not a number, such as `gpu`."""
-    number = os.environ.get("PET_NPROC_PER_NODE", "1")
-    for at, argument in enumerate(argv):
-        name, _, value = argument.partition("=")
-        if name.replace("_", "-") == "--nproc-per-node":
-            number = value or argv[at + 1]
+    number = value_of(argv, "nproc_per_node") or os.environ.get("PET_NPROC_PER_NODE", "1")
     return int(number) if number.isdigit() else 0

@@ -65,13 +65,6 @@ def expected_step(num_nodes: int, ranks: int, size: float, compute: float, bus: 
     return {"nodes": num_nodes, "ranks": ranks, "communication_seconds": communication, "compute_seconds": compute, **shares}
 
 
-def format_si(value: float) -> str:
-    """Return a number with three digits and the letter of a unit, for example `12.3 G`."""
-    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1, "m": 1e-3, "u": 1e-6}
-    letter = next((letter for letter, unit in units.items() if value >= unit), "u")
-    return f"{value / units[letter]:.3g} {letter}"
-
-
 STEPS = ("import torch", "initialise", "all-reduce is right", "bandwidth", "transport", "gradient synchronisation")
 STEPS += ("communication share", "report")
 REPORT = len(STEPS) - 1

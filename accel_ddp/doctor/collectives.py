@@ -27,11 +27,11 @@ from accel_ddp.doctor.collective_process import (
     RankProcess,
     expected_step,
     find_infiniband_devices,
-    format_si,
     read_nccl_log,
 )
 from accel_ddp.doctor.host import HOST
 from accel_ddp.nodes.launcher import cpu_is_wanted
+from accel_ddp.text import counted, format_si
 
 FIX_EFA = "install aws-ofi-nccl and libfabric, with its folder in LD_LIBRARY_PATH: without it NCCL does not use EFA"
 
@@ -87,8 +87,7 @@ class CollectiveChecks(RankProcess):
         )
         self.hosts, self.num_nodes = sorted({fact["host"] for fact in self.facts}), len({fact["node"] for fact in self.facts})
         nccl = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
-        nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
+        ranks, nodes = counted(self.num_ranks, "rank"), counted(self.num_nodes, "node")
         self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(self.hosts)})")
 
     def _wait_for_store(self, host: str, port: int) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from accel_ddp.doctor.findings import Finding, format_bytes, format_table
+from accel_ddp.doctor.findings import Finding
+from accel_ddp.text import format_bytes, listed, table
 
 # group of facts -> (code, fix)
 _ERRORS = {
@@ -34,8 +35,8 @@ def describe_values(values: list[str], members: list[dict[str, Any]]) -> str:
         return ", ".join(f"{value[:80]} on {m['host']} (machine_rank {m['node']})" for value, m in zip(values, members))
     parts = []
     for value, holders in sorted(groups.items(), key=lambda item: len(item[1]))[:8]:
-        names = ", ".join(f"{m['host']} (machine_rank {m['node']})" for m in holders[:3])
-        parts.append(f"{value[:80]} on {names}{f' and {len(holders) - 3} more' if len(holders) > 3 else ''}")
+        names = listed(f"{m['host']} (machine_rank {m['node']})" for m in holders)
+        parts.append(f"{value[:80]} on {names}")
     return "; ".join(parts)
 
 
@@ -178,7 +179,7 @@ def _format_rows(members: list[dict[str, Any]], rows: list[tuple[str, list[str],
     columns = [i for i in range(len(members)) if i == 0 or any(values[i] != values[0] for _, values, _ in rows)]
     columns = columns[:8] if len(members) > 8 else list(range(len(members)))
     header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
-    return format_table(header, [[label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows])
+    return table([header, *([label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows)])
 
 
 def count_ranks(members: list[dict[str, Any]]) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import difflib
 import json
 import os
 import sys
@@ -19,6 +18,8 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import check_rank_variables, is_world_of_mpi
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, topology_of_this_rank
+from accel_ddp.text import did_you_mean
+from accel_ddp.words import script_at
 
 ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
 
@@ -29,8 +30,8 @@ that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and tho
 Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of `accel-ddp doctor`, which `accel-ddp tune` shares, and return the parser."""
+def add_shared_options(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that `accel-ddp doctor` and `accel-ddp tune` share. Return the group for what is checked."""
     node = parser.add_argument_group("the position of this node, as for accelerate launch or torchrun")
     node.add_argument("--config_file", default="", help="an accelerate config, for example accelerate_configs/2node.yaml")
     add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
@@ -52,10 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     checks.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
     checks.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
                         "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
+    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
+    return checks
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of `accel-ddp doctor`, and return the parser."""
+    checks = add_shared_options(parser)
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
     checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
-    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
     checks.add_argument("--data", action="append", default=[], metavar="PATH",
                         help="a file or folder whose content must be the same on every node")  # fmt: skip
@@ -73,17 +80,23 @@ def spellings(*names: str) -> list[str]:
     return list(dict.fromkeys(f"--{one}" for name in names for one in (name, name.replace("_", "-"))))
 
 
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Return the options. Exit with code 2 for one that does not exist, with a message that suggests the nearest name."""
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        meant = did_you_mean(unknown[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'.{meant}' if meant else ''}")
+    return given
+
+
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
+    script = script_at(argv)
     usage = f"{prog} [options] [RECIPE.py [its options]]"
     parser = add_options(
         argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     )
-    given, unknown = parser.parse_known_args(argv[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    given = parse(parser, argv[:script])
     try:
         topology, options = read_options(given, argv[script:])
         return run_checks(topology, options, given)

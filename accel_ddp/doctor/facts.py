@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from accel_ddp.doctor.findings import Finding, format_bytes
+from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import call_with_timeout, local_finding
 from accel_ddp.doctor.paths import FACT_GROUPS
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, cpu_is_wanted
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
+from accel_ddp.text import format_bytes
 
 # The GPUs of this node as its driver reports them, without torch.
 _HANGS = "nvidia-smi does not answer"

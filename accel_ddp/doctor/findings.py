@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from accel_ddp.text import counted
+
 # Findings and the outcome of the checks, and how both are printed. Every node prints the same text.
 ERROR, WARNING, INFO = "error", "warning", "info"
 
@@ -94,26 +96,12 @@ def summarize(findings: list[Finding]) -> str:
     """Return the verdict, for example `healthy` or `2 errors, 1 warning`. Findings are counted as they are printed."""
     severities = list({(f.code, f.saw, f.fix): f.severity for f in findings}.values())
     counts = {severity: severities.count(severity) for severity in (ERROR, WARNING)}
-    parts = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
+    parts = [counted(n, severity) for severity, n in counts.items() if n]
     return ", ".join(parts) or "healthy"
 
 
 def supports_colour(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-
-def format_bytes(amount: float) -> str:
-    """Return a size with a binary unit, for example `1.5 GiB`."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if amount >= size:
-            return f"{amount / size:.1f} {unit}" if amount < 10 * size else f"{amount / size:.0f} {unit}"
-    return f"{amount / 1024:.0f} KiB"
-
-
-def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [header, *rows]]
 
 
 class Code(NamedTuple):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.findings import Finding, format_bytes
+from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import (
     HOST,
     call_with_timeout,
@@ -21,6 +21,7 @@ from accel_ddp.doctor.host import (
 )
 from accel_ddp.nodes.messages import printable
 from accel_ddp.nodes.topology import Topology
+from accel_ddp.text import format_bytes
 
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
 

@@ -8,10 +8,11 @@ import ipaddress
 import statistics
 from typing import Any
 
-from accel_ddp.doctor.findings import Finding, format_table
+from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import firewall_advice
 from accel_ddp.nodes.messages import bounded_list, finite_number, printable, whole_number
 from accel_ddp.nodes.probe import CONNECT_SECONDS, CUT, DROPPED, OK, PAYLOAD, REFUSED, STALLED, UNREACHABLE, probe
+from accel_ddp.text import table
 
 _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
 
@@ -115,7 +116,7 @@ def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
             return f"{good[a, b]['rate'] * 8 / 1e9:.2f} ({good[a, b]['seconds'] * 1e3:.2f})" if (a, b) in good else result
 
         rows = [[str(a), *[cell(a, b) for b in nodes]] for a in nodes]
-        lines += format_table(["Gbit/s (ms)", *[f"-> {b}" for b in nodes]], rows)
+        lines += table([["Gbit/s (ms)", *[f"-> {b}" for b in nodes]], *rows])
     return lines
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.saving.pieces import Pieces, write_file
 from accel_ddp.sources import builtin
+from accel_ddp.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +177,7 @@ def card(facts: dict[str, Any], use: str = "") -> str:
         lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
     step = f"{facts['step']} steps" if "step" in facts else "All steps"
-    lines += ["## Training", "", f"{step} on {facts['num_ranks']} rank{'s' * (facts['num_ranks'] > 1)}, with these options:", ""]
+    lines += ["## Training", "", f"{step} on {counted(facts['num_ranks'], 'rank')}, with these options:", ""]
     lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
     lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
     return "\n".join(lines)

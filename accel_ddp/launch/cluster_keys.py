@@ -1,9 +1,10 @@
 """The keys of cluster.yaml: what each value must be, and what it means. docs/launch.md contains the same texts."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+from accel_ddp.text import did_you_mean
 
 BACKENDS = ("ssh", "slurm", "kubernetes", "local")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -21,8 +22,7 @@ def nearest_key(word: Any, known: Iterable[str]) -> str:
     """Return a question that suggests the known word nearest to `word`, or ""."""
     known = list(known)
     other = _OTHER_NAMES.get(str(word))
-    found = [other] if other in known else difflib.get_close_matches(str(word), known, n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    return f" Did you mean {other}?" if other in known else did_you_mean(str(word), known)
 
 
 class Wrong(Exception):

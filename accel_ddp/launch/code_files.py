@@ -14,6 +14,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import code_versions
 from accel_ddp.errors import UserError
+from accel_ddp.text import listed
 
 _NEVER_COPIED = frozenset({".git", ".hg", ".svn", ".venv", "__pycache__", ".env", ".accel_ddp", ".DS_Store"})
 _CODE = (".py", ".toml")
@@ -106,13 +107,13 @@ def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
     for host, one in facts.items():
         is_other_commit = one.get("commit") and usual_commit and one["commit"] != usual_commit
         place = f"commit {one['commit']} instead of {usual_commit}" if is_other_commit else ""
-        if found := [text for text in (shorten(_differences(one, usual)), place) if text]:
+        if found := [text for text in (listed(_differences(one, usual)), place) if text]:
             parts.append(f"{host} has {' in '.join(found)}")
     if parts:
         return f"the code differs: {'; '.join(parts[:5])}. {advice}"
     usual_package = _most_frequent([one.get("package") for one in facts.values()])
     if others := [host for host, one in facts.items() if one.get("package") and one["package"] != usual_package]:
-        return f"the package accel_ddp of {shorten(others)} differs from that of the other nodes. Install the same version there."
+        return f"the package accel_ddp of {listed(others)} differs from that of the other nodes. Install the same version there."
     return None
 
 
@@ -133,11 +134,6 @@ def _differences(one: dict[str, Any], usual: dict[str, Any]) -> list[str]:
 def _most_frequent(values: list[Any]) -> Any:
     """Return the most frequent value that is not empty, or the first of several."""
     return next((value for value, _ in Counter(filter(None, values)).most_common(1)), None)
-
-
-def shorten(names: list[str]) -> str:
-    """Return the first names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def program_environment(**more: str) -> dict[str, str]:

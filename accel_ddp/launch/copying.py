@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from accel_ddp.doctor.findings import format_bytes
 from accel_ddp.errors import UserError
-from accel_ddp.launch.code_files import git_output, list_files, program_environment, shorten
+from accel_ddp.launch.code_files import git_output, list_files, program_environment
 from accel_ddp.launch.connection import explain
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.job_commands import shell_path
+from accel_ddp.text import format_bytes, listed
 
 _REF = "refs/accel_ddp/launch"  # where HEAD is stored in the repositories of the nodes; no branch is changed
 _MUCH = 500 << 20  # bytes; code is smaller
@@ -236,7 +236,7 @@ class _Git(_Copier):
         changed = [line[3:] for line in lines if not line.startswith("??") or line.rstrip('"').endswith((".py", ".toml"))]
         if changed:
             raise UserError(
-                f"copy: git: these files are not committed, so that the nodes would not receive them: {shorten(changed)}. "
+                f"copy: git: these files are not committed, so that the nodes would not receive them: {listed(changed)}. "
                 "Commit them, or write copy: rsync, which copies the files as they are."
             )
         if any(line.startswith("160000 ") for line in git_output(source, "ls-files", "--stage").splitlines()):

@@ -13,6 +13,7 @@ from accel_ddp.launch.connection import Connection, Lost
 from accel_ddp.launch.console import Console
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job
+from accel_ddp.text import table
 
 STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
 
@@ -48,9 +49,8 @@ def status(cluster: Cluster, job: Job | None) -> int:
     if not rows:
         print(f"no jobs below {cluster.output} on {len(cluster.nodes)} nodes")
     rows.sort(key=lambda row: row[0])
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    for row in rows:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]))
+    for line in table(rows):
+        print(line)
     return 1 if any(isinstance(answer, str) for answer in answers) else 0
 
 

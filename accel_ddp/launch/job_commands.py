@@ -9,6 +9,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import CONFIG_FILE
+from accel_ddp.words import has_option, value_of
 
 
 class Shell(str):
@@ -33,13 +34,13 @@ def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = 
     options = list(options)
     script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
     name = name or cluster.name or Path(script).stem
-    given = _value_of("output_dir", options)
-    if "--output_dir" in options[-1:] or given == "":
+    given = value_of(options, "output_dir")
+    if given == "":
         raise UserError("--output_dir needs a value.")
     run_folder = given or f"{cluster.output.rstrip('/')}/{name}"
     if given is None and uses_package(script):
         options += ["--output_dir", run_folder]
-    if cluster.doctor == "off" and uses_package(script) and not has_option("preflight", options):
+    if cluster.doctor == "off" and uses_package(script) and not has_option(options, "preflight"):
         options += ["--preflight", "off"]
     return Job(name=name, script=script, options=tuple(options), run_folder=run_folder)
 
@@ -50,21 +51,6 @@ def uses_package(script: str) -> bool:
         return "accel_ddp" in Path(script).read_text(errors="replace")
     except OSError:
         return True
-
-
-def has_option(name: str, options: Iterable[str]) -> bool:
-    """Return whether the options of a recipe contain --NAME or --no_NAME."""
-    names = {word.partition("=")[0].replace("-", "_") for word in options if word.startswith("--")}
-    return bool(names & {f"__{name}", f"__no_{name}"})
-
-
-def _value_of(name: str, options: list[str]) -> str | None:
-    found = None
-    for at, word in enumerate(options):
-        key, equals, value = word.partition("=")
-        if key.startswith("--") and key[2:].replace("-", "_") == name:
-            found = value if equals else "".join(options[at + 1 : at + 2])
-    return found
 
 
 def config_word(cluster: Cluster) -> str:

@@ -11,6 +11,7 @@ from accel_ddp.launch.cluster_keys import NAME
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.job_commands import Job, make_job
 from accel_ddp.nodes import recipe_files
+from accel_ddp.text import did_you_mean
 
 _LAUNCH = """usage: accel-ddp launch [options] CLUSTER.yaml RECIPE [options of the recipe]
 
@@ -48,7 +49,7 @@ def launch(words: list[str]) -> int:
     own, file, recipe, options = split_words(words)
     given, unknown = parser.parse_known_args(own)
     if unknown:
-        near = recipe_files.nearest(unknown[0], _OPTIONS)
+        near = did_you_mean(unknown[0], _OPTIONS, "{!r}")
         raise UserError(f"{unknown[0]}: accel-ddp launch has no such option.{near} Options of the recipe follow the recipe.")
     check_name(given.name)
     cluster = read_description(file, given.set)

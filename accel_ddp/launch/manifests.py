@@ -14,13 +14,13 @@ from accel_ddp.launch.description import Cluster, shown_value
 from accel_ddp.launch.job_commands import (
     Job,
     Shell,
-    has_option,
     launcher_words,
     node_environment,
     to_shell,
     used_config,
     uses_package,
 )
+from accel_ddp.words import has_option
 
 TRAINER = "trainer.kubeflow.org"
 CONTAINER = "node"  # Kubeflow Trainer sets variables and the command of the container with this name
@@ -157,9 +157,9 @@ def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Jo
             f"not find its checkpoints. Use a relative path, or one below {mount}, for the key output or for --output_dir."
         )
     if uses_package(job.script):
-        if not has_option("resume", options):
+        if not has_option(options, "resume"):
             options += ["--resume"]
-        if not has_option("preflight_wait", options) and len(cluster.nodes) > 1:
+        if not has_option(options, "preflight_wait") and len(cluster.nodes) > 1:
             options += ["--preflight_wait", str(WAIT_SECONDS)]
     return replace(job, run_folder=folder, options=tuple(options))
 

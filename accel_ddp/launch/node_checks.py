@@ -11,6 +11,7 @@ from accel_ddp.launch.code_files import compare_code, describe_code
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.job_commands import Job, config_word, uses_torchrun
 from accel_ddp.nodes import recipe_files
+from accel_ddp.text import counted, did_you_mean
 
 
 def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -77,7 +78,7 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
             f"{host}: {program} is not installed. Run `pip install -c constraints.txt -e .` there, or correct `venv` in {file}."
         )
     if node.gpus and found["gpus"] is not None and found["gpus"] < node.gpus:
-        have = f"{found['gpus']} GPU{'s' * (found['gpus'] != 1)}" if found["gpus"] else "no GPU"
+        have = counted(found["gpus"], "GPU") if found["gpus"] else "no GPU"
         errors.append(
             f"{host}: has {have}, and {file} states {node.gpus}. Correct it (0: train on CPUs). {found['gpu_error']}".strip()
         )
@@ -105,7 +106,7 @@ def _nearest_script(script: str) -> str:
     """Return a question that suggests a script of the same folder on this machine, or a recipe that comes with accel_ddp."""
     folder = Path(script).parent
     known = [str(path) for path in folder.glob("*.py")] or [f"recipes/{name}.py" for name in recipe_files.recipe_names()]
-    return recipe_files.nearest(script, known)
+    return did_you_mean(script, known, "{!r}")
 
 
 def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from accel_ddp.launch.description import Cluster, Node, shown_value
 from accel_ddp.launch.host_jobs import stop_all
 from accel_ddp.launch.job_commands import Job
 from accel_ddp.launch.job_record import Record
+from accel_ddp.text import counted, listed
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
@@ -33,7 +34,7 @@ def dry_run(cluster: Cluster, job: Job) -> str:
     lines = []
     for node in cluster.nodes:
         where = f"ssh {node.host}" if cluster.backend == "ssh" else "this machine"
-        lines.append(f"# node {node.rank}: {where}, {node.processes} process{'es' * (node.processes > 1)}")
+        lines.append(f"# node {node.rank}: {where}, {counted(node.processes, 'process')}")
         if node.folder:
             lines.append(f"cd {_shown_path(node.folder)}")
         if node.venv:
@@ -323,8 +324,7 @@ class Session:
 
     def _log_paths(self, nodes: Sequence[Node]) -> str:
         folder = Path(self.job.run_folder, "launch")
-        paths = [f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes[:2]]
-        return ", ".join(paths) + (f" and {len(nodes) - 2} more" if len(nodes) > 2 else "")
+        return listed((f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes), 2)
 
     def _explain_detached(self) -> None:
         file, name = self.cluster.file, self.job.name

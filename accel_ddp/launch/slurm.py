@@ -17,7 +17,8 @@ from pathlib import Path
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job
-from accel_ddp.launch.slurm_script import code_folder, count, is_array, launch_folder, render, split_environment
+from accel_ddp.launch.slurm_script import code_folder, is_array, launch_folder, render, split_environment
+from accel_ddp.text import counted
 
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
@@ -113,10 +114,10 @@ def launch(cluster: Cluster, job: Job) -> int:
     if done.returncode:
         raise UserError(_explain_refusal(cluster, done.stderr))
     number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
-    ranks = count(cluster.nodes[0].processes, "rank")
+    ranks = counted(cluster.nodes[0].processes, "rank")
     name = "" if cluster.name == job.name else f" --name {job.name}"
     log = file.parent / (f"slurm-{number}_TASK.log" if is_array(cluster) else f"slurm-{number}.log")
-    print(f"job {number} ({job.name}) is submitted: {count(len(cluster.nodes), 'node')} with {ranks} each")
+    print(f"job {number} ({job.name}) is submitted: {counted(len(cluster.nodes), 'node')} with {ranks} each")
     print(f"script:  {file}\nlog:     {log}")
     print(f"follow:  accel-ddp logs -f {cluster.file}{name}\nstop:    accel-ddp stop {cluster.file}{name}", flush=True)
     return _report_start(number)
@@ -140,7 +141,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 
 def _describe(one: SlurmJob) -> str:
-    restarts = f", {count(one.restarts, 'restart')}" if one.restarts else ""
+    restarts = f", {counted(one.restarts, 'restart')}" if one.restarts else ""
     return f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}"
 
 
@@ -309,7 +310,7 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
     number, nodes = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
     if nodes < len(cluster.nodes):
         raise UserError(
-            f"{cluster.file}: nodes {len(cluster.nodes)}: the allocation {number} (SLURM_JOB_ID) has {count(nodes, 'node')}. Use "
+            f"{cluster.file}: nodes {len(cluster.nodes)}: the allocation {number} (SLURM_JOB_ID) has {counted(nodes, 'node')}. Use "
             f"--set nodes={nodes}, or allocate more: salloc --nodes={len(cluster.nodes)}."
         )
     if is_array(cluster):

@@ -18,12 +18,13 @@ from accel_ddp.launch.job_commands import (
     Job,
     Shell,
     config_word,
-    has_option,
     launcher_words,
     node_environment,
     replace_home,
     uses_torchrun,
 )
+from accel_ddp.text import counted
+from accel_ddp.words import has_option, script_at
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
 # Main ports are 10000 to 19999: the preflight derives more ports from the main port, from 20000 to 32003, and systems assign ports
@@ -36,10 +37,10 @@ def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
     _check(cluster)
     job = _of_array_task(job) if is_array(cluster) else job
     written, sent = split_environment(cluster)
-    ranks = cluster.nodes[0].processes
+    nodes, ranks = counted(len(cluster.nodes), "node"), counted(cluster.nodes[0].processes, "rank")
     lines = [
         "#!/bin/bash",
-        f"# {job.name}: {count(len(cluster.nodes), 'node')} with {count(ranks, 'rank')} each, for `accel-ddp launch {cluster.file}`.",
+        f"# {job.name}: {nodes} with {ranks} each, for `accel-ddp launch {cluster.file}`.",
         *(_before_submission(cluster, job) + _directives(cluster, job) if is_batch else []),
         "",
         *_variables(cluster, job),
@@ -164,7 +165,7 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
         cluster, job, node_rank=Shell('"$SLURM_NODEID"'), address=Shell('"$MAIN_ADDRESS"'), port=Shell('"$MAIN_PORT"')
     )
     words = replace_home(words, [config_word(cluster), job.run_folder], os.path.expanduser)  # nodes and login node share the home
-    if has_option("output_dir", job.options) and not has_option("resume", job.options):
+    if has_option(job.options, "output_dir") and not has_option(job.options, "resume"):
         words.append(Shell("${SLURM_RESTART_COUNT:+--resume=auto}"))
     lines = [
         "# ---- These functions run on each node.",
@@ -210,7 +211,7 @@ def _functions(cluster: Cluster, job: Job) -> list[str]:
 def _command_lines(words: list[str], has_tasks: bool) -> list[str]:
     """Return the command as lines with one option each."""
     lines = ["exec"]
-    script = next(at for at, word in enumerate(words) if word.endswith(".py"))
+    script = script_at(words)
     for at, word in enumerate(words):
         text = word if isinstance(word, Shell) else _quote_task(word) if has_tasks else shlex.quote(word)
         if word.startswith(("--", "${")) or at == script:
@@ -311,10 +312,6 @@ def _of_array_task(job: Job) -> Job:
 def _quote_task(word: str) -> str:
     """Return a quoted word in which %a is replaced by the number of the array's task, as in Slurm's own options."""
     return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in word.split("%a")) or "''"
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _quote(value: object) -> str:

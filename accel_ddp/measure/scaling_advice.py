@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accel_ddp.doctor.collective_process import format_si
 from accel_ddp.measure.scaling_analysis import Comparison, Result, slowest_rank
 from accel_ddp.measure.scaling_plan import STRONG
+from accel_ddp.text import counted, format_seconds, format_si
 
 GOAL = 0.9
 NOTABLE = 0.03  # losses below this share of a step are not reported
@@ -78,7 +78,7 @@ def describe_advice(advice: Advice, batch: int) -> str:
             f"{ranks}: no global batch reaches {GOAL:.0%}, because each item takes longer than in the first row. Large batches "
             f"approach {advice.efficiency:.0%}."
         )
-    micro = f"{advice.accumulation} micro-batch{'es' * (advice.accumulation > 1)} of {advice.micro} items per rank"
+    micro = f"{counted(advice.accumulation, 'micro-batch')} of {advice.micro} items per rank"
     return f"{ranks}: --global_batch_size {advice.batch} ({micro}) would reach {advice.efficiency:.0%}."
 
 
@@ -154,7 +154,3 @@ def _optimizer(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> st
 
 def _other(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
     return f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank."
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_ddp.doctor.collective_process import expected_step
 from accel_ddp.measure.scaling_plan import Setting
+from accel_ddp.text import SI_UNITS
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
@@ -178,7 +179,6 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
 # The doctor's prediction for each setting, from the bandwidth and latency that it measures on the same ranks.
 # Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
 HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
-_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def links_of_text(text: str, nodes: int, ranks: int) -> Links | None:
     latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
     if not buses or not latencies:
         return None
-    value = lambda found: float(found[0]) * _UNITS[found[1]]
+    value = lambda found: float(found[0]) * SI_UNITS[found[1]]
     return Links(nodes, ranks, value(buses[-1]), value(latencies[-1]))
 
 

@@ -25,6 +25,7 @@ from accel_ddp.measure.scaling_plan import (
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.report.markup import require_page
+from accel_ddp.text import counted
 
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
 NEVER = "1000000000"
@@ -152,14 +153,14 @@ class Scaling:
     def _announce(self) -> None:
         for text in self.left_out:
             self.show(text)
-        runs = f"{len(self.plan)} run{'s' * (len(self.plan) > 1)} of {self.num_steps} steps"
+        runs = f"{counted(len(self.plan), 'run')} of {self.num_steps} steps"
         low, high = 10 * len(self.plan), 60 * len(self.plan)
         self.show(
             f"{runs}. Each starts Python and loads the model and the data, which usually takes 10 to 60 s: about {_duration(low)} to "
             f"{_duration(high)}, longer if steps take seconds."
         )
         if not self.on_gpu:
-            cores, threads = f" on {self.cores} cores" if self.cores else "", f"{self.threads} thread{'s' * (self.threads > 1)}"
+            cores, threads = f" on {self.cores} cores" if self.cores else "", counted(self.threads, "thread")
             self.show(
                 f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
                 "cores and its memory bandwidth."

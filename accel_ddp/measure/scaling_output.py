@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.collective_process import format_si
+from accel_ddp import text
 from accel_ddp.errors import UserError
-from accel_ddp.measure.scaling_advice import Advice, advise, describe_advice, find_limits, format_seconds
+from accel_ddp.measure.scaling_advice import Advice, advise, describe_advice, find_limits
 from accel_ddp.measure.scaling_analysis import PARTS, Comparison, Links, Prediction, Result, compare, predict
 from accel_ddp.measure.scaling_plan import STRONG, WEAK, Place
 from accel_ddp.report.markup import escape, generator, safe_json, tag
+from accel_ddp.text import counted, format_seconds, format_si, plural
 
 TITLES = {
     STRONG: "strong scaling: the same global batch on more ranks",
@@ -96,16 +97,15 @@ def format_summary(summary: Summary) -> str:
         f"\n{summary.recipe} on {summary.device()}: medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
     ]
     for mode in summary.modes:
-        table = summary.table(mode)
+        compared = summary.table(mode)
         lines += ["", TITLES[mode]]
-        rows = [HEAD, *(row_of(summary, one) for one in table)]
+        rows = [HEAD, *(row_of(summary, one) for one in compared)]
         used = [column for column in range(len(HEAD)) if any(row[column] for row in rows[1:])]
-        widths = {column: max(len(row[column]) for row in rows) for column in used}
-        lines += ["  ".join(row[column].rjust(widths[column]) for column in used) for row in rows]
+        lines += text.table(([row[column] for column in used] for row in rows), left=0)
         for result in summary.results:
             if mode in result.setting.modes and (result.problem or result.setting.note):
                 lines.append(f"{result.setting.describe()}: {result.problem or result.setting.note}.")
-        lines += ["", *format_chart(table)]
+        lines += ["", *format_chart(compared)]
     lines += ["", *_explain_limits(summary)]
     advice = summary.advice()
     if advice:
@@ -114,7 +114,7 @@ def format_summary(summary: Summary) -> str:
         if any(not one.is_reached and one.batch > summary.batch() for one in advice):
             lines.append("  A larger global batch is another training: choose the learning rate for it.")
     for links in summary.links:
-        where = f"{links.ranks} ranks on {links.nodes} node{'s' * (links.nodes > 1)}"
+        where = f"{links.ranks} ranks on {counted(links.nodes, 'node')}"
         measured = f"{format_si(links.bus)}B/s of bus bandwidth and {format_si(links.latency)}s of latency"
         lines.append(f"predicted: by the doctor, from {measured} on {where}.")
     if any(result.measured and result.measured.spread > LARGE_SPREAD for result in summary.results):
@@ -146,7 +146,7 @@ def format_chart(table: Sequence[Comparison]) -> list[str]:
     for one in table:
         ideal = max(1, round(_WIDTH * one.ideal_speedup / most))
         bar = min(_WIDTH + 10, max(1, round(_WIDTH * one.speedup / most)))
-        ranks = f"{one.result.setting.ranks:>5} rank{'s' if one.result.setting.ranks > 1 else ' '}"
+        ranks = f"{one.result.setting.ranks:>5} {plural(one.result.setting.ranks, 'rank'):5}"
         lines.append(f"{ranks}  {full * bar}{dot * (ideal - bar)} {one.speedup:.2f} of {one.ideal_speedup:g}")
     return lines
 

@@ -1,7 +1,6 @@
 """The options of `accel-ddp scaling`, and how its command line is divided."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,6 +11,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import parse_accelerate_command, read_accelerate_config
 from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.text import counted, did_you_mean
+from accel_ddp.words import find_options, name_of, script_at, without
 
 # Chooses the settings that are measured: numbers of ranks and nodes, and how each batch is divided.
 STRONG, WEAK = "strong", "weak"
@@ -47,8 +48,8 @@ class Setting:
         return f"{self.place.nodes}x{self.ranks}_batch{self.batch}" + (f"_micro{self.micro}" if self.micro else "")
 
     def describe(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        return f"{ranks}{f' on {self.place.nodes} nodes' if self.place.nodes > 1 else ''}, global batch {self.batch}"
+        nodes = f" on {self.place.nodes} nodes" if self.place.nodes > 1 else ""
+        return f"{counted(self.ranks, 'rank')}{nodes}, global batch {self.batch}"
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -65,11 +66,10 @@ def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Place]:
     Raise UserError if there are more ranks than GPUs. Ranks on CPUs may share cores.
     """
     if gpus and numbers and max(numbers) > gpus:
-        has = f"{gpus} GPU{'s' * (gpus > 1)}"
         raise UserError(
-            f"--ranks {','.join(map(str, numbers))}: {max(numbers)} ranks need {max(numbers)} GPUs, and this machine has {has}. Use "
-            f"--ranks {','.join(map(str, powers_of_two(gpus)))}, several nodes with --cluster cluster.yaml, or CPU ranks with "
-            "ACCELERATE_USE_CPU=true."
+            f"--ranks {','.join(map(str, numbers))}: {max(numbers)} ranks need {max(numbers)} GPUs, and this machine has "
+            f"{counted(gpus, 'GPU')}. Use --ranks {','.join(map(str, powers_of_two(gpus)))}, several nodes with --cluster "
+            "cluster.yaml, or CPU ranks with ACCELERATE_USE_CPU=true."
         )
     return [Place(1, number) for number in numbers or powers_of_two(limit)]
 
@@ -194,11 +194,11 @@ def build_parser() -> argparse.ArgumentParser:
 def read_options(words: list[str]) -> ScalingOptions:
     """Return the options. Raise UserError for a mistake, also in the options of the recipe, before anything runs."""
     names = recipe_files.recipe_names()
-    at = next((index for index, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, names)
     given, launch = build_parser().parse_known_args(words[:at])
     if at == len(words):
         meant = next((word for word in launch if not word.startswith("-")), "")
-        near = recipe_files.nearest(meant, names) if meant else ""
+        near = did_you_mean(meant, names, "{!r}") if meant else ""
         raise UserError(f"accel-ddp scaling needs a recipe: accel-ddp scaling recipes/classify.py [options of the recipe].{near}")
     for name, minimum in {"steps": 2, "warmup": 0, "run_seconds": 1}.items():
         if getattr(given, name) < minimum:
@@ -232,27 +232,23 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
-    kept: list[str] = []
     values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_") if word.startswith("--") else ""
+    found = find_options(words, values)
+    kept = without(words, found)
+    for option in found:
+        if option.value is None:
+            raise UserError(f"{words[option.at]} needs a value.")
+        values[option.name] = option.value
+    for word in kept:
+        name = name_of(word)
         if name in _OF_NODES:
             raise UserError(
                 f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
                 "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
             )
         # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
-        if near := difflib.get_close_matches(name, vars(build_parser().parse_args([])), n=1, cutoff=0.85):
-            raise UserError(f"{word}: there is no such option. Did you mean --{near[0]}?")
-        if name in values:
-            if not equals and not rest:
-                raise UserError(f"{word} needs a value.")
-            values[name] = value if equals else rest.pop(0)
-        else:
-            kept.append(word)
+        if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
+            raise UserError(f"{word}: there is no such option.{meant}")
     if values["num_processes"] and not values["num_processes"].isdecimal():
         raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
     gpu_ids = values["gpu_ids"]

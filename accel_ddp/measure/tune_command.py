@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import difflib
 import ipaddress
 import os
 import signal
@@ -16,7 +15,7 @@ import psutil
 from accel_ddp.doctor import findings, host
 from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
-from accel_ddp.doctor.doctor_command import read_options
+from accel_ddp.doctor.doctor_command import parse, read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.measure.agent import Agent, WorkerProcesses
@@ -27,6 +26,7 @@ from accel_ddp.measure.tuner import Tuner
 from accel_ddp.nodes.messages import make_token
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.topology import Topology
+from accel_ddp.words import script_at
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ONE_RANK = (
@@ -41,12 +41,8 @@ def main(words: list[str]) -> int:
     0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
     130: interrupted.
     """
-    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    parser = build_parser()
-    given, unknown = parser.parse_known_args(words[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    script = script_at(words)
+    given = parse(build_parser(), words[:script])
     try:
         return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))
     except UserError as error:

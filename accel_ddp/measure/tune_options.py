@@ -1,15 +1,15 @@
 """The options of `accel-ddp tune`: the parser, and what they mean for the tuning."""
 
 import argparse
-import contextlib
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
-from accel_ddp.doctor.doctor_command import add_options
+from accel_ddp.doctor.doctor_command import add_shared_options
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
+from accel_ddp.words import find_options, name_of
 
 DESCRIPTION = """Finds the fastest communication settings for this cluster in a few minutes.
 Run the same command on every node, each with its own --machine_rank.
@@ -22,11 +22,10 @@ and the address of the main node come from the same options and environment vari
 
 DEFAULT_OUT = "accelerate_configs"
 OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
-_DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
-_LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
-                   "--mixed_precision", "--rdzv_backend")  # fmt: skip
-_TORCHRUN_OPTIONS = ("--nnodes", "--nproc_per_node", "--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
-                     "--rdzv_conf", "--max_restarts", "--monitor_interval")  # fmt: skip
+_LAUNCH_OPTIONS = ("config_file", "num_machines", "num_processes", "main_process_ip", "main_process_port", "mixed_precision",
+                   "rdzv_backend")  # fmt: skip
+_TORCHRUN_OPTIONS = ("nnodes", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
+                     "max_restarts", "monitor_interval")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -48,16 +47,9 @@ class TuneOptions:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="accel-ddp tune", usage="accel-ddp tune [options] [RECIPE.py [its options]]", description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    add_options(parser)
-    for action in [action for action in parser._actions if action.dest in _DOCTOR_ONLY]:
-        parser._remove_action(action)
-        for group in parser._action_groups:
-            with contextlib.suppress(ValueError):
-                group._group_actions.remove(action)
-        for option in action.option_strings:
-            del parser._option_string_actions[option]
+    add_shared_options(parser)
     tuning = parser.add_argument_group("tuning")
     tuning.add_argument("--model", default="", metavar="NAME",
                         help="hub name or folder of the model, or builtin:NAME; default: the recipe's model")  # fmt: skip
@@ -131,12 +123,10 @@ def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -
 
     The command is the same on every node. OWN_RANKS stands for the value of --nproc_per_node.
     """
-    names = [f"--{word[2:].partition('=')[0].replace('-', '_')}" if word.startswith("--") else "" for word in own_words]
-    is_torchrun = any(name in _TORCHRUN_OPTIONS and name not in _LAUNCH_OPTIONS for name in names)
-    known, options = _TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS, []
-    for index, (word, name) in enumerate(zip(own_words, names)):
-        if name in known and name != "--nproc_per_node":
-            options += [word] if "=" in word else own_words[index : index + 2]
+    names = {name_of(word) for word in own_words}
+    is_torchrun = bool(names & {*_TORCHRUN_OPTIONS} - {*_LAUNCH_OPTIONS})
+    known = {*(_TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS)} - {"nproc_per_node"}
+    options = [word for option in find_options(own_words, known) for word in own_words[option.at : option.end]]
     rank = f"{'--node_rank' if is_torchrun else '--machine_rank'} $NODE_RANK" if nodes > 1 else ""
     launcher = f"torchrun --nproc_per_node {OWN_RANKS}" if is_torchrun else "accelerate launch"
     script = shlex.join(script_words) or "recipes/classify.py"

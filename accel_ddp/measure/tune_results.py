@@ -7,6 +7,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel_ddp.text import format_bytes
+
 # Choose which settings to try next, and which of the measured ones to recommend.
 #
 # All functions are pure. Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is
@@ -244,17 +246,13 @@ class DdpTiming:
     failure: str = ""
 
 
-def format_size(size: int) -> str:
-    return f"{size / MIB:.0f} MiB" if size >= MIB and size % MIB == 0 else f"{size / 1e6:.3g} MB"
-
-
 def format_time(milliseconds: float) -> str:
     digits = 2 if milliseconds < 10 else 1 if milliseconds < 1000 else 0
     return f"{milliseconds:.{digits}f}"
 
 
 def all_reduce_heading(sizes: list[int]) -> str:
-    return "trial" + "".join(f"{format_size(size):>10}" for size in sizes) + "    GB/s    speedup  settings (times in ms)"
+    return "trial" + "".join(f"{format_bytes(size):>10}" for size in sizes) + "    GB/s    speedup  settings (times in ms)"
 
 
 def all_reduce_row(trial: Trial, sizes: list[int], default_score: float) -> str:

@@ -10,6 +10,7 @@ from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
 from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Transport, Trial
 from accel_ddp.measure.tune_shapes import Entries, Gradients
+from accel_ddp.text import counted, format_bytes
 
 SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are timed after them
 
@@ -70,7 +71,7 @@ class SettingsTuner:
                     break
                 trial = Trial(settings, interfaces=best.interfaces, interface_variable=best.interface_variable)
             if time.monotonic() + self.runner.usual_seconds > self.settings_deadline:
-                number = f"{self.runner.number} trial{'s' * (self.runner.number > 1)}"
+                number = counted(self.runner.number, "trial")
                 await self.coordinator.print_on_all(
                     f"the time for settings is over after {number}; a larger --minutes allows more"
                 )
@@ -280,7 +281,7 @@ class DdpTuner:
         if step_seconds <= limit:
             return entries
         kept = tune_shapes.first_entries(entries, int(tune_shapes.count_elements(entries) * limit / step_seconds))
-        size = tune_results.format_size(tune_shapes.count_elements(kept) * self.gradients.bytes_per_element)
+        size = format_bytes(tune_shapes.count_elements(kept) * self.gradients.bytes_per_element)
         await self.coordinator.print_on_all(
             f"a step with all gradients would take {step_seconds:.1f} s, so only the first {size} of them are used; a larger "
             "--minutes allows more"

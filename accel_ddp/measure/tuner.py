@@ -18,6 +18,7 @@ from accel_ddp.measure.tune_results import DdpConfig, Transport, Trial
 from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
 from accel_ddp.measure.tune_shapes import Entries, Gradients
 from accel_ddp.nodes.topology import describe_ranks
+from accel_ddp.text import counted, format_bytes, plural
 
 SHAPES_MODULE = "accel_ddp.tasks.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
 SHAPES_SECONDS = 180.0  # torch may be read from a slow network disk
@@ -51,8 +52,8 @@ class Tuner:
         """Measure, and write the best values to files. Raises TuningEnded if the tuning cannot be completed."""
         began, minutes = time.monotonic(), self.options.minutes
         await self.coordinator.print_on_all(
-            f"tuning {sum(self.ranks_of_nodes)} ranks on {self.nodes} node{'s' * (self.nodes > 1)} "
-            f"({self.coordinator.hosts}), for at most {minutes:g} minute{'s' * (minutes != 1)} (--minutes)"
+            f"tuning {sum(self.ranks_of_nodes)} ranks on {counted(self.nodes, 'node')} "
+            f"({self.coordinator.hosts}), for at most {minutes:g} {plural(minutes, 'minute')} (--minutes)"
         )
         gradients = await self.read_gradients()
         settings_tuner = SettingsTuner(self.coordinator, self.runner, self.options, gradients, began)
@@ -75,7 +76,7 @@ class Tuner:
         entries = tune_shapes.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
         is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
         gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "float32"))
-        size = tune_results.format_size(gradients.bytes)
+        size = format_bytes(gradients.bytes)
         await self.coordinator.print_on_all(f"gradients: {tune_shapes.count_elements(entries):,} elements, {size}")
         return gradients
 
@@ -144,7 +145,7 @@ class Tuner:
         ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
         ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
         header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
-        header.append(f"all-reduce of {tune_results.format_size(largest)}: {best_time} ms")
+        header.append(f"all-reduce of {format_bytes(largest)}: {best_time} ms")
         if best is default:
             header[-1] += " with the default settings"
         else:

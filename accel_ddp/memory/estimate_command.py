@@ -17,6 +17,8 @@ from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
 from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
+from accel_ddp.text import table
+from accel_ddp.words import script_at
 
 USABLE = 0.99  # of the number in the name of a GPU, in GiB
 NUMBERS = [1, 2, 4, 8]
@@ -47,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Print a table, or JSON with --json, and return the exit code."""
     names = recipe_files.recipe_names()
-    at = next((i for i, word in enumerate(words) if word.endswith(".py") or word in names), len(words))
+    at = script_at(words, names)
     parser = build_parser()
     listed = f"The recipes are: {', '.join(names)}."
     if at == len(words) and words and not words[-1].startswith("-") and parser.parse_known_args(words)[1]:
@@ -169,8 +171,7 @@ def _table(found: list[Estimate]) -> str:
     for title, name in (("CUDA graphs, if there is room", "graphs"), ("more in an evaluation", "evaluation")):
         if any(getattr(one, name) for one in found):
             lines.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]) for line in lines)
+    return "\n".join(table(lines, left=1))
 
 
 def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
+from accel_ddp.words import find_options, script_at
 
 # Ranks that mpirun has started: their variables are translated into those of torch.
 #
@@ -106,10 +107,8 @@ def find_config_file(argv: list[str]) -> str:
     """Return the config file that a launcher uses: --config_file, that of torchrun (CONFIG_FILE), that of the wizard, or ""."""
     if os.environ.get(CONFIG_FILE) and parse_accelerate_command(argv) is None:
         return os.environ[CONFIG_FILE]
-    for at, argument in enumerate(argv):
-        name, _, value = argument.partition("=")
-        if name.replace("-", "_") == "__config_file":
-            return value or "".join(argv[at + 1 : at + 2])
+    for option in find_options(argv, ["config_file"]):
+        return option.value or ""
     return next((str(file) for file in _configs_of_wizard()), "")
 
 
@@ -145,7 +144,7 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     if not at or not any("accelerate" in argument for argument in argv[: at[0] + 1]):
         return None
     argv = argv[at[0] + 1 :]
-    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py") or argument in ("-m", "--module")), len(argv))
+    script = script_at(argv, ("-m", "--module"))
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")

@@ -6,10 +6,10 @@ recipes does not wait for torch.
 """
 
 import ast
-import difflib
 from pathlib import Path
 
 from accel_ddp.errors import UserError
+from accel_ddp.text import did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -46,7 +46,9 @@ def recipe_path(word: str) -> Path:
         hint = f"To run the recipe that comes with accel_ddp, type `{name}`." if name in recipe_names() else "Check the path."
         raise UserError(f"{word}: there is no such file. {hint}")
     if word not in recipe_names():
-        raise UserError(f"{word!r} is not a recipe.{nearest(word, recipe_names())} The recipes are: {', '.join(recipe_names())}.")
+        raise UserError(
+            f"{word!r} is not a recipe.{did_you_mean(word, recipe_names(), '{!r}')} The recipes are: {', '.join(recipe_names())}."
+        )
     return recipes_folder() / f"{word}.py"
 
 
@@ -73,9 +75,3 @@ def imported_recipes(recipe: Path) -> list[Path]:
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     return [path for path in sorted(recipe.parent.glob("*.py")) if path.stem in modules]
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """Return a question that suggests the known word nearest to `word`, or an empty string."""
-    found = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accel_ddp.errors import UserError
+from accel_ddp.text import counted
 
 # With these variables Accelerate and transformers would shard or load the model themselves. See `sharding.apply` why they do not.
 TAKEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -56,7 +57,7 @@ class ShardingPlan:
     def describe(self, num_ranks: int, device: str) -> str:
         """Return a sentence about a plan whose nodes are known, for example `The model is sharded over 8 GPUs.`"""
         shards = num_ranks // self.replicas
-        where = f"sharded over {shards} {device}{'s' * (shards > 1)}"
+        where = f"sharded over {counted(shards, device)}"
         text = f"The model is {where}" if self.replicas == 1 else f"There are {self.replicas} copies of the model, each {where}"
         return f"{text} (FSDP2{''.join(f'; {one}' for one in self._unusual())})."
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, adopt_mpi_world, find_accelerate_request, read_accelerate_config
+from accel_ddp.text import counted
 
 
 @dataclass(kw_only=True)
@@ -202,7 +203,7 @@ def describe_ranks(nodes: list[tuple[str, int]]) -> str:
         numbers.setdefault(number, []).append(at)
     if len(numbers) == 1:
         number = nodes[0][1]
-        return f"{len(nodes)} node{'s' * (len(nodes) > 1)} x {number} rank{'s' * (number > 1)}"
+        return f"{counted(len(nodes), 'node')} x {counted(number, 'rank')}"
     has_names = len({host for host, _ in nodes}) == len(nodes)
     name = lambda at: nodes[at][0] if has_names else f"node {at}"
     parts = [(number, name(at)) for at, (_, number) in enumerate(nodes)]

@@ -11,6 +11,7 @@ from accel_ddp.observe.log_hook import JsonlLog
 from accel_ddp.observe.progress import Progress
 from accel_ddp.observe.trackers import Trackers
 from accel_ddp.ranks.reporting import record
+from accel_ddp.text import counted
 from accel_ddp.training.hook import Hook as Hook
 
 # The hooks that recipes use: the interface, and those of every run.
@@ -84,7 +85,7 @@ class LossSpikes:
             return ""
         text = (
             f"info: LOSS_SPIKE: the loss is {loss:.4g} at step {step}, as before the spike. The spike lasted "
-            f"{step - self.since} step{'s' * (step - self.since > 1)} with losses up to {max(self.spike):.4g}."
+            f"{counted(step - self.since, 'step')} with losses up to {max(self.spike):.4g}."
         )
         self.spike = []
         return text

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from accel_ddp.text import counted
+
 NOTABLE = 0.05  # fraction of a step; less is not worth an option
 _PRODUCTS = ("gemm", "cutlass", "xmma", "matmul", "nvjet", "conv", "wgrad", "dgrad")  # in the names of kernels on tensor cores
 
@@ -57,7 +59,7 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
     if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
         saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))
         text = (
-            f"{why}. The {megabytes:.4g} MB of gradients travel in {buckets:.0f} all-reduce{'s' * (buckets > 1)}, of which the last "
+            f"{why}. The {megabytes:.4g} MB of gradients travel in {counted(round(buckets), 'all-reduce')}, of which the last "
             f"begins after the backward pass. --bucket_cap_mb {smaller} makes smaller ones, which overlap with it. That saves up to "
             f"{ms(saves)}."
         )

@@ -11,6 +11,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe import traces
 from accel_ddp.observe.profile_advice import ms, recommend
 from accel_ddp.records import run_log
+from accel_ddp.text import counted
 
 SCHEMA = 1
 # The options that recommendations depend on.
@@ -100,8 +101,8 @@ def format_text(summary: dict[str, Any], run_folder: str) -> str:
     first, last = run["steps"]
     steps = f"step {first}" if first == last else f"steps {first}-{last}"
     count, nodes, recorded = run["num_ranks"], run["num_nodes"], len(summary["ranks"])
-    where = f"{recorded} of {count} ranks" if recorded < count else f"{count} rank{'s' * (count > 1)}"
-    where += f" on {nodes} node{'s' * (nodes > 1)} ({run['device']})"
+    where = f"{recorded} of {count} ranks" if recorded < count else counted(count, "rank")
+    where += f" on {counted(nodes, 'node')} ({run['device']})"
     lines = [f"profile of {steps}, {where}: {_ms(overall['step_seconds'])} per step", "", *_parts(overall)]
     if recorded > 1:
         lines += ["", *_table_of_ranks(summary["ranks"], overall["kind"])]
@@ -141,7 +142,7 @@ def _parts(overall: dict[str, Any]) -> list[str]:
         idle = overall["idle"]
         lines += [
             _row("memory copies", overall["copies"]["seconds"], step),
-            _row("GPU idle", idle["seconds"], step, f"{idle['gaps']:.0f} gap{'s' * (round(idle['gaps']) != 1)} of 10 us or more"),
+            _row("GPU idle", idle["seconds"], step, f"{counted(round(idle['gaps']), 'gap')} of 10 us or more"),
             _row("  the host waits for data", idle["during"]["data"], step),
             _row("  the host launches too late", idle["host_late"], step),
             "training thread of the host",

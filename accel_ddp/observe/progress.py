@@ -20,6 +20,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.text import format_clock
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
 
@@ -64,7 +65,7 @@ class Progress(Hook):
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
                 f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace}  "
-                f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+                f"{format_clock(seconds)} left"
             )
 
     def on_evaluate(self, step, metrics):
@@ -219,9 +220,9 @@ def _groups(state: State) -> Iterator[list[Text]]:
             items.append(_item("epoch", f"{state.step / state.steps_per_epoch:.2f}"))
     elif state.step:  # a loop of the user
         items.append(_item("step", f"{state.step:,}"))
-    items.append(_item("elapsed", format_seconds(now - state.opened)))
+    items.append(_item("elapsed", format_clock(now - state.opened)))
     if (left := state.seconds_left()) is not None and state.step < state.total_steps:
-        items.append(_item("left", format_seconds(left)))
+        items.append(_item("left", format_clock(left)))
     yield items
     if state.numbers and state.pace:
         numbers = state.numbers
@@ -284,10 +285,3 @@ def _flow(items: Iterable[Text], width: int, overflow: OverflowMethod) -> list[T
         else:
             rows.append(Text(no_wrap=True, overflow="crop").append_text(item))
     return rows
-
-
-def format_seconds(seconds: float) -> str:
-    """Return 3:07 or 2:03:07."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

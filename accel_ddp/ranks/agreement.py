@@ -14,6 +14,7 @@ from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import WAIT
 from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.text import ranks_text
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,7 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
             reported = now
             missing = [rank for rank in range(this_rank.num_ranks) if not _is_stored(f"{key}/{rank}")]
             if 0 < len(missing) < this_rank.num_ranks:
-                ranks = ", ".join(map(str, missing))
-                log.warning("waiting for rank%s %s to %s (%.0f s)", "s" * (len(missing) > 1), ranks, what, reported - began)
+                log.warning("waiting for %s to %s (%.0f s)", ranks_text(missing, 16), what, reported - began)
         time.sleep(0.01)
     try:
         barrier.wait()  # raises the error of the barrier, if there was one

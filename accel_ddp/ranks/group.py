@@ -23,6 +23,7 @@ from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.reporting import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.restarts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
+from accel_ddp.text import counted
 from accel_ddp.watch.link import MonitorAddress
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def _check_gpus(ranks: list[dict]) -> bool:
     if crowded:
         rank = crowded[0]
         raise UserError(
-            f"{rank['host']} has {rank['gpus']} GPU{'s' * (rank['gpus'] > 1)} for {rank['local']} ranks. num_processes of `accelerate "
+            f"{rank['host']} has {counted(rank['gpus'], 'GPU')} for {rank['local']} ranks. num_processes of `accelerate "
             "launch` is the total over all nodes: use the number of nodes times the GPUs of one node. --nproc_per_node of torchrun is "
             "the number of GPUs of its own node."
         )

@@ -15,6 +15,7 @@ from accel_ddp.errors import INTERRUPTED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.ranks.agreement import REPORT_EVERY
 from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.process import this_rank
+from accel_ddp.text import ranks_text
 from accel_ddp.watch.restart_files import (
     IS_RESTART,
     LAUNCHER,
@@ -153,7 +154,7 @@ class _Waiting:
 
     def sleep(self, missing: list[int]) -> None:
         seconds = time.monotonic() - self.began
-        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}{' ...' * (len(missing) > 16)}"
+        names = ranks_text(missing, 16)
         if seconds > self.limit:
             raise_missing(
                 "NODE_LOST",

@@ -1,4 +1,4 @@
-"""Removes secrets from what is written to logs, configs, checkpoints, trackers and reports."""
+"""The removal of secrets from what is written to logs, configs, checkpoints, trackers and reports."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 HIDDEN = "***"
 _WORDS = "TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API[_-]?KEY|ACCESS[_-]?KEY([_-]ID)?|PRIVATE[_-]?KEY|AUTH"
-# The word ends the name, so that TOKENIZERS_PARALLELISM, max_new_tokens and AWS_WEB_IDENTITY_TOKEN_FILE are no secrets.
+# The word ends the name, so TOKENIZERS_PARALLELISM, max_new_tokens and AWS_WEB_IDENTITY_TOKEN_FILE are not secrets.
 _SECRET_NAME = re.compile(rf"(^|[_\-.])({_WORDS})$", re.IGNORECASE)
 _NO_SECRET_NAME = re.compile(r"(^|[_-])(pad|eos|bos|sep|cls|mask|unk|image|stop)[_-]token$", re.IGNORECASE)
 _SHORTEST = 6  # characters; shorter values, such as "1" or "true", occur everywhere
@@ -52,7 +52,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_values(value: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Return a value as JSON stores it, without secrets. The text of an entry whose name is that of a secret is hidden completely."""
+    """Return a value as JSON stores it, without secrets. The text of an entry with the name of a secret is hidden completely."""
     if isinstance(value, str):
         return redact(value, environment)
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def redact_values(value: Any, environment: Mapping[str, str] | None = None) -> A
 
 
 def redact_command(words: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return a command line without secrets: also those that follow an option such as --api_key."""
+    """Return a command line without secrets, including those that follow an option such as --api_key."""
     redacted: list[str] = []
     for number, word in enumerate(words):
         before = words[number - 1] if number else ""

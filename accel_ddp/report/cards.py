@@ -1,17 +1,14 @@
 """The cards of the page: tiles, tables and frames of charts as HTML. page.js draws the charts into their frames."""
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from accel_ddp.report.markup import Html, escape, join, tag
+from accel_ddp.text import format_seconds
 
-# Writes numbers for people: thousands separators, units, and hours and minutes instead of seconds.
 UNKNOWN, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # a dash, a minus sign, a multiplication sign
-_DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
 def number(value: Any) -> str:
@@ -45,28 +42,8 @@ def percent(fraction: float, digits: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its two largest units: 2 d 3 h, 13 min 5 s, 12.3 s, 48 ms."""
-    if not math.isfinite(seconds):
-        return UNKNOWN
-    if seconds == 0:
-        return "0 s"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"
-    if seconds < 60:
-        return f"{seconds:.3g} s" if seconds < 59.9 else "60 s"
-    left = round(seconds)
-    for (size, unit), (smaller, name) in itertools.pairwise(_DURATIONS):
-        if left >= size:
-            rest = left % size // smaller
-            return f"{left // size}\u00a0{unit}" + (f" {rest}\u00a0{name}" if rest else "")
-    return f"{left} s"
-
-
-def size(count: float) -> str:
-    for unit, power in _BYTES:
-        if abs(count) >= 2**power:
-            return f"{count / 2**power:.3g} {unit}"
-    return f"{count:.0f} B"
+    """Return a time as `format_seconds` does, without line breaks in it."""
+    return format_seconds(seconds).replace("us", "µs").replace(" ", "\u00a0") if math.isfinite(seconds) else UNKNOWN
 
 
 def moment(unix_seconds: float) -> str:
@@ -75,10 +52,6 @@ def moment(unix_seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))
     except (OverflowError, ValueError, OSError):
         return UNKNOWN
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 TEXT = 2000  # characters of a cell

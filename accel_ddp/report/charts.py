@@ -18,7 +18,6 @@ from accel_ddp.report.cards import (
     note,
     number,
     percent,
-    plural,
     scroll,
     section,
     table,
@@ -26,6 +25,7 @@ from accel_ddp.report.cards import (
 from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, slowness
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import Run
+from accel_ddp.text import counted
 
 # Column of the log: title, unit of the axis, how to read it.
 CURVES = {
@@ -193,7 +193,7 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
                 **common,
             )
         )
-        averaged = f" One column is the mean of {plural(ranks['per_column'], 'logged interval')}."
+        averaged = f" One column is the mean of {counted(ranks['per_column'], 'logged interval')}."
         cards.append(
             chart(
                 "heat",

@@ -15,6 +15,7 @@ from accel_ddp.report.run_data import Run
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import unique_names
 from accel_ddp.saving import checkpoint_format
+from accel_ddp.text import format_bytes, listed
 
 _MOST_FOLDERS = 5000  # that are searched below a folder that is no run
 _DEEPEST = 3
@@ -48,9 +49,8 @@ def _listed(words: list[str]) -> list[str]:
     """Return one message about the paths that are not runs, or none."""
     if not words:
         return []
-    more = f" and {len(words) - _MOST_SHOWN} more" if len(words) > _MOST_SHOWN else ""
     reason = "this is no run" if len(words) == 1 else "these are no runs"
-    return [f"{', '.join(words[:_MOST_SHOWN])}{more}: left out, because {reason}."]
+    return [f"{listed(words, _MOST_SHOWN)}: left out, because {reason}."]
 
 
 def _require_run(folder: Path, word: str) -> None:
@@ -65,13 +65,12 @@ def _require_run(folder: Path, word: str) -> None:
         raise UserError(f"{word} is a file. Give the folder of a run, which contains {run_log.FILE}.")
     if below := _runs_below(folder):
         newest = sorted(below, key=_changed_at, reverse=True)
-        listed = ", ".join(shlex.quote(str(one)) for one in newest[:_MOST_SHOWN])
-        more = f" and {len(below) - _MOST_SHOWN} more" if len(below) > _MOST_SHOWN else ""
+        names = listed((shlex.quote(str(one)) for one in newest), _MOST_SHOWN)
         is_flat = len(below) > 1 and all(one.parent == folder for one in below)
         everything = f". For all of them: accel-ddp report {shlex.quote(str(folder))}/*" if is_flat else ""
         raise UserError(
             f"{word} is not a run: it has no {run_log.FILE}. Below it {'is a run' if len(below) == 1 else f'are {len(below)} runs'}: "
-            f"{listed}{more}. Type: accel-ddp report {shlex.quote(str(newest[0]))}{everything}"
+            f"{names}. Type: accel-ddp report {shlex.quote(str(newest[0]))}{everything}"
         )
     if (folder / ".accel_ddp").exists() or (folder / ".lock").exists():
         raise UserError(f"{word} has no {run_log.FILE}: the run has not begun to train, or it was refused. Give another run.")
@@ -160,10 +159,10 @@ def main(words: list[str]) -> int:
     for text in left_out:
         print(f"warning: {text}", file=sys.stderr)
     _write_page(runs, path)
-    print(f"{path} ({_size(path)})")
+    print(f"{path} ({format_bytes(path.stat().st_size)})")
     if given.csv:
         for one in write_csv(runs, given.csv):
-            print(f"{one} ({_size(one)})")
+            print(f"{one} ({format_bytes(one.stat().st_size)})")
     if given.open:
         _open(path)
     return 0
@@ -209,11 +208,6 @@ def _write_page(runs: list[Run], path: Path) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
     finally:
         new.unlink(missing_ok=True)
-
-
-def _size(path: Path) -> str:
-    size = path.stat().st_size
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
 
 
 def _open(path: Path) -> None:

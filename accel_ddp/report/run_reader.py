@@ -20,6 +20,7 @@ from accel_ddp.report.log_reader import LogContent, read_log_columns
 from accel_ddp.report.run_data import Run, State, number_of
 from accel_ddp.report.run_summary import summarize
 from accel_ddp.saving import checkpoint_format
+from accel_ddp.text import counted
 
 # Collects the incidents of a run: diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
@@ -109,7 +110,7 @@ def _resumes(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             attempt_ends = following.index("start") if "start" in following else len(following)
             if attempt > 1 and "restart" not in following[:attempt_ends]:
                 ranks = event.get("ranks")
-                place = f" on {len(ranks)} rank{'s' * (len(ranks) != 1)}" if isinstance(ranks, list) and ranks else ""
+                place = f" on {counted(len(ranks), 'rank')}" if isinstance(ranks, list) and ranks else ""
                 text = f"Attempt {attempt} continues at step {event['step']}{place}."
                 found.append(_incident({**event, "text": text}, "info", "RESUME"))
     return found

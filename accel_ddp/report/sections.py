@@ -19,15 +19,14 @@ from accel_ddp.report.cards import (
     note,
     number,
     percent,
-    plural,
     section,
-    size,
     table,
     tile,
 )
 from accel_ddp.report.chart_data import is_number, metric_names, places
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import Run
+from accel_ddp.text import counted, format_bytes
 
 # Compares runs: short names that distinguish them, and the options, versions and machines in which they differ.
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
@@ -152,12 +151,12 @@ def key_figures(run: Run, prefix: str = "") -> Html:
         found.append(tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time"))
     if summary.get("ranks"):
         device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
-        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {plural(summary.get('nodes') or 1, 'node')}"
+        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(summary.get('nodes') or 1, 'node')}"
         remark = where if device == "CPU" else f"{where}, {device}"
-        found.append(tile("Cluster", plural(summary["ranks"], noun), remark, f"#{prefix}configuration"))
+        found.append(tile("Cluster", counted(summary["ranks"], noun), remark, f"#{prefix}configuration"))
     if run.incidents:
         levels = [one.get("level") for one in run.incidents]
-        counts = [plural(levels.count(level), level) for level in ("error", "warning") if level in levels]
+        counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
         found.append(tile("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", f"#{prefix}incidents"))
     return tag("dl", *found, class_="tiles")
 
@@ -237,7 +236,7 @@ def checkpoints(run: Run, level: int, prefix: str) -> Html:
         [
             join([f"{one['step']:,}", tag("span", "best", class_="tag") if one.get("is_best") else ""]),
             _figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
-            _figure(one.get("bytes"), size),
+            _figure(one.get("bytes"), format_bytes),
             tag("code", one.get("path")),
         ]
         for one in reversed(there[-CHECKPOINTS:])
@@ -246,7 +245,7 @@ def checkpoints(run: Run, level: int, prefix: str) -> Html:
     removed = len(run.checkpoints) - len(there)
     texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
     texts += (
-        [f"{plural(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."]
+        [f"{counted(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."]
         if removed
         else []
     )
@@ -313,7 +312,7 @@ def configuration(run: Run, level: int, prefix: str) -> Html:
     ]
     batch, pairs = read("batch"), []
     if batch:
-        of, ranks = (lambda name: number(batch.get(name))), plural(run.summary.get("ranks") or 1, "rank")
+        of, ranks = (lambda name: number(batch.get(name))), counted(run.summary.get("ranks") or 1, "rank")
         text = f"{of('global')} = micro-batch {of('micro')} {TIMES} accumulation {of('accumulation')} {TIMES} {ranks}"
         pairs.append(("global batch size", text))
     pairs += [("items in the training data", start["items"])] if start.get("items") is not None else []
@@ -350,7 +349,7 @@ def _cluster(run: Run) -> Html:
         is_range = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
         memory = max((one["memory"] for one in members if is_number(one.get("memory"))), default=None)
         listed = f"{ranks[0]} to {ranks[-1]}" if is_range else ", ".join(map(str, ranks))
-        rows.append([f"node {node}", host, listed, kinds, _figure(memory, size)])
+        rows.append([f"node {node}", host, listed, kinds, _figure(memory, format_bytes)])
     width = 5 if any(row[4] for row in rows) else 4
     columns = ["node", "host", "ranks", "devices", "memory of a GPU"]
     return table(columns[:width], [row[:width] for row in rows], "Nodes of the run") if rows else Html()

@@ -15,6 +15,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region, sharded_like
+from accel_ddp.text import listed
 
 
 def versions() -> dict[str, str]:
@@ -152,9 +153,8 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
         for name in ours if name in there and tuple(ours[name]) != tuple(there[name])
     ]  # fmt: skip
     if lines:
-        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise UserError(
-            f"--resume: {path} belongs to another model: {'; '.join(lines[:3])}{more}. Use the --model and options of that run."
+            f"--resume: {path} belongs to another model: {listed(lines, separator='; ')}. Use the --model and options of that run."
         )
 
 

@@ -2,7 +2,6 @@
 
 import codecs
 import csv
-import difflib
 import io
 import json
 import logging
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.places import warn
+from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -92,8 +92,8 @@ def require_file(option: str, path: str) -> Path:
             reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
         else:
             found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
-            near = difflib.get_close_matches(file.name, found, n=1)
-            reason = f"Did you mean {file.parent / near[0]}?" if near else "Check the path."
+            near = nearest(file.name, found)
+            reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
         raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")
     if file.stat().st_size == 0:
         raise UserError(f"{option} {path}: the file is empty.")

@@ -12,6 +12,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.shards import is_sharded, local
+from accel_ddp.text import counted
 from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import state_bytes
 from accel_ddp.training.stream import TrainBatches
@@ -64,7 +65,7 @@ def choose(
             f"--static_graph cannot be combined with several micro-batches per update, and only {micro} items fit into one. "
             "Leave --static_graph out."
         )
-    print_on_main(f"--micro_batch_size auto: {micro} x {count} micro-batch{'es' * (count > 1)} per rank{how}")
+    print_on_main(f"--micro_batch_size auto: {micro} x {counted(count, 'micro-batch')} per rank{how}")
 
 
 class _Trial(NamedTuple):

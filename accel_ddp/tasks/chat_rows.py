@@ -1,8 +1,9 @@
 """Tokenises rows that were rendered as text, and marks the tokens of their answers."""
 
-import difflib
 import re
 from typing import Any, NamedTuple
+
+from accel_ddp.text import nearest
 
 # Checks the messages and texts of a row before a chat template gets them.
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
@@ -36,9 +37,9 @@ def check_message(message: Any) -> dict[str, Any]:
     if not isinstance(role, str):
         raise UnusableRow(f"a message has no role (its keys are {', '.join(message)})")
     role = SHAREGPT_ROLES.get(role, role)
-    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
-    if role not in ROLES and near and abs(len(role) - len(near[0])) < 3:  # a template may define further roles
-        raise UnusableRow(f"a message has the role {role!r} (did you mean {near[0]!r}?)")
+    near = nearest(role.lower(), ROLES, cutoff=0.8)
+    if role not in ROLES and near and abs(len(role) - len(near)) < 3:  # a template may define further roles
+        raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
     if found := next((key for key in UNSUPPORTED_KEYS if message.get(key)), role if role in UNSUPPORTED_ROLES else ""):
         raise UnusableRow(f"a message has {found}, which sft cannot learn yet")
     if message.get("weight") not in (None, 1):

@@ -12,6 +12,7 @@ from accel_ddp.sources import data
 from accel_ddp.sources.places import warn
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.tables import ScoreTable
+from accel_ddp.text import counted, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -248,19 +249,20 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
+    noun = unit.removesuffix("s")
     if missing := [i for i in range(len(names)) if not train[i]]:
-        shown = [f"{names[i]!r} ({_amount(test[i], f'evaluation {unit}')})" if test[i] else repr(names[i]) for i in missing]
+        shown = [f"{names[i]!r} ({counted(test[i], f'evaluation {noun}')})" if test[i] else repr(names[i]) for i in missing]
         has = "has" if len(missing) == 1 else "have"
         number = f"{len(missing):,} of {len(names):,} classes"
-        warn(f"{option}: {number} {has} no training {unit} and cannot be learned: {_shorten(shown)}.")
+        warn(f"{option}: {number} {has} no training {unit} and cannot be learned: {listed(shown, 5)}.")
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         groups.setdefault(" ".join(name.split()).casefold(), []).append(i)
-    show = lambda some: ", ".join(f"{names[i]!r} ({_amount(train[i] + test[i], unit)})" for i in some)
+    show = lambda some: ", ".join(f"{names[i]!r} ({counted(train[i] + test[i], noun)})" for i in some)
     if alike := [group for group in groups.values() if group[1:]]:
         warn(
             f"{option}: some names differ only in case or white space, and are separate classes: "
-            f"{_shorten([show(group) for group in alike], '; ')}. Write them in the same way if they mean the same."
+            f"{listed(map(show, alike), 5, '; ')}. Write them in the same way if they mean the same."
         )
     if odd := [i for i, name in enumerate(names) if name.strip() in NAMES_OF_MISSING]:
         warn(f"{option}: a class is named {show(odd)}. Leave these {unit} empty if the label is missing, and use --skip_broken.")
@@ -268,16 +270,6 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
         warn(
             f"{option}: the names look like lists, for example {names[0]!r}. For several labels per row, write lists in a .jsonl."
         )
-
-
-def _amount(number: int, unit: str) -> str:
-    return f"{number:,} {unit.removesuffix('s') if number == 1 else unit}"
-
-
-def _shorten(texts: list[str], separator: str = ", ") -> str:
-    """Return the first texts, and the number of the others."""
-    rest = f"{separator}and {len(texts) - 5:,} more" if texts[5:] else ""
-    return separator.join(texts[:5]) + rest
 
 
 def _count(encoded: list, num_classes: int, is_multi_label: bool) -> np.ndarray:

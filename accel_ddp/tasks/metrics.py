@@ -4,7 +4,6 @@ The built-in ones need no network. Everything else comes from the `evaluate` pac
 options of a recipe are checked with it.
 """
 
-import difflib
 import logging
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.sources.places import prepare_hub
+from accel_ddp.text import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,8 +234,7 @@ def _load(name: str, kind: Kind) -> Any:
     try:
         metric = evaluate.load(path, config or None, keep_in_memory=True)
     except Exception as error:
-        near = difflib.get_close_matches(name, BUILT_IN[kind], n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(name, BUILT_IN[kind])
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}

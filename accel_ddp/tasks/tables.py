@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE, Table
 from accel_ddp.saving import checkpoint_format
+from accel_ddp.text import shorten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -265,6 +266,6 @@ def _rounded(value: Any) -> float:
 def _short(value: Any) -> Any:
     """Return a text shortened to LONGEST_TEXT characters, a rounded number, or another value as it is."""
     if isinstance(value, str):
-        return value if len(value) <= LONGEST_TEXT else value[: LONGEST_TEXT - 1] + "…"
+        return shorten(value, LONGEST_TEXT, "…")
     value = value.item() if hasattr(value, "item") else value
     return _rounded(value) if isinstance(value, float) else value

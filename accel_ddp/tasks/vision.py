@@ -320,7 +320,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
         place = f"{literal(cfg.eval_file or cfg.train_file)}, {column}"
         return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
-        return f'from accel_ddp import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
+        return f'from accel_ddp.sources import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
     place = f"{', '.join(map(literal, cfg.dataset.split(':', 1)))}, split={literal(cfg.train_split)}"
     return f"from datasets import load_dataset; image = load_dataset({place})[0][{column}]"
 

@@ -27,6 +27,7 @@ from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.text import shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.sharding import gathered
@@ -150,7 +151,7 @@ def as_numbers(metrics: Any) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         raise UserError(
-            f"the evaluation returned {_shorten(metrics)}. It must return a dictionary of metrics, such as {{'loss': 0.5}}."
+            f"the evaluation returned {_describe(metrics)}. It must return a dictionary of metrics, such as {{'loss': 0.5}}."
         )
     found = {}
     for name, value in metrics.items():
@@ -161,15 +162,14 @@ def as_numbers(metrics: Any) -> dict[str, float]:
         number = value.item() if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1 else value
         if not isinstance(number, numbers.Real):
             raise UserError(
-                f"the metric {name!r} of the evaluation is {_shorten(value)}, which is not a number. Return a number, or leave it out."
+                f"the metric {name!r} of the evaluation is {_describe(value)}, which is not a number. Return a number, or leave it out."
             )
         found[name] = float(number)
     return found
 
 
-def _shorten(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} {shorten(' '.join(repr(value).split()), 63)}"
 
 
 def _as_array(tensor: Tensor) -> np.ndarray:

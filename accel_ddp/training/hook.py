@@ -12,6 +12,7 @@ from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.text import rough_seconds
 from accel_ddp.training.run_facts import describe_memory, measure_memory
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
 
@@ -135,15 +136,11 @@ def describe_breakdown(summary: dict[str, Any], num_ranks: int) -> str:
     }
     parts = ", ".join(f"{name} {share * 100:.0f} %" for name, share in shares.items() if num_ranks > 1 or name != "communication")
     seconds, over = summary["seconds"], f" (mean over {num_ranks} ranks)" if num_ranks > 1 else ""
-    text = f"time of a step{over}: {_milliseconds(seconds)}: {parts}."
+    text = f"time of a step{over}: {rough_seconds(seconds)}: {parts}."
     if num_ranks > 1:
         cost = summary["slowest_cost"]
         text += (
             f" The slowest is rank {summary['slowest_rank']} ({summary['slowest_host']}), for which the others wait "
-            f"{_milliseconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
+            f"{rough_seconds(cost)} per step ({cost / max(seconds, 1e-9) * 100:.0f} %)."
         )
     return text
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

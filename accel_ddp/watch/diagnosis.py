@@ -13,6 +13,7 @@ from accel_ddp import phases
 from accel_ddp.records.incidents import ERROR as ERROR
 from accel_ddp.records.incidents import INFO as INFO
 from accel_ddp.records.incidents import WARNING as WARNING
+from accel_ddp.text import ranks_text, rough_seconds
 from accel_ddp.watch.processes import Stack
 
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
@@ -243,7 +244,7 @@ class Judge:
         waiting = scene.waits_for(cause.culprits)
         parts = [cause.text]
         if waiting and cause.kind != "DEADLOCK":
-            parts.append(f"{format_ranks(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
+            parts.append(f"{ranks_text(waiting).capitalize()} wait{'s' * (len(waiting) == 1)} for it.")
         parts += [cause.advice, end]
         text = " ".join(part for part in parts if part)
         for rank in cause.wants_stacks_of:
@@ -374,7 +375,7 @@ class Judge:
     def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
         usual, seconds = scene.usual(r), r.age
         limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
-        known = f" (usually {format_seconds(usual)} at most)" if r.normal is not None else ""
+        known = f" (usually {rough_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
         kind, text = "RANK_HUNG", f"{r.name} has not progressed {place}."
         advice = "The rank computes, or waits for something outside of this run: a disk, a network, a lock."
@@ -404,7 +405,7 @@ class Judge:
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(r.age for r in active)
         finished = [r.rank for r in scene.ranks if r.is_finished]
-        ended = f" The program of {format_ranks(finished)} has already ended." if finished else ""
+        ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
         advice = (
             "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
@@ -413,13 +414,3 @@ class Judge:
         limit = self._limit(max(usual for r in active if (usual := scene.usual(r)) < float("inf")))
         every = [r.rank for r in active[:16]]
         return Cause("DEADLOCK", seconds, text, advice, limit, every, every, "", max(r.current_step for r in active))
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2"."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from accel_ddp.phases import Timing
+from accel_ddp.text import rough_seconds
 
 SLOWER_LINK = 4.0  # times slower than before, or than the other links
 REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause doubles each time
@@ -269,7 +270,7 @@ class Slowness:
                 case = self.cases.pop((kind, node))
                 text = (
                     f"{self.hosts[of_node[0]]} is as fast as the other nodes again. A rank there was slower from step {case.since} "
-                    f"to about step {recent[0].first}, by which the others lost about {_seconds(case.lost)}."
+                    f"to about step {recent[0].first}, by which the others lost about {rough_seconds(case.lost)}."
                 )
                 found.append(Notice(STRAGGLER, True, text, tuple(of_node), case.since, self.hosts[of_node[0]]))
         return found
@@ -359,9 +360,9 @@ class Slowness:
         ratio = own / max(normal, 1e-9)
         slower = f"{_percent(ratio - 1)} slower than" if ratio < 10 else "more than 10 times slower than"
         return (
-            f"{name} is {slower} the others, which wait {_seconds(own - normal)} per step for it, "
+            f"{name} is {slower} the others, which wait {rough_seconds(own - normal)} per step for it, "
             f"{_percent(min(1.0, (own - normal) / seconds))} of the step time. Since step {case.since} it {what} (pid {pid}): it needs "
-            f"{_seconds(own)} of its own per step, the others {_seconds(normal)}.{stopped} "
+            f"{rough_seconds(own)} of its own per step, the others {rough_seconds(normal)}.{stopped} "
             f"{'Find out what stops it.' if stopped else advice.format(host=host, share=_percent(min(1.0, data / seconds)))}"
         )
 
@@ -424,7 +425,7 @@ class Slowness:
         compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
             f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
-            f"wait {_seconds(waiting)} per step for communication, instead of {_seconds(usual)}. They lose "
+            f"wait {rough_seconds(waiting)} per step for communication, instead of {rough_seconds(usual)}. They lose "
             f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
             "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
         )
@@ -462,7 +463,7 @@ class Slowness:
         where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(self.blocks[-1].data)} nodes"
         text = (
             f"loading data takes {_percent(wait / seconds)} of each step on {where}; increase --num_workers. "
-            f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {_seconds(wait)} per step for its data loader "
+            f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {rough_seconds(wait)} per step for its data loader "
             f"since step {case.since}. If more workers do not help, make the dataset faster: store decoded data, or use a faster disk."
         )
         return Notice(DATA_SLOW, False, text, (), case.since, hosts[0])
@@ -477,10 +478,6 @@ def _at(samples: list[Timing], step: int) -> list[float]:
     a = samples[after - 1]
     weight = (step - a.step) / (b.step - a.step)
     return [x + weight * (y - x) for x, y in zip(a[1:], b[1:])]
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.1f} ms" if value < 0.01 else f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _percent(share: float) -> str:

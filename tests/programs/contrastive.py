@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(rows, collate),
-        loss_sum=accel_ddp.WholeBatch(lambda model, batch: model(batch["texts"]), lambda batch: batch["keys"], losses),
+        loss_sum=accel_ddp.losses.WholeBatch(lambda model, batch: model(batch["texts"]), lambda batch: batch["keys"], losses),
         count=lambda batch: len(batch["keys"]), hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )  # fmt: skip
 

@@ -128,7 +128,7 @@ def train_sharded(accelerator, cfg, name) -> dict:
     links.sharding = ShardingPlan()
     model = new_model(name)
     prepared, optimizer = accel_ddp.prepare(accelerator, cfg, model, optim.build(model, cfg))
-    ema, updates = accel_ddp.Ema(model, cfg.ema_decay), rows().starting_at(0, accelerator, cfg)
+    ema, updates = accel_ddp.ema.Ema(model, cfg.ema_decay), rows().starting_at(0, accelerator, cfg)
     for step in range(cfg.steps):
         optim.set_lr(optimizer, optim.lr_at(step, cfg, cfg.steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
