@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accel_ddp import compat
 from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
@@ -71,7 +71,7 @@ def count_states(model: nn.Module, cfg: Any) -> States:
         optimizer=optim.state_bytes(model, cfg),
         averages=average_bytes(model, cfg),
         dequantised=max((2 * p.numel() for p in quantised), default=0),
-        has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        has_batch_norm=compat.has_batch_norm(model),
     )
 
 
@@ -142,7 +142,7 @@ CLASSES = {
 class FakeModel(NamedTuple):
     model: nn.Module
     model_class: str
-    mode: FakeTensorMode
+    mode: Any  # of fake tensors
     config: Any
 
 
@@ -153,7 +153,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     """
     import transformers
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = compat.fake_mode()
     if cfg.model == "mini-resnet" and model_class == IMAGES:  # the built-in model of recipes/images.py
         from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification  # imports transformers
 
@@ -187,21 +187,19 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
 
 
-def _faked(
-    model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})
-) -> nn.Module:
+def _faked(model: nn.Module, mode: Any, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})) -> nn.Module:
     """Replace the tensors of a model on the meta device by fake tensors of the CPU, for which autocast works. Return the model."""
     made: dict[int, nn.Parameter] = {}  # a parameter that is used twice stays one
     with mode:
         for module in model.modules():
-            for name, p in module._parameters.items():
+            for name, p in compat.own_parameters(module).items():
                 if p is not None and id(p) not in made:
                     made[id(p)] = _fake_parameter(p, dtypes.get(p, p.dtype))
                 if p is not None:
-                    module._parameters[name] = made[id(p)]
-            for name, buffer in module._buffers.items():
+                    compat.own_parameters(module)[name] = made[id(p)]
+            for name, buffer in compat.own_buffers(module).items():
                 if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    compat.own_buffers(module)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
 
 

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
@@ -168,7 +169,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     """
     rows = model.__dict__.pop("_rows", {})
     model = adapt(model, cfg, lora_task)
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batch_norm = compat.has_batch_norm(model)
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":

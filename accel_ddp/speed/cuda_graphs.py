@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
+from accel_ddp import compat
 from accel_ddp.training.update import move_gradients
 
 # A group of layers that is captured as CUDA graphs, and its replay as a node of autograd's graph.
@@ -64,8 +64,7 @@ class GraphMemory:
                 except Exception:
                     # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
                     with contextlib.suppress(Exception):
-                        torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-                        torch._C._cuda_releasePool(self.device.index or 0, self.pool)
+                        compat.end_failed_capture(self.device.index or 0, self.pool)
                     raise
 
 
@@ -122,7 +121,7 @@ class Replay(torch.autograd.Function):
             move_gradients(ctx.group.parameters, ctx.group.gradients)
         captured.backward.replay()
         if captured.gradients:
-            found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: captured.size], captured.gradients)
+            found = compat.split_like(ctx.group.gradients[: captured.size], captured.gradients)
         gradient_in = None if captured.gradient_in is None else captured.gradient_in.detach()
         return None, None, None, None, gradient_in, *[found[place] for place in captured.places]
 
@@ -135,14 +134,16 @@ def parameter_aliases(layer: nn.Module, parameters: list[nn.Parameter]) -> Itera
     node would have to wait for that stream, which CUDA does not allow.
     """
     alias_of = {id(p): nn.Parameter(p.detach()) for p in parameters}
-    owners = [(module, name, p) for module in layer.modules() for name, p in module._parameters.items() if id(p) in alias_of]
+    owners = [
+        (module, name, p) for module in layer.modules() for name, p in compat.own_parameters(module).items() if id(p) in alias_of
+    ]
     for module, name, p in owners:
-        module._parameters[name] = alias_of[id(p)]
+        compat.own_parameters(module)[name] = alias_of[id(p)]
     try:
         yield [alias_of[id(p)] for p in parameters]
     finally:
         for module, name, p in owners:
-            module._parameters[name] = p
+            compat.own_parameters(module)[name] = p
 
 
 def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
@@ -208,7 +209,7 @@ class GraphedLayers:
         """Return the output of the layer, from a CUDA graph if its shape is captured."""
         if self.disabled_reason and self.replayed[1] is None:
             return self.calls[number](hidden, *args, **kwargs)
-        is_unmodified = number == 0 or hidden._version == self.last_version
+        is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
@@ -237,7 +238,7 @@ class GraphedLayers:
             self.replayed = 0, None
             self.is_chain = self.is_chain and (number == 0 or hidden is self.last_output) and is_unmodified
             out = self.last_output = self.calls[number](hidden, *args, **kwargs)
-        self.last_version = out._version if isinstance(out, Tensor) else 0
+        self.last_version = compat.version_of(out) if isinstance(out, Tensor) else 0
         if number == len(self.layers) - 1:
             self.replayed, self.last_output = (0, None), None  # so that their memory can be freed
             if len(self.seen) < MAX_SHAPES and not self.disabled_reason:
@@ -260,7 +261,7 @@ class GraphedLayers:
     def _inspect(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Store the arguments besides the hidden states, which are the same objects for all layers, and compute the key."""
         self.arguments = args, kwargs
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = compat.flatten((args, kwargs))
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if any(x.requires_grad for x in self.inputs):
             self._disable("an argument that the layers share is trained")
@@ -346,7 +347,7 @@ class GraphedLayers:
         try:
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            args, kwargs = compat.unflatten(leaves, self.spec)
             self._warm_up_stream(first, args, kwargs)
             forward_passes, x = [], first
             for group in self.groups:
@@ -408,7 +409,7 @@ class GraphedLayers:
                         views.append(group.gradients[start : start + gap])
                         start += gap
                 if targets:
-                    torch._foreach_copy_(targets, [g for g in found if g is not None])
+                    compat.copy_all(targets, [g for g in found if g is not None])
                 gradient = gradient_in if gradient_in is not None else gradient
                 del found, out, x, aliases, wanted
         return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)

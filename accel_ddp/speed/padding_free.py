@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.training.losses import CurrentBatch
 
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
@@ -119,16 +120,12 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
-# These call torch's operators of flash attention directly. No wrapper in torch or transformers has all three: dropout, no further
-# package, and a deterministic order of sums in the gradients. Each is one operator, so that a compiler does not trace it.
+# Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, dropout: float, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, random_state, _, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale
-    )
-    return out, lse, random_state
+    return compat.flash_attention(q, k, v, starts, longest, dropout, causal, scale)
 
 
 @_flash.register_fake
@@ -143,10 +140,9 @@ def _flash_backward(
     causal: bool, random_state: Tensor, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with _deterministic_order():
-        return torch.ops.aten._flash_attention_backward(
-            gradient.contiguous(), q, k, v, out, lse, starts, starts, longest, longest, dropout, causal,
-            random_state, torch.empty(0, device=q.device), scale=scale,
-        )  # fmt: skip
+        return compat.flash_attention_gradients(
+            gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_state, scale
+        )
 
 
 @_flash_backward.register_fake

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import process
@@ -384,7 +385,7 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
 
 def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
     """Log over which images batch norm computes its statistics, if the model has batch norm."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if compat.has_batch_norm(model):
         micro = cfg.split(process.num_ranks)[0]
         images = f"{process.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without batch norm"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -47,7 +48,7 @@ class ParameterCheck:
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # DDP does not keep these equal
+        ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
         self._trained = {
             name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
         }

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
@@ -73,7 +73,7 @@ def evaluate(
     generated tokens): shorter ones are filled with -100.
     """
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
-    if accelerator.num_processes > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+    if accelerator.num_processes > 1 and compat.has_batch_norm(module):
         for buffer in module.buffers():  # the running statistics of each rank differ, and those of rank 0 are saved
             dist.broadcast(buffer, src=0)
     was_training = module.training

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from accel_ddp.ranks import shards
@@ -97,7 +97,7 @@ def update(
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
     if lockstep:
         lockstep.begin_step()
-    times_before = _gradient_times(model)
+    times_before = compat.gradient_times(model)
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
@@ -184,7 +184,7 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
     if (
         device.type == "cpu"
         or _is_offloaded(optimizer)
-        or not getattr(optimizer, "_step_supports_amp_scaling", False)
+        or not compat.reads_found_inf(optimizer)
         or _takes_scaler(type(optimizer))
     ):
         return False
@@ -260,11 +260,6 @@ def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
             p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
 
 
-def _gradient_times(model: nn.Module) -> list[int]:
-    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronised."""
-    return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
-
-
 def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     """Raise RuntimeError if the last backward pass of this step reached no parameter.
 
@@ -273,7 +268,7 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     """
     if not times_before or (model.static_graph and not any(times_before)):
         return  # a static graph has no times of its first step, in which DDP learns the graph
-    if _gradient_times(model) == times_before:
+    if compat.gradient_times(model) == times_before:
         raise RuntimeError(
             f"the backward pass of rank {process.rank} reached none of the trained parameters in the last micro-batch of this step. "
             "Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of a "
@@ -290,7 +285,7 @@ def _check_unused_parameters(model: nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
     try:
-        model._check_reducer_finalized()
+        compat.check_all_gradients(model)
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         trained = [name for name, p in model.module.named_parameters() if p.requires_grad]
