@@ -86,8 +86,7 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     If items have several classes, `predictions` and `references` have a 0 or 1 for each class, and an item is accurate if all of
     its classes are right.
     """
-    import numpy as np
-    from sklearn.metrics import precision_recall_fscore_support
+    from sklearn.metrics import classification_report
 
     from accel_ddp.tasks.tables import Row, ScoreTable
 
@@ -95,17 +94,12 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     right = predictions == references
     accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
     if not present:
-        return {"accuracy": accuracy, "macro_f1": 0.0}, ScoreTable([Row(n, math.nan, math.nan, math.nan, 0) for n in names], [])
-    score = lambda how: precision_recall_fscore_support(references, predictions, labels=present, average=how, zero_division=0)
-    each = np.array(score(None))
-    rows = [Row(name, math.nan, math.nan, math.nan, 0) for name in names]
-    for number, values in zip(present, each.T):
-        rows[number] = Row(names[number], *map(float, values[:3]), int(values[3]))
-    support = int(each[3].sum())
-    first = Row("accuracy", math.nan, math.nan, accuracy, support)
-    if right.ndim > 1:
-        first = Row("micro avg", *map(float, score("micro")[:3]), support)
-    averages = [first, *(Row(f"{how} avg", *map(float, score(how)[:3]), support) for how in ("macro", "weighted"))]
+        return {"accuracy": accuracy, "macro_f1": 0.0}, ScoreTable([Row(name) for name in names], [])
+    found = classification_report(references, predictions, labels=present, output_dict=True, zero_division=0)
+    rows = [Row.of_report(name, found[str(i)]) if str(i) in found else Row(name) for i, name in enumerate(names)]
+    averages = [Row.of_report(name, found[name]) for name in ("micro avg", "macro avg", "weighted avg") if name in found]
+    if right.ndim == 1:  # the micro average is the accuracy
+        averages.insert(0, Row("accuracy", f1=accuracy, support=averages[0].support))
     return {"accuracy": accuracy, "macro_f1": averages[1].f1}, ScoreTable(rows, averages)
 
 

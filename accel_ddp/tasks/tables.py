@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# A table of precision, recall and F1 of each class, printed in the form of scikit-learn and written as CSV.
-MOST_ROWS = 12  # a table with more classes is printed as the worst ones
+MOST_ROWS = 12  # a table of scores with more classes is printed as the worst ones
 WORST_ROWS = 10
 MOST_IN_TABLE = 1000  # trackers and the report show no more
-NAME = "class"
+COLUMNS = ["class", "precision", "recall", "f1", "support"]
 FILE = "classes.csv"
 
 
@@ -32,15 +31,27 @@ class Row(NamedTuple):
     """The scores of a class or an average. A class that was neither present nor predicted has NaN."""
 
     name: str
-    precision: float
-    recall: float
-    f1: float
-    support: int  # how often the class occurs in the evaluation data
+    precision: float = math.nan
+    recall: float = math.nan
+    f1: float = math.nan
+    support: int = 0  # how often the class occurs in the evaluation data
+
+    @classmethod
+    def of_report(cls, name: str, report: dict[str, Any]) -> "Row":
+        """Return an entry of `classification_report(..., output_dict=True)` of scikit-learn or seqeval."""
+        return cls(name, *(float(report[key]) for key in ("precision", "recall", "f1-score")), int(report["support"]))
+
+    def cells(self) -> list[Any]:
+        """Return the values, with None instead of NaN."""
+        return [None if isinstance(value, float) and math.isnan(value) else value for value in self]
 
 
 @dataclass
 class ScoreTable:
-    """The scores of all classes, and their averages over the classes that are present or predicted."""
+    """The scores of all classes, and their averages over the classes that are present or predicted.
+
+    scikit-learn computes them. Its text has all classes or averages of the shown ones only, so the text is made here.
+    """
 
     rows: list[Row]
     averages: list[Row]
@@ -69,20 +80,18 @@ class ScoreTable:
 
     def as_table(self) -> Table:
         """Return all classes and averages, or if there are very many, those with the lowest F1. classes.csv has all of them."""
-        empty = lambda row: [None if isinstance(value, float) and math.isnan(value) else value for value in row]
         rows, title = self.rows, f"Scores of the {self.noun}"
         if len(rows) > MOST_IN_TABLE:
             lowest = sorted(range(len(rows)), key=lambda i: (math.isnan(rows[i].f1), rows[i].f1, -rows[i].support, i))
             rows = [rows[i] for i in sorted(lowest[:MOST_IN_TABLE])]
             title = f"Scores of the {MOST_IN_TABLE:,} of {len(self.rows):,} {self.noun} with the lowest F1"
-        return Table([NAME, "precision", "recall", "f1", "support"], list(map(empty, [*rows, *self.averages])), "scores", title)
+        return Table(COLUMNS, [row.cells() for row in (*rows, *self.averages)], "scores", title)
 
     def report(self, output_dir: str) -> str:
         """Write all classes to OUTPUT_DIR/classes.csv, and return the text to print. A disk that is full does not end the run."""
         file = io.StringIO()
         writer = csv.writer(file)
-        writer.writerow([NAME, "precision", "recall", "f1", "support"])
-        writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in self.rows)
+        writer.writerows([COLUMNS, *(row.cells() for row in self.rows)])
         path = Path(output_dir) / FILE
         try:
             checkpoint_format.write_text(path, file.getvalue())

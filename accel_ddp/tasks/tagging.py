@@ -236,10 +236,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):
         return scores, ScoreTable([], [], "entities")
     found = classification_report(references, predictions, output_dict=True, zero_division=0)
-    rows = [
-        Row(name, float(row["precision"]), float(row["recall"]), float(row["f1-score"]), int(row["support"]))
-        for name, row in found.items()
-    ]
+    rows = [Row.of_report(name, report) for name, report in found.items()]
     micro = rows[-3]  # micro, macro and weighted averages follow the types
     scores |= {"f1": micro.f1, "precision": micro.precision, "recall": micro.recall}
     return scores, ScoreTable(rows[:-3], rows[-3:], "types of entities")
