@@ -109,7 +109,7 @@ class Pieces:
     """
 
     def __init__(self, checkpoint: Path, group: str):
-        """`group` is `format.MODEL` or `format.OPTIMIZER`."""
+        """`group` is `checkpoint_format.MODEL` or `checkpoint_format.OPTIMIZER`."""
         whole = checkpoint / group
         self.paths = [whole] if whole.is_file() else sorted((checkpoint / PIECES[group]).glob("*.safetensors"))
         self._pieces: dict[str, list[Piece]] = {}
@@ -210,8 +210,8 @@ class PartError(OSError):
         self.host = host
 
 
-class Attempt(NamedTuple):
-    """One attempt to write a checkpoint. It is the same on every rank."""
+class PartialSave(NamedTuple):
+    """One save of a sharded checkpoint, of which each rank writes a part. It is the same on every rank."""
 
     nonce: str  # of this start of the run
     number: int
@@ -225,29 +225,29 @@ class Attempt(NamedTuple):
 
 def write(
     final: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
-    files: dict[str, bytes], attempt: Attempt,
+    files: dict[str, bytes], save: PartialSave,
 ) -> None:  # fmt: skip
     """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
 
     If any part is missing, the main rank raises OSError, and nothing is left of the checkpoint. Other ranks raise nothing.
     """
-    partial = final.with_name(f".{final.name}.partial-{attempt.nonce}-{attempt.number}")
+    partial = final.with_name(f".{final.name}.partial-{save.nonce}-{save.number}")
     failure: Exception | None = None
     written: dict[str, Any] = {}
     try:
-        written = _write_part(partial, groups, offsets, attempt)
+        written = _write_part(partial, groups, offsets, save)
     except Exception as error:  # the main rank must receive each one
         failure = error
     if not process.is_main:
         text = "" if failure is None else _reason(failure)
         with contextlib.suppress(dist.DistError):  # without the store, the run ends
-            process.store.set(attempt.key(process.rank), json.dumps({"error": text, "files": written}))
+            process.store.set(save.key(process.rank), json.dumps({"error": text, "files": written}))
         return
     try:
-        found = _wait_for_parts(attempt)  # also after an own failure, because other ranks still write into the folder
+        found = _wait_for_parts(save)  # also after an own failure, because other ranks still write into the folder
         if failure is not None:
             raise failure
-        for rank, host in attempt.writers:
+        for rank, host in save.writers:
             if rank in found and found[rank]["error"]:
                 raise PartError(f"rank {rank}: {found[rank]['error']}", host)
             own = found.get(rank, {}).get("files", {})
@@ -260,7 +260,7 @@ def write(
 
 
 def _write_part(
-    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: Attempt
+    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
 ) -> dict[str, Any]:
     """Write the tensors of this rank. Return the size and the hash of each file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ def _write_part(
         if tensors:
             name = f"{checkpoint_format.PIECES[group]}/{file_name(process.rank)}"
             (partial / name).parent.mkdir(exist_ok=True)
-            metadata = describe(offsets[group], run=attempt.run, step=str(attempt.step))
+            metadata = describe(offsets[group], run=save.run, step=str(save.step))
             written[name] = write_file(partial / name, tensors, metadata)
             checkpoint_format.sync((partial / name).parent)
     return written
@@ -295,21 +295,21 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
             time.sleep(0.5)
 
 
-def _wait_for_parts(attempt: Attempt) -> dict[int, dict[str, Any]]:
+def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
     """Return what the other ranks have reported. Raise PartError if a rank is lost.
 
     There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
     """
-    missing = {rank: host for rank, host in attempt.writers if rank != process.rank}
+    missing = {rank: host for rank, host in save.writers if rank != process.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = time.monotonic()
     failed_at = None
     while missing:
         try:
-            for rank in [rank for rank in missing if process.store.check([attempt.key(rank)])]:
-                found[rank] = json.loads(process.store.get(attempt.key(rank)))
+            for rank in [rank for rank in missing if process.store.check([save.key(rank)])]:
+                found[rank] = json.loads(process.store.get(save.key(rank)))
                 del missing[rank]
-                process.store.delete_key(attempt.key(rank))
+                process.store.delete_key(save.key(rank))
         except dist.DistError as error:
             raise PartError(
                 "the store of the launcher was lost, so that the parts of other ranks are not known", process.host
@@ -325,7 +325,7 @@ def _wait_for_parts(attempt: Attempt) -> dict[int, dict[str, Any]]:
         if now - reported > REPORT_EVERY:
             reported = now
             who = ", ".join(f"rank {rank} ({host})" for rank, host in list(missing.items())[:4])
-            text = f"The checkpoint of step {attempt.step} is not complete: {who} still writes ({now - began:.0f} s)."
+            text = f"The checkpoint of step {save.step} is not complete: {who} still writes ({now - began:.0f} s)."
             print(text, file=sys.stderr, flush=True)
         if missing:
             time.sleep(POLL_SECONDS)
@@ -350,7 +350,7 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
 
 def is_identical(a: Path, b: Path, group: str) -> bool:
-    """Return whether two checkpoints have the same tensors with the same bits. `group` is `format.MODEL` or `format.OPTIMIZER`."""
+    """Return whether two checkpoints have the same tensors with the same bits. `group` is `checkpoint_format.MODEL` or `checkpoint_format.OPTIMIZER`."""
     one, two = Pieces(a, group), Pieces(b, group)
     return one.tensors == two.tensors and all(_bytes_of(one.read(name)) == _bytes_of(two.read(name)) for name in one.tensors)
 

@@ -77,8 +77,8 @@ def of_classes(
     return losses.sum() if reduction == "sum" else losses
 
 
-Batch = Any
-LossSum = Callable[[nn.Module, Batch], Tensor]
+MicroBatch = Any
+LossSum = Callable[[nn.Module, MicroBatch], Tensor]
 
 
 class WholeBatch:
@@ -93,11 +93,11 @@ class WholeBatch:
     the memory of one micro-batch and one more forward pass.
     """
 
-    def __init__(self, embed: LossSum, keys: Callable[[Batch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, embed: LossSum, keys: Callable[[MicroBatch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
     def for_step(
-        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int, mark: Callable[[int], None]
+        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[MicroBatch], seed: int, mark: Callable[[int], None]
     ) -> LossSum:
         """Return a loss for each micro-batch of this step: its value is that of its own items, its gradient that of all.
 
@@ -120,7 +120,7 @@ class WholeBatch:
         values = own.detach().split(sizes)
         index = {id(batch): i for i, batch in enumerate(batches)}
 
-        def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+        def loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
             i = index[id(batch)]
             flow = (self.embed(model, batch) * gradients[i]).sum()
             return flow + (values[i].sum() - flow).detach()

@@ -24,11 +24,11 @@ from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import process
 from accel_ddp.seeds import dropout_seed, seed_torch
-from accel_ddp.training.losses import Batch, CurrentBatch, LossSum, WholeBatch
+from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.own_time import OwnTime, Part
 
-Count = Callable[[Batch], Tensor | int]
+Count = Callable[[MicroBatch], Tensor | int]
 
 
 class UpdateStats(NamedTuple):
@@ -48,7 +48,7 @@ def update(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     loss_sum: LossSum | WholeBatch,
     count: Count,
     max_grad_norm: float = 0.0,
@@ -234,7 +234,7 @@ def _synchronising(accelerator: Accelerator, model: nn.Module, is_last: bool) ->
     return nullcontext() if is_last else accelerator.no_sync(model)
 
 
-def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:
+def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch) -> None:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
     No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more. For a
@@ -300,7 +300,7 @@ def _check_unused_parameters(model: nn.Module) -> None:
         ) from error
 
 
-def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
+def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatch, loss_sum: LossSum) -> None:
     """Do one extra backward pass in the first update of a process, so that a resumed run is bit-identical.
 
     DDP rebuilds its buckets after its first backward pass, and with three or more ranks the last bit of a sum depends on the
@@ -320,7 +320,7 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
         parameter.grad = None
 
 
-def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch, in_plain_order: bool = False) -> Tensor:
+def _loss(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, in_plain_order: bool = False) -> Tensor:
     """Return the loss of one micro-batch, or a sum of the same cost if the loss needs the rows of other ranks."""
     with CurrentBatch(batch, in_plain_order):
         return loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)
