@@ -109,7 +109,7 @@ class Pieces:
     """
 
     def __init__(self, checkpoint: Path, group: str):
-        """`group` is `checkpoint_format.MODEL` or `checkpoint_format.OPTIMIZER`."""
+        """`group` is MODEL or OPTIMIZER."""
         whole = checkpoint / group
         self.paths = [whole] if whole.is_file() else sorted((checkpoint / PIECES[group]).glob("*.safetensors"))
         self._pieces: dict[str, list[Piece]] = {}
@@ -350,7 +350,7 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
 
 def is_identical(a: Path, b: Path, group: str) -> bool:
-    """Return whether two checkpoints have the same tensors with the same bits. `group` is `checkpoint_format.MODEL` or `checkpoint_format.OPTIMIZER`."""
+    """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
     return one.tensors == two.tensors and all(_bytes_of(one.read(name)) == _bytes_of(two.read(name)) for name in one.tensors)
 

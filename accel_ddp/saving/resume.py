@@ -160,10 +160,6 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
     Without `data` the options that name the data are not compared.
     """
-    # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
-    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
-    free = {*options_that_keep_the_result(type(cfg)), "mixed_precision"}
-    before = run.get("data") or {}
     total, total_before = last_steps(cfg, run, data)
     step = run.get("step", 0)
     if 0 < total < step:
@@ -174,21 +170,11 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
             f"{cfg.output_dir if cfg.resume == 'auto' else cfg.resume} FOLDER"
         )
     # A longer run needs no permission, because its user has asked for it. `fit` prints how the learning rate changes.
-    if total >= total_before or (cfg.lr_schedule == "constant" and not cfg.warmup_ratio):
-        free |= {"steps", "epochs"}
-    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
-        free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
-    changed = [
-        f"--{name} was {then[name]!r} and is now {value!r}"
-        for name, value in now.items() if name in then and name not in free and then[name] != value
-    ]  # fmt: skip
+    may_be_longer = total >= total_before or (cfg.lr_schedule == "constant" and not cfg.warmup_ratio)
+    changed = _find_changes(cfg, run, data, {"steps", "epochs"} if may_be_longer else set())
     if precision and precision != run.get("precision"):
         changed.append(f"--mixed_precision was {run.get('precision')!r} and is now {precision!r}")
-    if data and before and data != before:
-        if data["items"] != before["items"]:
-            changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
-        else:
-            changed.append("the content of the training data has changed")
+    changed += _find_changes_of_data(data, run.get("data"))
     if not changed:
         return
     if cfg.allow_config_change:
@@ -198,6 +184,28 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
         f"--resume: the run was saved with other options, which change its result: {'; '.join(changed)}. Use the old values again, "
         "or add --allow_config_change to continue with the new ones."
     )
+
+
+def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
+    """Return the options that differ from those of the saved run, without those that are `free` or keep the result."""
+    # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
+    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
+    before = run.get("data") or {}
+    free = {*free, *options_that_keep_the_result(type(cfg)), "mixed_precision"}
+    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
+        free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
+    return [
+        f"--{name} was {then[name]!r} and is now {value!r}"
+        for name, value in now.items() if name in then and name not in free and then[name] != value
+    ]  # fmt: skip
+
+
+def _find_changes_of_data(data: dict[str, Any] | None, before: dict[str, Any] | None) -> list[str]:
+    if not data or not before or data == before:
+        return []
+    if data["items"] != before["items"]:
+        return [f"the training data had {before['items']:,} items and now have {data['items']:,}"]
+    return ["the content of the training data has changed"]
 
 
 def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:

@@ -209,28 +209,16 @@ class GraphedLayers:
         """Return the output of the layer, from a CUDA graph if its shape is captured."""
         if self.disabled_reason and self.replayed[1] is None:
             return self.calls[number](hidden, *args, **kwargs)
-        is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
             if self.key in self.seen and self.key not in self.captured and not self.memory.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
-        first, outputs = self.replayed
-        is_inside = outputs is not None and first < number < first + len(outputs)
-        if number and (kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0])):
-            if is_inside:
-                raise RuntimeError(
-                    "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
-                    "arguments. Add --compile off."
-                )
-            self._disable("the layers get different arguments")
-        if is_inside:
-            if hidden is not outputs[number - first - 1] or not is_unmodified:
-                raise RuntimeError(
-                    "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
-                    "graphs need that. Add --compile off."
-                )
-            out = outputs[number - first]
+        elif kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0]):
+            self._refuse_arguments(number)
+        is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
+        if self._is_inside(number):
+            out = self._output_of_replay(number, hidden, is_unmodified)
         elif not self.disabled_reason and self.key in self.captured and (found := self._replay(number, hidden)) is not None:
             self.replayed = number, found
             out = found[0]
@@ -244,6 +232,29 @@ class GraphedLayers:
             if len(self.seen) < MAX_SHAPES and not self.disabled_reason:
                 self.seen.add(self.key)
         return out
+
+    def _is_inside(self, number: int) -> bool:
+        """Return whether the last replay has computed this layer together with an earlier one."""
+        first, outputs = self.replayed
+        return outputs is not None and first < number < first + len(outputs)
+
+    def _refuse_arguments(self, number: int) -> None:
+        if self._is_inside(number):
+            raise RuntimeError(
+                "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
+                "arguments. Add --compile off."
+            )
+        self._disable("the layers get different arguments")
+
+    def _output_of_replay(self, number: int, hidden: Tensor, is_unmodified: bool) -> Tensor:
+        """Return what the last replay has computed for this layer. Raise RuntimeError if its input is another one."""
+        first, outputs = self.replayed
+        if hidden is not outputs[number - first - 1] or not is_unmodified:
+            raise RuntimeError(
+                "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
+                "graphs need that. Add --compile off."
+            )
+        return outputs[number - first]
 
     def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Return the outputs of all layers of the group that begins here, or None if the group must run without its graph."""

@@ -29,33 +29,35 @@ USUAL_COLUMNS = {
 UNSUPPORTED_COLUMNS = ("tools", "functions", "documents", "system", "history", "chat_template_kwargs")
 
 
+def _choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return the kind of the rows and their columns: those that are `given`, otherwise the usual ones. Raise UserError without any."""
+    for option, column in given.items():
+        if column and column not in rows.column_names:
+            raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
+    usual = {option: next((name for name in names if name in rows.column_names), "") for option, names in USUAL_COLUMNS.items()}
+    messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
+    is_open = not any(given.values())
+    if messages and (given["messages_column"] or is_open):
+        return "chats", (messages,)
+    if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
+        more = ("input",) if prompt == "instruction" and "input" in rows.column_names else ()
+        return "instructions", (prompt, *more, answer)
+    if text:
+        return "texts", (text,)
+    raise UserError(
+        "The data need a column of chats (--messages_column), columns of prompts and answers (--prompt_column, "
+        f"--answer_column), or a column of texts (--text_column). "
+        f"{describe_columns(rows, {'prompt_column': 'prompt', 'answer_column': 'answer'})}"
+    )
+
+
 class Format:
     """How the rows of a table become tokens: `kind` is "chats", "instructions" or "texts", read from `columns`."""
 
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any):
         self.tokenizer, self.max_length, self.train_on_prompts = tokenizer, cfg.max_length, cfg.train_on_prompts
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        for option, column in given.items():
-            if column and column not in rows.column_names:
-                raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-        usual = {option: next((n for n in USUAL_COLUMNS[option] if n in rows.column_names), "") for option in USUAL_COLUMNS}
-        found = {option: given[option] or usual[option] for option in USUAL_COLUMNS}
-        may_be_chats = given["messages_column"] or not any(given.values())
-        may_be_pairs = given["prompt_column"] or given["answer_column"] or not any(given.values())
-        self.columns: tuple[str, ...]
-        if may_be_chats and found["messages_column"]:
-            self.kind, self.columns = "chats", (found["messages_column"],)
-        elif may_be_pairs and found["prompt_column"] and found["answer_column"]:
-            more = ("input",) if found["prompt_column"] == "instruction" and "input" in rows.column_names else ()
-            self.kind, self.columns = "instructions", (found["prompt_column"], *more, found["answer_column"])
-        elif found["text_column"]:
-            self.kind, self.columns = "texts", (found["text_column"],)
-        else:
-            raise UserError(
-                "The data need a column of chats (--messages_column), columns of prompts and answers (--prompt_column, "
-                f"--answer_column), or a column of texts (--text_column). "
-                f"{describe_columns(rows, {'prompt_column': 'prompt', 'answer_column': 'answer'})}"
-            )
+        self.kind, self.columns = _choose_columns(rows, given)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
         if ignored:
             raise UserError(

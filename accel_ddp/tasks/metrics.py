@@ -155,28 +155,32 @@ class MoreMetrics:
             references = np.array(references)
         if self.needs_probabilities:
             inputs["probabilities"] = one_hot(references, len(names)) if references.ndim == 1 else references.astype("float32")
-        declared = [name for name, direction in self.cfg.metric_directions().items() if direction]
+        measured = [name for name, direction in self.cfg.metric_directions().items() if direction]
         for name in [*self.built_in, *self.loaded]:
-            try:
-                values, left_out = self._values(name, predictions=references, references=references, **inputs)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                raise UserError(
-                    f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
-                ) from error
-            if not values:
-                raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
-            taken = [*declared, *(value for known in self.names.values() for value in known)]
-            if same := [value for value in values if name in self.loaded and value in taken]:
+            values = self._try_one(name, predictions=references, references=references, **inputs)
+            if same := [value for value in values if name in self.loaded and value in measured]:
                 raise UserError(f"--metrics {name}: there is another metric named {same[0]}. Rename the folder and the script.")
-            if left_out:
-                log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
             if any(map(math.isnan, values.values())):
                 log.warning("--metrics %s: is NaN even for perfect predictions. The evaluation data may lack a class.", name)
             self.names[name] = list(values)
+            measured += values
         if self.loaded:
-            measured = [*declared, *(value for values in self.names.values() for value in values)]
             self.cfg.best().require(dict.fromkeys(measured, 0.0))
+
+    def _try_one(self, name: str, **inputs: Any) -> dict[str, float]:
+        """Return the values of a metric. Raise UserError if it fails or has none, and warn about those that are not numbers."""
+        try:
+            values, left_out = self._values(name, **inputs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            raise UserError(
+                f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
+            ) from error
+        if not values:
+            raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
+        if left_out:
+            log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
+        return values
 
     def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
         """Return the metrics of a recipe with those of `--metrics`. One that fails is reported and NaN.
@@ -232,6 +236,12 @@ def _load(name: str, kind: Kind) -> Any:
         meant = f" Did you mean {near[0]}?" if near else ""
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
+    _check_inputs(name, metric, kind)
+    return metric
+
+
+def _check_inputs(name: str, metric: Any, kind: Kind) -> None:
+    """Raise UserError if a metric of the `evaluate` package needs other inputs than a recipe of this kind has."""
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
     if not needed <= given:
         raise UserError(
@@ -244,7 +254,6 @@ def _load(name: str, kind: Kind) -> Any:
         raise UserError(
             f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_those_of(kind)}"
         )
-    return metric
 
 
 def _as_list(values: Any) -> list:
