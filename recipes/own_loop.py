@@ -22,7 +22,7 @@ def main(cfg: Config):
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
     model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
-    check = accel_ddp.ParameterCheck(accelerator, cfg, model)
+    check = accel_ddp.divergence.ParameterCheck(accelerator, cfg, model)
     ema = accel_ddp.Ema(task.model, cfg.ema_decay)
     facts = {"data": task.train.identity, "files": files, "averages": ema.averages}
     saved = accel_ddp.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)

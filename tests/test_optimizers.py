@@ -214,7 +214,7 @@ def test_optimizers_that_cannot_step_shards_are_refused_with_fsdp(monkeypatch):
             TrainConfig(optimizer=name).check_installed(is_sharded=True)
     for name in ("adamw", "sgd", "muon"):
         TrainConfig(optimizer=name).check_installed(is_sharded=True)
-    monkeypatch.setattr("accel_ddp.optimizer_options.find_spec", lambda _: None)
+    monkeypatch.setattr("accel_ddp.config.optimizer_options.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--optimizer adamw8bit: needs torchao. Install it: pip install torchao"):
         TrainConfig(optimizer="adamw8bit").check_installed(is_sharded=False)
 
@@ -300,6 +300,6 @@ def test_every_optimizer_has_a_row_in_the_docs():
 
 def test_an_import_of_torchao_prints_nothing():
     """PEFT imports it if it is installed. On some machines it warns of files that are not used."""
-    code = "from accel_ddp.ranks import logs; logs.configure(); import torchao.optim"
+    code = "from accel_ddp.ranks import reporting; reporting.configure(); import torchao.optim"
     ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")

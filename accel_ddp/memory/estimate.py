@@ -161,7 +161,7 @@ def _replicated(run: EstimatedRun, ranks: int, num_micro_batches: int) -> Estima
         copies=copies,
         activations=int(activations),
         loss=loss,
-        other=WORKSPACES + states.dequantised,
+        other=WORKSPACES + states.dequantized,
     )
     found = dataclasses.replace(found, graphs=_graphs(run, found, keeps_gradients))
     return _with_evaluation(run, found, keeps_gradients, 1)
@@ -377,8 +377,8 @@ class Estimator:
         smaller = {**NARROW_ADAPTERS, **CHECKPOINTED, "micro_batch_size": 1}
         yield "--lora_r 16 --dtype bfloat16 --gradient_checkpointing --micro_batch_size 1", ranks, plan, smaller
         if plan is None:
-            quantised = {**ADAPTERS, "quantize": "4bit", **CHECKPOINTED, "micro_batch_size": 1}
-            yield "--lora_r 16 --quantize 4bit --gradient_checkpointing --micro_batch_size 1", ranks, plan, quantised
+            quantized = {**ADAPTERS, "quantize": "4bit", **CHECKPOINTED, "micro_batch_size": 1}
+            yield "--lora_r 16 --quantize 4bit --gradient_checkpointing --micro_batch_size 1", ranks, plan, quantized
 
 
 def fits(found: Estimate, available: float) -> bool:

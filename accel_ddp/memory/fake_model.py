@@ -44,7 +44,7 @@ class States:
     buffers: int  # bytes
     optimizer: int  # bytes
     averages: int  # bytes, with --ema_decay
-    dequantised: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
+    dequantized: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
     has_batch_norm: bool
 
     @property
@@ -60,9 +60,9 @@ def count_states(model: nn.Module, cfg: Any) -> States:
     """Return the bytes of a model that may be on the meta device or fake."""
     inside, num_layers = _find_layers(model)
     kind = getattr(cfg, "quantize", "no")
-    quantised = quantised_weights(model, inside) if kind != "no" else set()
+    quantized = quantized_weights(model, inside) if kind != "no" else set()
     all_parameters = list(model.parameters())
-    size = lambda p: _stored_bytes(p, kind, p in quantised)
+    size = lambda p: _stored_bytes(p, kind, p in quantized)
     return States(
         layers=_count([p for p in all_parameters if id(p) in inside], size),
         rest=_count([p for p in all_parameters if id(p) not in inside], size),
@@ -70,20 +70,20 @@ def count_states(model: nn.Module, cfg: Any) -> States:
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=optim.state_bytes(model, cfg),
         averages=average_bytes(model, cfg),
-        dequantised=max((2 * p.numel() for p in quantised), default=0),
+        dequantized=max((2 * p.numel() for p in quantized), default=0),
         has_batch_norm=compat.has_batch_norm(model),
     )
 
 
-def quantised_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
+def quantized_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
     """Return the weights that --quantize stores in fewer bits: those of frozen linear layers, except for the output head."""
     inside = _find_layers(model)[0] if inside is None else inside
     weights = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     return {p for p in weights if id(p) in inside and not p.requires_grad}
 
 
-def _stored_bytes(p: nn.Parameter, kind: str, is_quantised: bool) -> int:
-    if is_quantised:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
+def _stored_bytes(p: nn.Parameter, kind: str, is_quantized: bool) -> int:
+    if is_quantized:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
         return int(p.numel() * {"4bit": 0.5 + 1 / 64, "8bit": 1.0}[kind]) + (4 * p.shape[0] if kind == "8bit" else 0)
     return p.numel() * (p.element_size() if kind == "no" else 4)  # PEFT converts all others to float32
 
@@ -167,7 +167,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     options: dict[str, Any] = {"dtype": getattr(torch, cfg.dtype)}
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
-    is_quantised, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
+    is_quantized, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules
@@ -181,9 +181,9 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
         model._new_modules, model._adapters = [], None
         model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}
-    if is_quantised:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
+    if is_quantized:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
         dtypes = dict.fromkeys(model.parameters(), torch.float32)
-        dtypes |= dict.fromkeys(quantised_weights(model), NARROW.get(precision, torch.float32))
+        dtypes |= dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))
     return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
 
 

@@ -143,7 +143,7 @@ def _write_smollm2(folder: Path) -> None:
         )
     package = spec.submodule_search_locations[0]
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
-    del loaded.config.quantization_config  # the loaded weights are not quantised, and with it they could not be saved
+    del loaded.config.quantization_config  # the loaded weights are not quantized, and with it they could not be saved
     model = _new_model(type(loaded), loaded.config)
     model.load_state_dict(loaded.state_dict())
     _save(model, folder)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> Any:
     """Return the tokenizer of `--model`, with a padding token. Raise UserError if it allows fewer than `max_length` tokens.
 
-    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenised.
+    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenized.
     """
     from transformers import AutoTokenizer
 
@@ -59,7 +59,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of everything that affects the tokens of a text, for the cache key of tokenised data."""
+    """Return a digest of everything that affects the tokens of a text, for the cache key of tokenized data."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(sorted(tokenizer.get_vocab().items()))
     settings = [type(tokenizer).__name__, tokenizer.model_input_names, str(tokenizer.special_tokens_map)]

@@ -26,7 +26,7 @@ ALIGNMENT = 64
 
 
 class LayerGroup:
-    """Neighbouring layers that are captured together, and the memory of their gradients."""
+    """Neighboring layers that are captured together, and the memory of their gradients."""
 
     def __init__(self, first: int, layers: list[nn.Module]):
         self.first, self.layers = first, layers
@@ -147,7 +147,7 @@ def parameter_aliases(layer: nn.Module, parameters: list[nn.Parameter]) -> Itera
 
 
 def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
-    """Return groups of neighbouring layers. Each has at least `min_bytes` of gradients.
+    """Return groups of neighboring layers. Each has at least `min_bytes` of gradients.
 
     The first group may have less, because its gradients are reduced last and nothing could overlap with them.
     """

@@ -77,7 +77,7 @@ def rounded_up(number: int) -> int:
 
 
 def segments_of(row: Row, is_flash: bool) -> Segments:
-    """Return the positions of the texts, computed on the device without a synchronisation."""
+    """Return the positions of the texts, computed on the device without a synchronization."""
     mask, tokens = row.mask.bool(), row.tokens
     flat = mask.flatten()
     before = flat.cumsum(0) - 1
@@ -86,7 +86,7 @@ def segments_of(row: Row, is_flash: bool) -> Segments:
     places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
     ends = mask.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
-    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronise with the device
+    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
     return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
@@ -111,7 +111,7 @@ def pack(padded: Tensor, at: Segments) -> Tensor:
     """[texts, width, ...] -> [1, tokens, ...]"""
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
-    # The result is not a view, because compiled code is specialised on whether a tensor is a view.
+    # The result is not a view, because compiled code is specialized on whether a tensor is a view.
     return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
 
 

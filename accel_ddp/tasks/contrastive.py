@@ -40,7 +40,7 @@ def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
-    """Return embeddings of the shape (rows, texts per row, dimensions), not normalised."""
+    """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
     hidden = model(**inputs).last_hidden_state
     if pooling == "cls":

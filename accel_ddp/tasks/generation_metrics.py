@@ -96,7 +96,7 @@ def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
         rouge = RougeScorer([kind])
         return 100 * sum(rouge.score(reference, output)[kind].fmeasure for output, reference in pairs) / len(pairs)
     if name == "bleu":
-        return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenised texts
+        return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenized texts
     return {"chrf": sacrebleu.corpus_chrf, "ter": sacrebleu.corpus_ter}[name](outputs, [references]).score
 
 

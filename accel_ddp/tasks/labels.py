@@ -58,7 +58,7 @@ class Labels:
 
     @property
     def identity(self) -> list[Any]:
-        """What the encoded labels depend on, for the cache key of tokenised data."""
+        """What the encoded labels depend on, for the cache key of tokenized data."""
         return [self.column, self.names, self.problem_type]
 
     def model_config(self) -> dict[str, Any]:

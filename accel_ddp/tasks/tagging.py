@@ -173,7 +173,7 @@ def prepare_for_words(tokenizer: Any, model: str) -> Any:
 
 
 def align(rows: dict[str, list], tokens_column: str, tags: Tags, tokenizer: Any, max_length: int) -> dict[str, list]:
-    """Return tokenised rows. In `labels` the first token of each word has the number of the word's tag, and others have -100.
+    """Return tokenized rows. In `labels` the first token of each word has the number of the word's tag, and others have -100.
 
     `first` has the index of that token for each word, or -1 for words that were truncated or have no tokens. `tags` has the
     number of each word's tag. `problem` is described at `find_problem`; a row with a problem has no words.

@@ -93,7 +93,7 @@ def decode(content: bytes) -> Image.Image:
 def thumbnail(image: dict[str, Any]) -> str | None:
     """Return a data URI of the image with at most THUMBNAIL pixels per side, or None if its file is no longer there.
 
-    It has at most a few kilobytes: .png, or .jpg for images with many colours.
+    It has at most a few kilobytes: .png, or .jpg for images with many colors.
     """
     try:
         picture = decode(read_content(image))
@@ -319,7 +319,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
         return f"image = {literal(path)}"
     if cfg.train_file:
         place = f"{literal(cfg.eval_file or cfg.train_file)}, {column}"
-        return f"from accel_ddp import image_files; image = image_files.load_first({place})"
+        return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
         return f'from accel_ddp import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
     place = f"{', '.join(map(literal, cfg.dataset.split(':', 1)))}, split={literal(cfg.train_split)}"
@@ -327,7 +327,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
 
 
 def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) -> Any:
-    """Return the image processor, which resizes, scales and normalises.
+    """Return the image processor, which resizes, scales and normalizes.
 
     It is that of the pretrained model, or made from the options and the sizes of the images. Raise UserError if the model does not
     accept its output.

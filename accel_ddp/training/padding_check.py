@@ -231,7 +231,7 @@ def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
     try:
         with _in_float64(compute.model):
             return compute.distance(places) <= ALLOWED_IN_FLOAT64
-    except Exception as error:  # quantised weights, a device without float64, or too little memory
+    except Exception as error:  # quantized weights, a device without float64, or too little memory
         log.info("texts with and without padding were not compared in float64: %s: %s", type(error).__name__, error)
         return True
 
