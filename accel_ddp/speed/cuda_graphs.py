@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from accel_ddp import compat
 from accel_ddp.training.update import move_gradients
 
-# A group of layers that is captured as CUDA graphs, and its replay as a node of autograd's graph.
+log = logging.getLogger(__name__)
+
 # Numbers, not bytes. The last bit of a sum over a gradient depends on the alignment of the gradient's address.
 ALIGNMENT = 64
 
@@ -63,8 +64,10 @@ class GraphMemory:
                     graph.capture_end()
                 except Exception:
                     # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
-                    with contextlib.suppress(Exception):
+                    try:
                         compat.end_failed_capture(self.device.index or 0, self.pool)
+                    except RuntimeError as error:  # the allocator has left the capture already
+                        log.info("the memory of a failed capture was not released: %s", str(error).partition("\n")[0])
                     raise
 
 
@@ -161,8 +164,6 @@ def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
             end, size = first, 0
     return groups[::-1]
 
-
-log = logging.getLogger(__name__)
 
 MAX_SHAPES = 24  # micro-batches of further shapes run without CUDA graphs
 # A captured shape holds the memory of a micro-batch until the end, and a shape that is not captured needs as much besides it.
