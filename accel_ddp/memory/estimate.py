@@ -1,6 +1,6 @@
-"""Computes the peak of GPU memory per rank from the states of a model and the trace of a micro-batch.
+"""The peak of GPU memory per rank, from the states of a model and the trace of a micro-batch, and what to change if it is too high.
 
-The peak is that of `torch.cuda.max_memory_allocated`. The CUDA context, NCCL, and what the allocator holds but does not use come on
+It is what `torch.cuda.max_memory_allocated` returns. The CUDA context, NCCL, and what the allocator holds but does not use come on
 top of it; see `needed`.
 """
 
@@ -235,7 +235,7 @@ def _with_evaluation(run: EstimatedRun, found: Estimate, keeps_gradients: bool, 
     return dataclasses.replace(found, evaluation=max(0, int(more)))
 
 
-# Finds what to change if a run does not fit into the memory of its GPUs. Each suggestion fits by the estimate itself.
+# ---- what to change if a run does not fit; each suggestion fits by the estimate itself
 NUMBERS = (2, 4, 8, 16, 32, 64)  # of GPUs that are suggested
 CONFIG_OF_NODES = "accelerate_configs/2node_fsdp.yaml"
 Change = tuple[str, int, ShardingPlan | None, dict[str, Any]]  # words, ranks, how the model is sharded, options
@@ -302,7 +302,7 @@ class Estimator:
         for what, is_refused in refused.items():
             if is_refused:
                 raise UserError(
-                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so that a run would be refused. Use "
+                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so a run would be refused. Use "
                     "accelerate_configs/1node.yaml, or leave --config_file out."
                 )
 

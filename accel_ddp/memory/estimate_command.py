@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     cfg = parse_config(recipe.Config, options, name)
     if not hasattr(cfg, "model"):
         raise UserError(
-            f"{name}: has no option --model, so that its model is not known before it runs. "
+            f"{name}: has no option --model, so its model is not known before it runs. "
             "Estimate a recipe with a model of transformers, for example sft."
         )
     precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
@@ -140,7 +140,7 @@ def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[t
         if launch.plan and launch.plan.replicas == ONE_PER_NODE and number > launch.num_nodes and number % launch.num_nodes:
             raise UserError(
                 f"--gpus {number}: the accelerate config has num_machines: {launch.num_nodes} and one copy of the model on each node, "
-                f"so that each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
+                f"so each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
             )
         if number > 1 and (launch.plan or estimator.can_be_sharded()):
             # A plan has copies on nodes. Fewer GPUs than nodes are on one node.
@@ -162,7 +162,7 @@ def load_recipe(path: Path) -> Any:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     if not hasattr(module, "Config"):
-        raise UserError(f"{path}: has no class Config, so that it is not a recipe.")
+        raise UserError(f"{path}: has no class Config, so it is not a recipe.")
     return module
 
 

@@ -1,4 +1,7 @@
-"""Builds the model of a run with fake tensors, which have shapes and no values, and the micro-batches that the model gets."""
+"""The model of a run with fake tensors, which have shapes and no values, its micro-batches, and the bytes of its states.
+
+Weights, gradients and optimizer state take the same bytes on every device.
+"""
 
 import contextlib
 import dataclasses
@@ -20,8 +23,6 @@ from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
 from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
-
-# Counts the bytes of a model's weights, gradients and optimizer state. They are the same on every device.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Traces one micro-batch of a run with fake tensors: how much memory its tensors take at each moment."""
+"""How much memory the tensors of one micro-batch take at each moment, traced with tensors that have shapes and no values.
+
+`Tracker` sees every operator and stores the size of each new storage until the storage is freed. The operators run on fake tensors
+of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
+"""
 
 import contextlib
 import functools
@@ -24,10 +28,6 @@ from accel_ddp.tasks import masking
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 
-# Records how much memory the tensors of a step take at each moment, with tensors that have shapes and no values.
-#
-# `Tracker` sees every operator and stores the size of each new storage until the storage is freed. The operators run on fake tensors
-# of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
 LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
 BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it
 

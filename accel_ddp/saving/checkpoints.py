@@ -1,4 +1,4 @@
-"""Saves a run in the background: weights, optimizer, loss scaler and the step.
+"""The saves of a run in the background: weights, optimizer, loss scaler and the step.
 
 Nothing else needs to be saved, because data order, learning rate and dropout are functions of the step and the seed.
 """

@@ -3,6 +3,10 @@
 The files are those of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the place
 of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its planner
 needs collectives, which must not run in the thread of a writer.
+
+Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
+store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has
+left is never taken for a part of this one.
 """
 
 import contextlib
@@ -14,7 +18,7 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +28,6 @@ from accel_ddp.ranks.process import process
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER, PIECES
 from accel_ddp.saving.state_tensors import DTYPES, EMA
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
 BLOCK = 1 << 24  # bytes
@@ -47,7 +48,7 @@ def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
 def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
     """Write tensors in host memory to a safetensors file and the disk. Return the size of the file and its sha256.
 
-    A tensor may also be (shape, dtype, function that returns it), so that only one of them needs memory at a time.
+    A tensor may also be (shape, dtype, function that returns it), so only one of them needs memory at a time.
     """
     facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
     # As safetensors does it, so that equal tensors give equal bytes. With large types first all of them are aligned.
@@ -192,10 +193,8 @@ def _read_into(tensor: Tensor, path: Path, begin: int) -> None:
             values = values[count:]
 
 
-# Writes a sharded checkpoint: each rank writes its part, and the main rank commits the checkpoint when all parts are there.
-#
-# Writers are threads, in which no collective may run. A rank reports its part through the store of the launcher. The name of the
-# partial folder contains a number that is drawn at each start, so that a part of a killed attempt is never taken for one of this.
+# ---- writing a sharded checkpoint
+
 POLL_SECONDS = 0.02
 REPORT_EVERY = 60  # seconds
 MAX_DELAY_OF_DISK = 20  # seconds until a network disk shows a file that another node has written
@@ -224,7 +223,7 @@ class PartialSave(NamedTuple):
 
 
 def write(
-    final: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
+    final: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
     files: dict[str, bytes], save: PartialSave,
 ) -> None:  # fmt: skip
     """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
@@ -260,7 +259,7 @@ def write(
 
 
 def _write_part(
-    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
+    partial: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
 ) -> dict[str, Any]:
     """Write the tensors of this rank. Return the size and the hash of each file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -312,7 +311,7 @@ def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
                 process.store.delete_key(save.key(rank))
         except dist.DistError as error:
             raise PartError(
-                "the store of the launcher was lost, so that the parts of other ranks are not known", process.host
+                "the store of the launcher was lost, so the parts of other ranks are not known", process.host
             ) from error
         now = time.monotonic()
         if process.has_failed.is_set() and missing:
@@ -332,7 +331,7 @@ def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
     return found
 
 
-# Compares the tensors of two checkpoints. Each of them may be one file or the pieces of several ranks.
+# ---- comparing two checkpoints, each of them one file or the pieces of several ranks
 
 
 def largest_difference(a: Path, b: Path) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Decides which checkpoint a run resumes from and whether it may, and loads it. No other module makes this decision."""
+"""The decision which checkpoint a run resumes from and whether it may, and loading it. No other module makes this decision."""
 
 import contextlib
 import dataclasses
@@ -327,9 +327,9 @@ def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -
         if run["config"].get(name, "off") != getattr(cfg, name):
             log.info("--%s has changed: results agree up to rounding, but dropout masks differ", name)
     if cfg.comm_hook == "powersgd":
-        log.info("--comm_hook powersgd: its error feedback starts from zero, so that the resumed run is not bit-identical")
+        log.info("--comm_hook powersgd: its error feedback starts from zero, so the resumed run is not bit-identical")
     then = run["versions"]
     now = state_tensors.versions()
     changed = [f"{name} {then.get(name)} then, {version} now" for name, version in now.items() if then.get(name) != version]
     if changed:
-        log.info("versions have changed, so that the resumed run may not be bit-identical: %s", "; ".join(changed))
+        log.info("versions have changed, so the resumed run may not be bit-identical: %s", "; ".join(changed))

@@ -1,4 +1,4 @@
-"""Converts the state of a model and an optimizer to named tensors and back."""
+"""The state of a model and an optimizer as named tensors."""
 
 import hashlib
 import math
@@ -65,7 +65,7 @@ def capture(
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether peft has added adapters, so that the weights below them never change."""
+    """Return whether peft has added adapters, so the weights below them never change."""
     return hasattr(model, "peft_config")
 
 

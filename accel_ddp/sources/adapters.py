@@ -1,4 +1,4 @@
-"""Adds LoRA adapters to a model, new ones or those that `--model` names."""
+"""LoRA adapters of a model: new ones, or those that `--model` names."""
 
 import json
 import logging

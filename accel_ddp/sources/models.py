@@ -1,4 +1,4 @@
-"""Loads models and tokenizers from the Hub, from a folder or from an installed package, and prepares models for DDP."""
+"""Models and tokenizers from the Hub, from a folder or from an installed package, and their preparation for training."""
 
 import copy
 import hashlib
@@ -47,7 +47,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
             "Save one there: tokenizer.save_pretrained(folder)."
         )
     tokenizer = from_pretrained(AutoTokenizer, name, place)
-    if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so that any token can be used
+    if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so any token can be used
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
     if tokenizer.pad_token is None:
         raise UserError(
@@ -85,7 +85,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
     if cfg.dtype != "float32" and not cfg.lora_r and not adapters:
-        warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so that small updates are lost in rounding.")
+        warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so small updates are lost in rounding.")
     options["dtype"] = getattr(torch, cfg.dtype)
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation

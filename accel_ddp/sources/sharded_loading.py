@@ -1,4 +1,4 @@
-"""Loads a pretrained model of which each rank reads and holds only its own rows, before the model is sharded.
+"""The loading of a pretrained model of which each rank reads and holds only its own rows.
 
 `from_pretrained` of transformers does the work: names, conversions, dtypes, new weights and tied weights are therefore the same as
 without sharding. transformers could read the parts of a sharded model itself, but it cuts a tensor before it converts the tensor,

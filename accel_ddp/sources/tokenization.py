@@ -1,4 +1,4 @@
-"""Tokenizes rows once, caches the result on disk, and pads rows to micro-batches."""
+"""Rows as tokens, computed once and cached on disk, and padded to micro-batches."""
 
 import hashlib
 import inspect
@@ -42,7 +42,7 @@ def fingerprint(rows: "datasets.Dataset") -> str:
 def _digest_of_code() -> str:
     """Return a digest of the code that tokenization may call: `sources`, `tasks` and the seeds.
 
-    Changes elsewhere in the package do not change it, so that they do not cause the data to be tokenized again.
+    Changes elsewhere in the package do not change it, so they do not cause the data to be tokenized again.
     """
     package = Path(__file__).parents[1]
     files = [*(package / "sources").rglob("*.py"), *(package / "tasks").rglob("*.py"), package / "seeds.py"]
@@ -109,7 +109,7 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
 
 
 class PadCollate:
-    """Pads tokenized rows to the longest one. It holds no accelerator and no function, so that data workers can unpickle it."""
+    """Pads tokenized rows to the longest one. It holds no accelerator and no function, so data workers can unpickle it."""
 
     def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
         self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token

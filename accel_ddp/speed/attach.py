@@ -318,7 +318,7 @@ class Speed:
         if self.accelerator.device.type != "cuda":
             return "there is no GPU"
         if self.padding_free is None:
-            return "texts are padded, so that every batch has a different shape"
+            return "texts are padded, so every batch has a different shape"
         calls = self.padding_free.calls
         missing = [host for host in gather_everywhere("" if find_spec("triton") else process.host) if host]
         if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):

@@ -1,8 +1,8 @@
-"""Layers that are captured as CUDA graphs, so that one launch starts all of their kernels.
+"""Layers that are captured as CUDA graphs, so one launch starts all of their kernels.
 
 The speed of small and medium models is limited by how fast the host launches kernels. With a CUDA graph of the forward pass of a
 group of layers, and one of its backward pass, each pass is one launch. A group is one node in autograd's graph. With one rank, all
-layers are one group. With several ranks, a group is as large as one of DDP's buckets, so that DDP reduces the gradients of a group
+layers are one group. With several ranks, a group is as large as one of DDP's buckets, so DDP reduces the gradients of a group
 while the groups below it still compute. Hooks, gradient accumulation and frozen parameters work as without CUDA graphs. There is
 one difference: the next replay overwrites a gradient that is kept beyond its step.
 """

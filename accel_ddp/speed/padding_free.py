@@ -42,7 +42,7 @@ class Segments(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The row for the micro-batch that is being computed. The numbers come from the host, so that the device is not read."""
+    """The row for the micro-batch that is being computed. The numbers come from the host, so the device is not read."""
 
     mask: Tensor
     tokens: int  # length of the row: at least the number of tokens without padding
@@ -65,7 +65,7 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if not mask.is_cuda:
         return Row(mask, sizes.tokens, sizes.width)
     tokens = rounded_up(sizes.tokens)
-    # The unused end of the row is computed like a text, so that it must not be longer than the longest.
+    # The unused end of the row is computed like a text, so it must not be longer than the longest.
     longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - sizes.tokens).bit_length())
     return Row(mask, tokens, longest)
 

@@ -1,4 +1,4 @@
-"""Lets the layers of a transformers model compute without padding, if that gives the same result as padding."""
+"""A transformers model whose layers compute without padding, if that gives the same result as padding."""
 
 import functools
 import sys

@@ -229,9 +229,7 @@ class Format:
             before = self._fill_template(messages[:i], add_generation_prompt=True)
             until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1])
             if not (text.startswith(until) and until.startswith(before)):
-                raise UnusableRow(
-                    "the chat template changes earlier turns when later turns follow, so that answers are not marked"
-                )
+                raise UnusableRow("the chat template changes earlier turns when later turns follow, so answers are not marked")
             answers.append((before, until))
         if not answers:
             raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
@@ -409,7 +407,7 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
         for before, until in row.answers:
             start, same = compare(number, before)
             if same < start:
-                # In use the prompt is tokenized alone, so that the model would get tokens that it was not trained on.
+                # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
                 problem = (
                     "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
                 )

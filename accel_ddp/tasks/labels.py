@@ -100,7 +100,7 @@ class Labels:
                 f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of the names of the classes instead."
             )
         if len(values) < 2 and not is_multi_label:
-            raise UserError(f"--label_column {column}: all rows have the same label {values}, so that there is nothing to learn.")
+            raise UserError(f"--label_column {column}: all rows have the same label {values}, so there is nothing to learn.")
         index = {value: i for i, value in enumerate(values)}
         class_ids = {cell: index[value] for cell, value in value_of.items() if value in index}
         labels = cls(column, names or [str(value) for value in values], class_ids, is_multi_label)

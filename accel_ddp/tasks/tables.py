@@ -1,6 +1,6 @@
-"""Makes the tables of an evaluation from the rows of all items, which `accel_ddp.evaluate` passes to `summarize`.
+"""The tables of an evaluation, made from the rows of all items, which `accel_ddp.evaluate` passes to `summarize`.
 
-All of them depend on the rows alone, which are in the order of the data, so that the number of ranks does not change a table.
+All of them depend on the rows alone, which are in the order of the data, so the number of ranks does not change a table.
 Numbers are rounded to DIGITS, because the last bits of a loss depend on how items are split into batches.
 """
 
@@ -114,7 +114,7 @@ QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 CORRECT, WRONG, CONFIDENT = "correct", "wrong", "most confident error"
 SAMPLE, LARGEST = "sample", "largest error"
 
-# Returns columns that describe some items by their positions in the data, for example their texts.
+# A function that returns columns for some items by their positions in the data, for example their texts.
 Inputs = Callable[[list[int]], dict[str, list]]
 
 
@@ -216,7 +216,7 @@ def of_predictions(
 
     The worst items are the wrong ones with the highest `certainty`. `columns` has the value of each item for each further column,
     or a function that returns it for the position of an item. An item is in one group only. The other items come in an order that
-    depends on their number alone, so that successive evaluations show the same items if these stay in their group.
+    depends on their number alone, so successive evaluations show the same items if these stay in their group.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Words and their tags: reads files, aligns tags with sub-word tokens, and computes metrics of entities."""
+"""Words and their tags: files, the alignment of tags with sub-word tokens, and metrics of entities."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -103,7 +103,7 @@ class Tags:
         is_declared = bool(names)
         names = names or [str(value) for value in values]
         if len(names) == 1:
-            raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so that there is nothing to learn.")
+            raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
             warn(
                 f"--tags_column {column}: tags without the prefix B- or I- ({', '.join(plain[:3])}): each word with such a tag is "

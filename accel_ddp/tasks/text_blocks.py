@@ -1,4 +1,7 @@
-"""Raw text as blocks of tokens: tokenized once and cached, or tokenized while large files are read."""
+"""Raw text as blocks of tokens: tokenized once and cached, or tokenized while large files are read.
+
+The texts come from tables with a column of texts, or from .txt files with a text per line.
+"""
 
 import dataclasses
 import glob
@@ -22,8 +25,6 @@ from accel_ddp.sources.table_files import FILE_FORMATS, describe_folder, load_fi
 
 if TYPE_CHECKING:
     import datasets
-
-# Reads raw text for language models: tables with a column of texts, or .txt files with a text per line.
 
 
 def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:
@@ -199,14 +200,14 @@ class StreamedBlocks(Dataset):
     """Blocks of large .txt files. Nothing is loaded, tokenized or cached in advance, and memory does not grow with the files.
 
     Item `i` is the text that begins in the bytes [i * block, (i + 1) * block) of the concatenated files. It is read and tokenized
-    when it is requested, so that the order, the ranks, the workers and a restart depend on the step only, as with rows. Both ends
+    when it is requested, so the order, the ranks, the workers and a restart depend on the step only, as with rows. Both ends
     are moved forward to the next start of a line. If there is none within a quarter of a block, they are moved to the next word,
     or else to the next character. Together the items are the files, byte for byte. An item of 128 tokens costs 0.8 ms on a slow
     core, five times as much as from a table.
 
     Limits compared with `cut_into_blocks`: a block has about as many bytes as fit, and not an exact number of tokens. Tokens beyond
     `max_length` are not used, and shorter blocks are padded; `summary` has the amount of both. The fingerprint covers the names and
-    sizes of the files and 64 samples, so that a change elsewhere is not detected. Bytes that are not UTF-8 are detected only when
+    sizes of the files and 64 samples, so a change elsewhere is not detected. Bytes that are not UTF-8 are detected only when
     they are read.
     """
 

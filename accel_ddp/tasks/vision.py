@@ -1,4 +1,7 @@
-"""Image classification: checks all images once, augments them, and converts them to the model's inputs."""
+"""Image classification: images are checked once, augmented, and converted to the model's inputs.
+
+They come from folders with a subfolder per class, from .npz arrays, and from tables.
+"""
 
 import base64
 import dataclasses
@@ -36,7 +39,6 @@ from accel_ddp.training.sharding import autocast, gathered
 if TYPE_CHECKING:
     import datasets
 
-# Reads images from folders with a subfolder per class, from .npz arrays, and from tables.
 THUMBNAIL = 64
 MOST_PNG_BYTES = 4096
 
@@ -116,7 +118,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
     """Read FOLDER/CLASS/IMAGE. Labels are the names of the subfolders.
 
-    The loader of `datasets` is not used: it numbers the subfolders, so that the numbers differ between training and evaluation
+    The loader of `datasets` is not used: it numbers the subfolders, so the numbers differ between training and evaluation
     folders if one of them lacks a class, and it takes classes that are called train or test for splits.
     """
     import datasets
@@ -265,7 +267,7 @@ def _digest_of_stats(rows: "datasets.Dataset", column: str) -> str:
 class Images(Dataset):
     """Items with `pixel_values` from the model's image processor, and `labels`.
 
-    Augmentation draws from Python's generator. `TrainBatches` seeds it by the position in the stream, so that it is the same on any
+    Augmentation draws from Python's generator. `TrainBatches` seeds it by the position in the stream, so it is the same on any
     rank and in any worker. "crop" shifts an image by up to an eighth of its sides, and "crop_flip" also mirrors half of the images.
     """
 
@@ -345,7 +347,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
         size = {"height": height, "width": width}
         processor = kind(size=size, image_mean=[0.5] * channels, image_std=[0.5] * channels, do_convert_rgb=channels == 3)
         if place:
-            log.info(f"--model {cfg.model}: the folder has no {files[0]}, so that images are resized to {height} x {width}")
+            log.info(f"--model {cfg.model}: the folder has no {files[0]}, so images are resized to {height} x {width}")
     if cfg.image_size:
         square = {"height": cfg.image_size, "width": cfg.image_size}
         processor.size = {"shortest_edge": cfg.image_size} if "shortest_edge" in processor.size else square
@@ -389,4 +391,4 @@ def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
         micro = cfg.split(process.num_ranks)[0]
         images = f"{process.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without batch norm"
-        log.info(f"batch norm uses {images}, so that the result depends on the micro-batches; with {instead} it does not")
+        log.info(f"batch norm uses {images}, so the result depends on the micro-batches; with {instead} it does not")

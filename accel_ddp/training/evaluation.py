@@ -37,7 +37,7 @@ class EvalBatches:
     """This rank's share of an evaluation set: rank r of W has items r, r + W, ... Every item is evaluated exactly once.
 
     Accelerate's loaders fill the last batch with repeated items. Here a rank may have one item less. If the model is sharded, all ranks
-    must compute the same number of batches, so that such a rank repeats an item. `evaluate` drops its row.
+    must compute the same number of batches, so such a rank repeats an item. `evaluate` drops its row.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):

@@ -1,4 +1,9 @@
-"""A loss in which every item of a step is compared with every other one, on whatever rank and in whatever micro-batch."""
+"""Losses, summed over items, and the micro-batch that is being computed.
+
+`update` divides a loss by the number of items of all micro-batches and ranks. In a `WholeBatch` loss, every item of a step is
+compared with every other one, on whatever rank and in whatever micro-batch. `update` and `evaluate` announce every micro-batch with
+`CurrentBatch` before they call the model. Code that changes how a model computes, such as `speed`, reads it.
+"""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -12,11 +17,6 @@ from torch import Tensor, nn
 
 from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.training.own_time import Part
-
-# Which micro-batch is being computed.
-#
-# `update` and `evaluate` announce every micro-batch before they call the model. Code that changes how a model computes, such as
-# `speed`, reads it here. The announcement is neutral: nothing in `training` depends on who reads it.
 
 
 class CurrentBatch:
@@ -39,9 +39,6 @@ _current: ContextVar[CurrentBatch | None] = ContextVar("accel_ddp_current_batch"
 
 def current_batch() -> CurrentBatch | None:
     return _current.get()
-
-
-# Losses, summed over items. `update` divides them by the number of items of all micro-batches and ranks.
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -82,7 +79,7 @@ LossSum = Callable[[nn.Module, MicroBatch], Tensor]
 
 
 class WholeBatch:
-    """The parts of such a loss. `update` accepts it instead of a `loss_sum` function.
+    """The parts of a loss that compares all items of a step. `update` accepts it instead of a `loss_sum` function.
 
     `embed(model, batch)` returns rows for the items of a micro-batch. `keys(batch)` returns integers for each item, whose
     meaning is up to the loss. `losses(rows, keys)` returns the loss of each item, given the rows of all items.
@@ -99,7 +96,7 @@ class WholeBatch:
     def for_step(
         self, accelerator: Accelerator, model: nn.Module, batches: Sequence[MicroBatch], seed: int, mark: Callable[[int], None]
     ) -> LossSum:
-        """Return a loss for each micro-batch of this step: its value is that of its own items, its gradient that of all.
+        """Return one loss function per micro-batch. Its value covers the micro-batch, its gradient the whole batch.
 
         `mark` is that of `OwnTime`.
         """
@@ -109,7 +106,7 @@ class WholeBatch:
         rows = []
         with torch.no_grad():
             for i, batch in enumerate(batches):
-                # `update` seeds the same way, so that dropout draws the same values again.
+                # `update` seeds the same way, so dropout draws the same values again.
                 own_seed = dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes)
                 seed_torch(own_seed, accelerator.device)
                 with CurrentBatch(batch):

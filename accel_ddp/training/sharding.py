@@ -1,7 +1,7 @@
-"""Shards a model with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs.
+"""Models that are sharded with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs, or wrapped with DDP.
 
 Accelerate's own FSDP code is not used, although its config and its names are. On CPUs it silently uses DDP. On GPUs rank 0 loads the
-whole model, and all weights are gathered in one dtype, so that results differ from those of DDP.
+whole model, and all weights are gathered in one dtype, so results differ from DDP.
 
 Each layer is gathered when it is computed. Everything else (embeddings, last norm, output head) belongs to the root. The root is
 gathered from the beginning of the forward pass to the end of the backward pass, because the loss over a vocabulary reads the weight
@@ -33,21 +33,21 @@ from accel_ddp.ranks.shards import is_sharded
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
 
-# Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
-#
-# Torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of different
-# layers are mixed without an error, or the run hangs. If a parameter has a gradient on some ranks only, as an expert that no token of a
-# batch has reached, the sizes of the sums differ.
-#
-# - A parameter without a gradient contributes zeros to the sum. If no rank has a gradient for it in a step, it gets none, as on
-#   one rank.
-# - All ranks compare the order of layers in their first micro-batch. From then on, each rank compares its order with the first
-#   one, which needs no communication.
 BEGIN, END, BACKWARD, LAST = "begins the forward pass", "ends the forward pass", "begins the backward pass", "ends a micro-batch"
 
 
 class Lockstep:
-    """The order in which a rank computes and sums the parts of a sharded model, and which parameters have gradients."""
+    """Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
+
+    torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of
+    different layers are mixed without an error, or the run hangs. If a parameter has a gradient on some ranks only, as an expert that
+    no token of a batch has reached, the sizes of the sums differ.
+
+    - A parameter without a gradient contributes zeros to the sum. If no rank has a gradient for it in a step, it gets none, as on
+      one rank.
+    - All ranks compare the order of layers in their first micro-batch. From then on, each rank compares its order with the first
+      one, which needs no communication.
+    """
 
     def __init__(self, model: nn.Module):
         self._names = [BEGIN, END, BACKWARD, LAST]
@@ -110,7 +110,7 @@ class Lockstep:
     def _refuse(self, found: str) -> None:
         self._place = None
         raise UserError(
-            f"The model is sharded (FSDP), so that all ranks must compute the same layers in every micro-batch, but {found}. Do not "
+            f"The model is sharded (FSDP), so all ranks must compute the same layers in every micro-batch, but {found}. Do not "
             "skip layers (layerdrop). Or set fsdp_transformer_layer_cls_to_wrap in the accelerate config to the classes of the layers "
             "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml and --find_unused_parameters."
         )
@@ -185,7 +185,7 @@ def shard(
         )
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
     model._gathered_dtype = narrow
-    # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
+    # With adapters, `generate` of the base model runs.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         compat.let_all_ranks_generate(one)
     if narrow and hasattr(model, "generate"):  # it calls encoders and models below adapters without the root
@@ -380,9 +380,6 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan,
     now = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, positions):
         group["params"] = [now[name] for name in own]
-
-
-# Hands model and optimizer to Accelerate, which wraps the model with DDP, or shards the model.
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""How busy the machine of this rank is, measured by a thread, so that no step waits for it."""
+"""The load of the machine of this rank, measured by a thread, so no step waits for it."""
 
 import contextlib
 import math
@@ -98,7 +98,7 @@ class _Processes:
 
 
 class _Gpu:
-    """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so that the GPU is found by its UUID."""
+    """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so the GPU is found by its UUID."""
 
     def __init__(self, uuid: str):
         """`uuid` is that of torch, which has no prefix."""
