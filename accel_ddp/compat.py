@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def own_parameters(module: "nn.Module") -> dict[str, Any]:
     """Return the dictionary in which a module stores its own parameters, to replace one of them. A value may be None.
 
-    `setattr` and `register_parameter` refuse a plain tensor, and `named_parameters` returns a tied parameter once. Tested with torch
-    2.13.
+    `setattr` refuses a plain tensor, and `named_parameters` returns a tied parameter once. Tested with torch 2.13.
     """
     return module._parameters
 
@@ -34,7 +33,7 @@ def own_parameters(module: "nn.Module") -> dict[str, Any]:
 def own_buffers(module: "nn.Module") -> dict[str, Any]:
     """Return the dictionary in which a module stores its own buffers, to replace one of them. A value may be None.
 
-    The reasons are those of `own_parameters`. Tested with torch 2.13.
+    For the reasons of `own_parameters`. Tested with torch 2.13.
     """
     return module._buffers
 
@@ -42,8 +41,7 @@ def own_buffers(module: "nn.Module") -> dict[str, Any]:
 def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) -> None:
     """Replace each parameter and buffer of a model by what `function` returns for it. A sharded model uses the new shards.
 
-    Only this method lets FSDP look for its parameters again; `to` and `half` call it with functions of their own. Tested with torch
-    2.13.
+    Only this method, which `to` and `half` call too, lets FSDP look for its parameters again. Tested with torch 2.13.
     """
     model._apply(function)
 
@@ -87,8 +85,7 @@ def copy_all(targets: "Sequence[Tensor]", sources: "Sequence[Tensor]") -> None:
 def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: "Tensor") -> None:
     """Move each average towards its weight by `amount` of their difference, with few kernels for many tensors.
 
-    The public `lerp_` starts one kernel per tensor. `torch._foreach_lerp_` does not read `amount` from a device. Tested with torch
-    2.13.
+    `lerp_` starts one kernel per tensor. `torch._foreach_lerp_` does not read `amount` from a device. Tested with torch 2.13.
     """
     import torch
 
@@ -454,7 +451,7 @@ def rendezvous_creators() -> dict[str, Callable[..., Any]]:
 
 
 def store_of_handler(handler: Any) -> Any:
-    """Return the store of a rendezvous handler, or None before its first round. The public one is that of the ranks.
+    """Return the store of a rendezvous handler, or None before its first round. The public one belongs to the ranks.
 
     Tested with torch 2.13.
     """

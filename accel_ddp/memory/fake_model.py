@@ -27,7 +27,7 @@ from accel_ddp.training.stream import Batch, Sizes
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of the layers together, or those of the rest of the model."""
+    """The parameters of all layers, or of the rest of the model."""
 
     parameters: int  # elements
     trained: int  # elements
@@ -77,7 +77,7 @@ def count_states(model: nn.Module, cfg: Any) -> States:
 
 
 def quantized_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
-    """Return the weights that --quantize stores in fewer bits: those of frozen linear layers, except for the output head."""
+    """Return the weights that --quantize stores in fewer bits: frozen linear layers, except for the output head."""
     inside = _find_layers(model)[0] if inside is None else inside
     weights = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     return {p for p in weights if id(p) in inside and not p.requires_grad}
@@ -150,7 +150,7 @@ class FakeModel(NamedTuple):
 def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
     """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found.
 
-    `precision` is that of --mixed_precision.
+    `precision` is the value of --mixed_precision.
     """
     import transformers
 

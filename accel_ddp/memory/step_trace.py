@@ -196,7 +196,7 @@ NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, 0)  # of 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
     """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again.
 
-    `precision` is that of --mixed_precision: no, bf16 or fp16.
+    `precision` is the value of --mixed_precision: no, bf16 or fp16.
     """
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):

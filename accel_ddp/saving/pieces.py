@@ -1,8 +1,8 @@
 """Files of tensors that are stored in pieces, one file for each rank, and a reader for both layouts of a checkpoint.
 
-The files are those of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the place
-of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its planner
-needs collectives, which must not run in the thread of a writer.
+The files have the format of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the
+place of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its
+planner needs collectives, which must not run in the thread of a writer.
 
 Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
 store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has

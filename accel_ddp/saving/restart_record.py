@@ -106,7 +106,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
             "committed": committed, "failed_step": reached, "text": last["text"],
         }  # fmt: skip
         reason = last["text"].removeprefix("error: ").splitlines()[0].partition(". ")[0].rstrip(".")  # without what to do
-        limit = f" of {most}" if len(failures) <= int(most) else ""  # a launcher that was started again counts from 0
+        limit = f" of {most}" if len(failures) <= int(most) else ""  # a restarted launcher counts from 0
         print_on_main(
             f"restart {len(failures)}{limit}: {reason}. {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
             f"which {max(0.0, now - last['time']):.0f} s passed since the failure. Training continues at step {step}."

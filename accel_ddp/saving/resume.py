@@ -156,7 +156,7 @@ def check_options_early(cfg: TrainConfig) -> None:
 
 
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
-    """Raise UserError if options or data differ from those of the saved run and would change its result.
+    """Raise UserError if options or data differ from the saved run in a way that changes its result.
 
     Without `data` the options that name the data are not compared.
     """
@@ -187,7 +187,7 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
 
 def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
-    """Return the options that differ from those of the saved run, without those that are `free` or keep the result."""
+    """Return the options that differ from the saved run. Those that are `free` or keep the result may differ."""
     # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
     then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
     before = run.get("data") or {}
@@ -209,9 +209,9 @@ def _find_changes_of_data(data: dict[str, Any] | None, before: dict[str, Any] | 
 
 
 def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Return the last step of this run, and that of the saved run with its own options. 0: it is not known.
+    """Return the last step of this run, and the last step of the saved run with its own options. 0: it is not known.
 
-    Without `data` the number of items is that of the saved run.
+    Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
 

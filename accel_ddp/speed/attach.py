@@ -109,7 +109,7 @@ def _count_flops(model: nn.Module) -> FlopCounter | None:
 
 
 def _of_one(matrix: nn.Module) -> int:
-    """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for that of a trained weight."""
+    """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for the gradient of a trained weight."""
     return (6 if matrix.weight.requires_grad else 4) * matrix.weight.numel()
 
 

@@ -111,7 +111,7 @@ class Format:
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids`, `attention_mask` and `labels`, which are -100 for tokens that are not learned.
 
-        The ids of a chat are those of `apply_chat_template` for the whole chat. `cut` is 0 for a complete row, 1 if a part of
+        The ids of a chat are what `apply_chat_template` returns for the whole chat. `cut` is 0 for a complete row, 1 if a part of
         what it teaches is truncated, and 2 if nothing of it is left; see `drop_truncated`. `problem` is why a row cannot be
         used, or "".
         """

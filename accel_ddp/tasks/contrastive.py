@@ -54,7 +54,7 @@ def embed(model: Any, batch: Any, pooling: str) -> Tensor:
 def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[int, ...] = ()) -> Tensor:
     """Return for each row the cross-entropy of its anchor's positive among the positives and negatives of all rows.
 
-    `rows` are embeddings of (anchor, positive, negatives ...), and `keys` are those of `text_keys`. A candidate is excluded if it
+    `rows` are embeddings of (anchor, positive, negatives ...), and `keys` come from `text_keys`. A candidate is excluded if it
     equals the positive or the anchor, or if it is the positive of an equal anchor. With `dimensions` (Matryoshka) the loss is the
     mean over embeddings truncated to each of them.
     """

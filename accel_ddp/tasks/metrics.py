@@ -41,7 +41,7 @@ BUILT_IN: dict[str, dict[str, Direction]] = {
         "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max", "rouge_1": "max", "rouge_2": "max", "ter": "min",
     },
 }  # fmt: skip
-# Other names of built-in metrics. The result has the longer name, because `f1` of scikit-learn is that of one class.
+# Other names of built-in metrics. The result has the longer name, because `f1` of scikit-learn covers one class.
 SHORT = {
     "classes": {"f1": "macro_f1", "precision": "macro_precision", "recall": "macro_recall", "mcc": "matthews_correlation"},
     "numbers": {"pearsonr": "pearson", "spearmanr": "spearman", "r_squared": "r2"},
@@ -143,7 +143,7 @@ class MoreMetrics:
         self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
 
     def try_out(self, references: list, names: list[str] | None = None, **inputs: Any) -> None:
-        """Compute the metrics for predictions that equal the references, before a model is loaded. `names` are those of classes.
+        """Compute the metrics for predictions that equal the references, before a model is loaded. `names` are the classes.
 
         Raise UserError for a metric that cannot be computed from these data, and for a `--best_metric` that is not measured.
         """
@@ -183,7 +183,7 @@ class MoreMetrics:
         return values
 
     def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
-        """Return the metrics of a recipe with those of `--metrics`. One that fails is reported and NaN.
+        """Return the metrics of a recipe and of `--metrics`. One that fails is reported and NaN.
 
         `inputs` are predictions and references, if needed probabilities, and sources of texts.
         """

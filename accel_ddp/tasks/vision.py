@@ -331,7 +331,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
 def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) -> Any:
     """Return the image processor, which resizes, scales and normalizes.
 
-    It is that of the pretrained model, or made from the options and the sizes of the images. Raise UserError if the model does not
+    It comes from the pretrained model, or is made from the options and the sizes of the images. Raise UserError if the model does not
     accept its output.
     """
     place = "" if cfg.model == "mini-resnet" else models.locate(cfg.model, cfg.cache_dir)

@@ -138,7 +138,7 @@ def broadcast_metrics(metrics: Any) -> dict[str, float]:
 
 
 def as_numbers(metrics: Any) -> dict[str, float]:
-    """Return metrics as Python floats, which JSON and trackers accept: also those of numpy and torch.
+    """Return metrics as Python floats, which JSON and trackers accept. Values may be numbers of numpy and torch.
 
     Raise UserError for what is not a number, and for names that log.jsonl uses itself.
     """

@@ -185,7 +185,7 @@ def _groups(model: nn.Module, cfg: TrainConfig) -> list[dict[str, Any]]:
         require_hidden(hidden)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     trainable = [p for p in model.parameters() if p.requires_grad]
-    for p in sorted(trainable, key=lambda p: p.ndim < 2):  # matrices first; the order is otherwise that of the model
+    for p in sorted(trainable, key=lambda p: p.ndim < 2):  # matrices first; otherwise in the order of the model
         rate = rates.get(p, cfg.lr)
         values: dict[str, Any] = {"weight_decay": cfg.weight_decay if p.ndim >= 2 else 0.0, "lr": rate}
         values["lr_ratio"] = rate / cfg.lr if p in rates else 1.0

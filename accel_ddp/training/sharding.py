@@ -235,7 +235,7 @@ def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
 def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     """Return the modules that are gathered one at a time, in the order of the model. Raise UserError if there are none.
 
-    They are the outermost elements of lists of modules, or those of the classes that the config names.
+    They are the outermost elements of lists of modules, or modules of the classes that the config names.
     """
     if compat.has_batch_norm(model):
         raise UserError(

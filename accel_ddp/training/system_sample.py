@@ -101,7 +101,7 @@ class _Gpu:
     """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so the GPU is found by its UUID."""
 
     def __init__(self, uuid: str):
-        """`uuid` is that of torch, which has no prefix."""
+        """`uuid` comes from torch and has no prefix."""
         self.uuid = uuid
         self.nvml: Any = None
         with contextlib.suppress(ImportError):
