@@ -31,10 +31,7 @@ def own_parameters(module: "nn.Module") -> dict[str, Any]:
 
 
 def own_buffers(module: "nn.Module") -> dict[str, Any]:
-    """Return the dictionary in which a module stores its own buffers, to replace one of them. A value may be None.
-
-    For the reasons of `own_parameters`. Tested with torch 2.13.
-    """
+    """Return the dictionary of the own buffers of a module. See `own_parameters`. Tested with torch 2.13."""
     return module._buffers
 
 
@@ -47,36 +44,24 @@ def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) ->
 
 
 def has_batch_norm(model: "nn.Module") -> bool:
-    """Return whether a model has batch norm of any dimension, synchronized or not.
-
-    The public classes have no public base class. Tested with torch 2.13.
-    """
+    """Return whether a model has batch norm. Its public classes have no public base class. Tested with torch 2.13."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def storage_key(tensor: "Tensor") -> int:
-    """Return a number that tensors over the same memory have in common.
-
-    `data_ptr` is 0 for empty tensors, and fake tensors have none. Tested with torch 2.13.
-    """
+    """Return what tensors over the same memory share. Fake ones have no `data_ptr`. Tested with torch 2.13."""
     return tensor.untyped_storage()._cdata
 
 
 def version_of(tensor: "Tensor") -> int:
-    """Return a number that changes when a tensor is modified in place.
-
-    Autograd compares it, and torch has no other way to notice a modification. Tested with torch 2.13.
-    """
+    """Return a number that changes when a tensor is modified in place. Nothing public does. Tested with torch 2.13."""
     return tensor._version
 
 
 def copy_all(targets: "Sequence[Tensor]", sources: "Sequence[Tensor]") -> None:
-    """Copy each source to its target, with few kernels for many tensors.
-
-    The public `copy_` starts one kernel per tensor. Tested with torch 2.13.
-    """
+    """Copy sources to targets with few kernels. `copy_` starts one kernel per tensor. Tested with torch 2.13."""
     import torch
 
     torch._foreach_copy_(targets, sources)
@@ -105,10 +90,7 @@ def split_like(flat: "Tensor", tensors: "list[Tensor]") -> "tuple[Tensor, ...]":
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested lists, tuples and dictionaries, and their structure, for `unflatten`.
-
-    torch's modules of trees have no public name. Tested with torch 2.13.
-    """
+    """Return the leaves of nested arguments and their structure. torch has no public name for it. Tested with torch 2.13."""
     from torch.utils import _pytree
 
     return _pytree.tree_flatten(tree)
@@ -134,9 +116,8 @@ def flash_attention(
     """
     import torch
 
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale
-    )[:3]  # fmt: skip
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale)[:3]
 
 
 def flash_attention_gradients(
@@ -153,10 +134,7 @@ def flash_attention_gradients(
 
 
 def grouped_products() -> set[Callable[..., Any]]:
-    """Return the functions that multiply rows by the matrices of their experts. transformers calls whichever torch has.
-
-    Versions before torch 2.10 have the private one only. Tested with torch 2.13.
-    """
+    """Return the products of experts. Before torch 2.10 they have no public name. Tested with torch 2.13."""
     import torch
     import torch.nn.functional as F
 
@@ -199,10 +177,7 @@ def gradients_in_modes(loss: "Tensor", parameters: "Sequence[Tensor]") -> "tuple
 
 
 def reads_found_inf(optimizer: "torch.optim.Optimizer") -> bool:
-    """Return whether the optimizer reads `found_inf` on the device and skips a step, as the fused ones of torch do for GradScaler.
-
-    GradScaler itself reads this attribute. Tested with torch 2.13.
-    """
+    """Return whether an optimizer skips a step on the device by `found_inf`. GradScaler reads it too. Tested with torch 2.13."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -284,10 +259,7 @@ def around_buffer_sync(model: "nn.Module", before: Callable[[], None], after: Ca
 
 
 def ignored_by_ddp(module: "nn.Module") -> set[str]:
-    """Return the names of parameters and buffers that DDP does not keep equal on all ranks.
-
-    `_set_params_and_buffers_to_ignore_for_model` is the only way to name them, and is private itself. Tested with torch 2.13.
-    """
+    """Return the names that DDP does not keep equal. They are set by a private method only. Tested with torch 2.13."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -407,10 +379,7 @@ def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
 
 
 def fake_mode() -> Any:
-    """Return a context in which tensors have shapes and no values. A tensor outside of it may be mixed with those inside.
-
-    The meta device is public, but autocast does not work on it. Tested with torch 2.13.
-    """
+    """Return a context of tensors without values. The public meta device has no autocast. Tested with torch 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -477,10 +446,7 @@ def exit_codes_of(agent: object) -> list[int | None]:
 
 
 def hides_output(specs: object) -> bool:
-    """Return whether torchrun does not show the output of some ranks, because of `--redirects` or `--local_ranks_filter`.
-
-    The options are attributes of `LogsSpecs` without a public name. Tested with torch 2.13.
-    """
+    """Return whether torchrun hides output of ranks. Its options have no public attributes. Tested with torch 2.13."""
     return bool(getattr(specs, "_redirects", False) or getattr(specs, "_local_ranks_filter", None))
 
 

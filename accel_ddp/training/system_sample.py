@@ -35,7 +35,7 @@ class SystemSample:
         self.processes = _Processes(psutil)
         self.psutil = psutil
         self.is_closed = threading.Event()
-        self.thread = threading.Thread(target=self._measure_again_and_again, name="system sample", daemon=True)
+        self.thread = threading.Thread(target=self._poll, name="system sample", daemon=True)
         self.thread.start()
 
     def __enter__(self) -> "SystemSample":
@@ -47,7 +47,7 @@ class SystemSample:
     def close(self) -> None:
         self.is_closed.set()
 
-    def _measure_again_and_again(self) -> None:
+    def _poll(self) -> None:
         seconds = FIRST_SECONDS
         while not self.is_closed.is_set():
             self.latest = self._measure()
