@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.option_values import choose_ranks
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -101,7 +101,7 @@ def start(cfg: TrainConfig) -> Accelerator:
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
     print_on_main(_describe(cfg, accelerator, precision))
-    if precision == "bf16" and not use_gpu and this_rank.is_main and not _cpu_has_bf16():
+    if precision == "bf16" and not use_gpu and this_rank.is_main and not compat.cpu_has_bf16():
         logger.warning(
             "Mixed precision bf16 is slow on this CPU, which has no instructions for bf16. A step can take 100 times as long as with "
             "--mixed_precision no."  # 7.1 instead of 0.054 s for each text of the classify recipe on Neoverse N1 cores
@@ -130,10 +130,6 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool, precision: str) -> None:
         torch.backends.cudnn.allow_tf32 = cfg.tf32  # for convolutions, where torch's default is True
         if cfg.tf32:
             torch.set_float32_matmul_precision("high")
-
-
-def _cpu_has_bf16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:

@@ -1,14 +1,473 @@
-"""Keeps forks of this process apart from the programs that other threads start.
+"""Private interfaces of torch and accelerate, and a replaced method of the standard library, each behind one function.
 
-`subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread is
-inside of `Popen` inherits a copy, and keeps it until it ends. The thread, for example that of a tracker, would wait for as long.
+An upgrade of torch begins with this file: tests/test_compat.py has a test for each function. torch is imported inside of the
+functions, because launchers and the doctor use this module too and do not wait for torch.
 """
 
+import contextlib
 import functools
+import json
 import os
 import subprocess
+import sys
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+# ---- modules and tensors
+
+
+def own_parameters(module: "nn.Module") -> dict[str, Any]:
+    """Return the dictionary in which a module stores its own parameters, to replace one of them. A value may be None.
+
+    `setattr` refuses a plain tensor, and `named_parameters` returns a tied parameter once. Tested with torch 2.13.
+    """
+    return module._parameters
+
+
+def own_buffers(module: "nn.Module") -> dict[str, Any]:
+    """Return the dictionary of the own buffers of a module. See `own_parameters`. Tested with torch 2.13."""
+    return module._buffers
+
+
+def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) -> None:
+    """Replace each parameter and buffer of a model by what `function` returns for it. A sharded model uses the new shards.
+
+    Only this method, which `to` and `half` call too, lets FSDP look for its parameters again. Tested with torch 2.13.
+    """
+    model._apply(function)
+
+
+def has_batch_norm(model: "nn.Module") -> bool:
+    """Return whether a model has batch norm. Its public classes have no public base class. Tested with torch 2.13."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def storage_key(tensor: "Tensor") -> int:
+    """Return what tensors over the same memory share. Fake ones have no `data_ptr`. Tested with torch 2.13."""
+    return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: "Tensor") -> int:
+    """Return a number that changes when a tensor is modified in place. Nothing public does. Tested with torch 2.13."""
+    return tensor._version
+
+
+def copy_all(targets: "Sequence[Tensor]", sources: "Sequence[Tensor]") -> None:
+    """Copy sources to targets with few kernels. `copy_` starts one kernel per tensor. Tested with torch 2.13."""
+    import torch
+
+    torch._foreach_copy_(targets, sources)
+
+
+def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: "Tensor") -> None:
+    """Move each average towards its weight by `amount` of their difference, with few kernels for many tensors.
+
+    `lerp_` starts one kernel per tensor. `torch._foreach_lerp_` does not read `amount` from a device. Tested with torch 2.13.
+    """
+    import torch
+
+    differences = torch._foreach_sub(weights, averages)
+    torch._foreach_mul_(differences, amount)
+    torch._foreach_add_(averages, differences)
+
+
+def split_like(flat: "Tensor", tensors: "list[Tensor]") -> "tuple[Tensor, ...]":
+    """Return parts of `flat`, one after the other, in the shapes of `tensors`.
+
+    `split` and `view` for hundreds of gradients would take longer than the launch of a CUDA graph. Tested with torch 2.13.
+    """
+    import torch
+
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested arguments and their structure. torch has no public name for it. Tested with torch 2.13."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """Return the nested object with these leaves. The reverse of `flatten`. Tested with torch 2.13."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+# ---- operators
+
+
+def flash_attention(
+    q: "Tensor", k: "Tensor", v: "Tensor", starts: "Tensor", longest: int, dropout: float, causal: bool, scale: float | None
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
+
+    No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Tested on a GPU
+    with torch 2.13 and 2.11.
+    """
+    import torch
+
+    forward = torch.ops.aten._flash_attention_forward
+    return forward(q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale)[:3]
+
+
+def flash_attention_gradients(
+    gradient: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", starts: "Tensor", longest: int,
+    dropout: float, causal: bool, random_state: "Tensor", scale: float | None,
+) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
+    """Return the gradients of queries, keys and values of `flash_attention`. Tested on a GPU with torch 2.13 and 2.11."""
+    import torch
+
+    return torch.ops.aten._flash_attention_backward(
+        gradient.contiguous(), q, k, v, out, lse, starts, starts, longest, longest, dropout, causal,
+        random_state, torch.empty(0, device=q.device), scale=scale,
+    )  # fmt: skip
+
+
+def grouped_products() -> set[Callable[..., Any]]:
+    """Return the products of experts. Before torch 2.10 they have no public name. Tested with torch 2.13."""
+    import torch
+    import torch.nn.functional as F
+
+    return {getattr(home, name) for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether this CPU multiplies bfloat16 itself, instead of emulating it. torch has no public test. Tested with torch 2.13."""
+    import torch
+
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+# ---- backward passes and optimizers
+
+
+def queue_after_backward(loss: "Tensor", function: Callable[[], None]) -> None:
+    """Call `function` when the last gradient of the next `loss.backward()` is computed, before DDP waits for its all-reduces.
+
+    The engine calls its callbacks after the last gradient, in the order in which they were queued. DDP queues the callback that waits
+    during the backward pass, and this one is queued at its start. Public hooks belong to single tensors. Tested with torch 2.13.
+    """
+    import torch
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    loss.register_hook(lambda gradient: queue(function))
+
+
+def gradients_in_modes(loss: "Tensor", parameters: "Sequence[Tensor]") -> "tuple[Tensor | None, ...]":
+    """Return the gradients of a loss. A `TorchFunctionMode` around the call stays active in checkpointed layers.
+
+    `torch.autograd.grad` dispatches itself to the mode, which is then left. Tested with torch 2.13.
+    """
+    import torch
+    from torch.autograd.graph import _engine_run_backward
+
+    return _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+def reads_found_inf(optimizer: "torch.optim.Optimizer") -> bool:
+    """Return whether an optimizer skips a step on the device by `found_inf`. GradScaler reads it too. Tested with torch 2.13."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
+    """Call `begin` and `end` around each compilation inside of the block. Nothing is done if torch.compile is not imported.
+
+    torch has no public notification of a compilation, which may take minutes in the middle of a step. Tested with torch 2.13.
+    """
+    if "torch._dynamo" not in sys.modules:  # its import takes seconds
+        yield
+        return
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+
+# ---- CUDA graphs
+
+
+def end_failed_capture(device: int, pool: Any) -> None:
+    """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
+
+    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Tested with torch 2.13.
+    """
+    import torch
+
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+
+
+# ---- DDP
+
+
+def gradient_times(model: "nn.Module") -> list[int]:
+    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronized.
+
+    Of a model without DDP it is empty. DDP does not report a backward pass that reached no parameter. Tested with torch 2.13.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
+
+
+def check_all_gradients(model: "nn.Module") -> None:
+    """Raise RuntimeError, with the numbers of the parameters, if DDP waits for the gradient of a parameter.
+
+    DDP itself calls this in the next forward pass, which is one step too late. Tested with torch 2.13.
+    """
+    model._check_reducer_finalized()
+
+
+def around_buffer_sync(model: "nn.Module", before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around the broadcast of buffers with which DDP begins a forward pass of training.
+
+    DDP has hooks for gradients and none for buffers. Models without DDP stay as they are. Tested with torch 2.13.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel) or not model.will_sync_module_buffers():
+        return
+    broadcast = model._sync_buffers
+
+    def surrounded() -> None:
+        if not model.training or not torch.is_grad_enabled():  # an evaluation, or a trial
+            return broadcast()
+        before()
+        broadcast()
+        after()
+
+    model._sync_buffers = surrounded
+
+
+def ignored_by_ddp(module: "nn.Module") -> set[str]:
+    """Return the names that DDP does not keep equal. They are set by a private method only. Tested with torch 2.13."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+# ---- FSDP and DTensor
+
+
+def fsdp_groups(part: "nn.Module") -> list[Any]:
+    """Return the groups of parameters that are gathered with a module. Since torch 2.12 a module may have several.
+
+    FSDP publishes neither its groups nor the order in which it gathers them. Tested with torch 2.13 and 2.11.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any]], None]) -> None:
+    """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters before it sums their gradients.
+
+    Public hooks of modules run after FSDP has started to communicate. Tested with torch 2.13 and 2.11.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    gather, reduce = group.pre_backward, group.post_backward
+
+    def pre_backward(*args: Any) -> Any:
+        if group._training_state != TrainingState.PRE_BACKWARD:  # it is called once for each output of a layer
+            begins()
+        return gather(*args)
+
+    def post_backward(*args: Any) -> Any:
+        params = [p for p in group.fsdp_params if p.sharded_state == ShardedState.UNSHARDED and p.sharded_param.requires_grad]
+        if params:
+            sums(params)
+        return reduce(*args)
+
+    group.pre_backward, group.post_backward = pre_backward, post_backward
+
+
+def has_gradient(param: Any) -> bool:
+    """Return whether a parameter of a group has a gradient in this backward pass. If not, let it contribute zeros to the sum.
+
+    `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it. Tested with torch 2.13 and 2.11.
+    """
+    import torch
+
+    if param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None:
+        return True
+    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
+    return False
+
+
+def make_root(model: "nn.Module") -> None:
+    """Make a sharded model the root of its layers. Otherwise the first layer that is called by itself would become the root.
+
+    FSDP does this in the first forward pass of the model. Tested with torch 2.13 and 2.11.
+    """
+    model._get_fsdp_state()._lazy_init()
+
+
+def reset_sharded(parts: "Sequence[nn.Module]") -> None:
+    """Make a sharded model usable again after an error in a forward or backward pass. `parts` begin with the root.
+
+    `reset_iter_state` is public since torch 2.12. The rest is for torch 2.11.
+    """
+    if hasattr(parts[0], "reset_iter_state"):
+        parts[0].reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for state in [part._get_fsdp_state() for part in parts]:
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
+        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+        state._comm_ctx.post_forward_order.clear()
+        group = state._fsdp_param_group
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()  # of a prefetched layer
+            group._post_forward_indices.clear()
+            group.reshard()
+
+
+def let_all_ranks_generate(model: "nn.Module") -> None:
+    """Let `generate` of transformers do the same number of forward passes on all ranks of a sharded model.
+
+    transformers reads this attribute, which Accelerate sets for models that it shards itself. Tested with transformers 5.22.
+    """
+    model._is_fsdp_managed_module = True
+
+
+def region_of(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the offsets and the lengths, in each dimension, of the part of a DTensor that this rank holds.
+
+    DTensor publishes the part, and not its place in the whole. Tested with torch 2.13 and 2.11.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [*offsets], [*lengths]
+
+
+def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
+    """Return a DTensor of which this rank holds `part`, spread over ranks like another one of the same shape.
+
+    `DTensor.from_local` would move a part that is offloaded to host memory to the GPU. Tested with torch 2.13 and 2.11.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(like.shape, like.stride(), part.dtype))
+    return DTensor(part, spec, requires_grad=False)
+
+
+# ---- fake tensors
+
+
+def fake_mode() -> Any:
+    """Return a context of tensors without values. The public meta device has no autocast. Tested with torch 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# ---- Accelerate
+
+
+def forget_last_loader(accelerator: "Accelerator") -> None:
+    """Let Accelerate forget the data loader that it prepared last. Otherwise the loader's workers would run until the process exits.
+
+    `free_memory` forgets the model and the optimizer too. Tested with accelerate 1.15.
+    """
+    accelerator._dataloaders.pop()
+
+
+def skip_port_check() -> None:
+    """Let `accelerate launch` start although another program uses the main port, because the preflight reports it on every node.
+
+    Accelerate has no option for it. Nothing is done in other programs. Tested with accelerate 1.15.
+    """
+    launch = sys.modules.get("accelerate.utils.launch")
+    if hasattr(launch, "is_port_in_use"):
+        launch.is_port_in_use = lambda port=None: False
+
+
+# ---- torch's launcher and process groups
+
+
+def rendezvous_creators() -> dict[str, Callable[..., Any]]:
+    """Return torch's rendezvous backends by name. A launcher uses what is put into the dictionary.
+
+    The public `register` refuses a second creator for a name. Tested with torch 2.13.
+    """
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+    return rendezvous_handler_registry._registry
+
+
+def store_of_handler(handler: Any) -> Any:
+    """Return the store of a rendezvous handler, or None before its first round. The public one belongs to the ranks.
+
+    Tested with torch 2.13.
+    """
+    return getattr(handler, "_store", None)
+
+
+def stop_keep_alive(handler: Any) -> None:
+    """Stop the timer with which a rendezvous handler writes to its store. For a lost store it prints an error every few seconds.
+
+    `shutdown` would write to the store too. Tested with torch 2.13.
+    """
+    if timer := getattr(handler, "_keep_alive_timer", None):
+        timer.cancel()
+
+
+def exit_codes_of(agent: object) -> list[int | None]:
+    """Return the exit codes of the ranks of torch's agent, or [] of any other object. A rank that runs has None.
+
+    The agent raises an error with the codes only after a failure, and not after a signal. Tested with torch 2.13.
+    """
+    ranks = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", None) or {}
+    return [ranks[rank].proc.returncode for rank in sorted(ranks)]
+
+
+def hides_output(specs: object) -> bool:
+    """Return whether torchrun hides output of ranks. Its options have no public attributes. Tested with torch 2.13."""
+    return bool(getattr(specs, "_redirects", False) or getattr(specs, "_local_ranks_filter", None))
+
+
+def default_store() -> Any:
+    """Return the store of the default process group. `init_process_group` does not return it. Tested with torch 2.13."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the last collectives of this process, as the Flight Recorder stores them. It is on by default.
+
+    Public is only its file, which torch writes after a timeout. Tested with torch 2.13.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    return json.loads(_dump_fr_trace_json(True, False))["entries"]
+
+
+# ---- programs and forks
 
 WAIT_SECONDS = 10.0  # for a program that another thread is starting; milliseconds, unless the file system of the program hangs
 
@@ -32,7 +491,12 @@ class _Gate:
 
 
 def keep_forks_apart_from_starts() -> None:
-    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round."""
+    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
+
+    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread,
+    for example of a tracker, is inside of `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
+    3.11.
+    """
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call
         return

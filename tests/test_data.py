@@ -1,4 +1,4 @@
-"""The order of items, fingerprints, the tokenisation cache and losses."""
+"""The order of items, fingerprints, the tokenization cache and losses."""
 
 import itertools
 import json
@@ -121,7 +121,7 @@ print(json.dumps(keys))
 """
 
 
-def test_data_are_tokenised_again_only_if_code_that_tokenises_has_changed(tmp_path):
+def test_data_are_tokenized_again_only_if_code_that_tokenizes_has_changed(tmp_path):
     """In a copy of the package, files are edited one after the other."""
     package = tmp_path / "accel_ddp"
     shutil.copytree(ROOT / "accel_ddp", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -132,7 +132,7 @@ def test_data_are_tokenised_again_only_if_code_that_tokenises_has_changed(tmp_pa
         "doctor/doctor_command.py",
         "training/stream.py",
         "speed/attach.py",
-        "config.py",
+        "config/train_config.py",
         "cli.py",
         "recipe.py",
         "doctor/new.py",
@@ -148,15 +148,15 @@ def test_data_are_tokenised_again_only_if_code_that_tokenises_has_changed(tmp_pa
     assert len({keys[name] for name in changed}) == len(changed)
 
 
-def test_slow_tokenising_is_done_by_one_rank_and_outlasts_the_process_group_timeout(tmp_path):
-    """With two ranks, 12 s of tokenising and a timeout of 5 s, one rank works, and the other waits and reports it."""
+def test_slow_tokenizing_is_done_by_one_rank_and_outlasts_the_process_group_timeout(tmp_path):
+    """With two ranks, 12 s of tokenizing and a timeout of 5 s, one rank works, and the other waits and reports it."""
     ended = run_ranks(
-        2, PROGRAMS / "slow_tokenising.py", "--cache_dir", tmp_path / "cache", "--ddp_timeout_seconds", 5,
+        2, PROGRAMS / "slow_tokenizing.py", "--cache_dir", tmp_path / "cache", "--ddp_timeout_seconds", 5,
         "--global_batch_size", 2, "--output_dir", tmp_path / "run",
     ).well()  # fmt: skip
-    assert ended.text.count("tokenised 3 rows") == 1
+    assert ended.text.count("tokenized 3 rows") == 1
     assert ended.text.count("received [1, 2, 3]") == 2
-    assert "waiting for another process to tokenise" in ended.text
+    assert "waiting for another process to tokenize" in ended.text
 
 
 def test_labels_stay_with_their_tokens_whichever_side_a_tokenizer_pads(tiny_model):

@@ -70,7 +70,7 @@ def test_every_token_is_in_exactly_one_block_and_blocks_are_full(tokenizer, toke
 
 
 def test_words_of_a_block_are_the_words_of_the_text(tokens):
-    block = tokens.make_block(*tokens.tokenise(["unbelievable, the words", "", "ok"]))
+    block = tokens.make_block(*tokens.tokenize(["unbelievable, the words", "", "ok"]))
     names = tokens.tokenizer.convert_ids_to_tokens(block["input_ids"])
     together = {}
     for name, word in zip(names, block["words"]):
@@ -107,7 +107,7 @@ def test_evaluations_always_use_the_same_masks(tokenizer, blocks):
 def test_whole_words_are_masked_in_the_right_shares(tokenizer):
     """15 % of the words are chosen. 80 % of these become mask tokens, 10 % random tokens, 10 % stay, each word as a whole."""
     tokens = text_blocks.BlockTokenizer(tokenizer, "a model", 128)
-    blocks = [tokens.make_block(*(part[: tokens.room] for part in tokens.tokenise(some_texts(30, seed)))) for seed in range(50)]
+    blocks = [tokens.make_block(*(part[: tokens.room] for part in tokens.tokenize(some_texts(30, seed)))) for seed in range(50)]
     items = masked_in_training(blocks, tokenizer, [(i, i % 50) for i in range(800)])
     kinds, lengths, at_random = {"left": 0, "mask": 0, "same": 0, "other": 0}, {"left": [], "masked": []}, set()
     for i, item in enumerate(items):
@@ -140,7 +140,7 @@ def test_whole_words_are_masked_in_the_right_shares(tokenizer):
 
 
 def test_a_block_without_words_has_nothing_to_learn(tokenizer, tokens):
-    item = masking.MaskedBlocks([tokens.make_block(*tokens.tokenise([" \n"]))], tokenizer, 0.15)[0]
+    item = masking.MaskedBlocks([tokens.make_block(*tokens.tokenize([" \n"]))], tokenizer, 0.15)[0]
     assert item == {"input_ids": [2, 3], "attention_mask": [1, 1], "labels": [-100, -100]}
 
 
@@ -196,7 +196,7 @@ def test_blocks_begin_with_lines_and_little_is_cut(tokens, tmp_path):
     lines = (tmp_path / "a.txt").read_text().splitlines()
     starts = [stream.text(i).split("\n")[0] for i in range(len(stream))]
     assert sum(start in lines for start in starts) > 0.7 * len(starts)
-    lengths = np.array([len(small.tokenise([stream.text(i)])[0]) for i in range(len(stream))])
+    lengths = np.array([len(small.tokenize([stream.text(i)])[0]) for i in range(len(stream))])
     assert np.maximum(lengths - small.room, 0).sum() < 0.04 * lengths.sum()
     assert max(len(stream[i]["input_ids"]) for i in range(len(stream))) <= 256
     assert "are not used" in stream.summary

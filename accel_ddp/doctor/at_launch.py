@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accel_ddp import compat
 from accel_ddp.doctor import launcher_exit
 from accel_ddp.words import find_options, value_of
 
@@ -25,9 +26,7 @@ def add_to_torchrun():
 
     Returns a rendezvous backend, as torch requires: the usual static one, which is then registered under this package's name.
     """
-    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
-
-    creators = rendezvous_handler_registry._registry  # `register` refuses a second creator for a name
+    creators = compat.rendezvous_creators()
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
         launcher_exit.return_exit_code_of_ranks()
@@ -159,11 +158,10 @@ def _leave_port_check_to_preflight() -> None:
     """
     from accel_ddp.nodes.launcher import parse_accelerate_command
 
-    launch = sys.modules.get("accelerate.utils.launch")
     request = parse_accelerate_command(sys.orig_argv) or {}
     num_nodes = request.get("num_machines")
-    if hasattr(launch, "is_port_in_use") and isinstance(num_nodes, int) and num_nodes > 1:
-        launch.is_port_in_use = lambda port=None: False
+    if isinstance(num_nodes, int) and num_nodes > 1:
+        compat.skip_port_check()
 
 
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:

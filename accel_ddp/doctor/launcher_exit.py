@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from types import TracebackType
 
+from accel_ddp import compat
 from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR
 
 EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)
@@ -82,7 +83,7 @@ def _hides_output(trace: TracebackType | None) -> bool:
     """Return whether the output of some ranks is not shown, because of `--redirects` or `--local_ranks_filter` of torchrun."""
     while trace:
         if specs := getattr(trace.tb_frame.f_locals.get("config"), "logs_specs", None):
-            return bool(getattr(specs, "_redirects", False) or getattr(specs, "_local_ranks_filter", None))
+            return compat.hides_output(specs)
         trace = trace.tb_next
     return False
 
@@ -90,7 +91,7 @@ def _hides_output(trace: TracebackType | None) -> bool:
 def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
     """Return the exit codes of the ranks of torch's agent, which is a local variable of a function in the traceback."""
     while trace:
-        if codes := _codes_of(trace.tb_frame.f_locals.get("agent")):
+        if codes := compat.exit_codes_of(trace.tb_frame.f_locals.get("agent")):
             return codes
         trace = trace.tb_next
     return []
@@ -100,14 +101,9 @@ def codes_of_agent() -> list[int | None]:
     """Return the exit codes of the ranks of the agent that calls this code."""
     frame = sys._getframe()
     while frame := frame.f_back:
-        if codes := _codes_of(frame.f_locals.get("self")):
+        if codes := compat.exit_codes_of(frame.f_locals.get("self")):
             return codes
     return []
-
-
-def _codes_of(agent: object) -> list[int | None]:
-    ranks = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", None) or {}
-    return [ranks[rank].proc.returncode for rank in sorted(ranks)]
 
 
 def find_max_restarts() -> int:

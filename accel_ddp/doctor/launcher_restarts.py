@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from accel_ddp import compat
 from accel_ddp.doctor import launcher_exit
 from accel_ddp.doctor.host import HOST
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
@@ -225,7 +226,7 @@ class RestartingRendezvous:
 
     def _store_answers(self) -> bool:
         """Return whether the store of torch's handler still works. A store whose host is unreachable would block for minutes."""
-        store = getattr(self.handler, "_store", None)
+        store = compat.store_of_handler(self.handler)
         if store is None:  # the handler has just been created
             return True
         return not self._is_store_closed() and self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
@@ -248,8 +249,8 @@ class RestartingRendezvous:
                     self.is_store_lost = self.connection.recv(1) == b""
                 except ConnectionError:
                     self.is_store_lost = True
-        if self.is_store_lost and (timer := getattr(self.handler, "_keep_alive_timer", None)):
-            timer.cancel()
+        if self.is_store_lost:
+            compat.stop_keep_alive(self.handler)
         return self.is_store_lost
 
     def _open_again(self, deadline: float) -> None:
@@ -276,7 +277,7 @@ class RestartingRendezvous:
 
     def _announce_job(self) -> None:
         """Store which command this node runs, for launchers that are started again. Commands may differ in options of a node."""
-        store = getattr(self.handler, "_store", None)  # that of the launchers; the static handler opens it in its first round
+        store = compat.store_of_handler(self.handler)  # that of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
                 store.set(self.job_key, "")

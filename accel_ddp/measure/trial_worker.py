@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accel_ddp import compat
 from accel_ddp.doctor.collective_process import read_nccl_log
 from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Transport, best_choice, best_exact
 from accel_ddp.measure.tune_shapes import Entries, unpack
@@ -244,7 +245,7 @@ class Worker:
 
     def leave(self) -> None:
         """Return on rank 0 when all ranks are past the last collective, because rank 0 hosts the store that the others use."""
-        store, deadline = self.dist.distributed_c10d._get_default_store(), time.monotonic() + 5
+        store, deadline = compat.default_store(), time.monotonic() + 5
         left = store.add("left", 1)
         while self.rank == 0 and left < self.ranks and time.monotonic() < deadline:
             time.sleep(0.01)

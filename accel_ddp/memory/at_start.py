@@ -1,4 +1,4 @@
-"""Reports the estimated GPU memory before a run loads its model, and refuses a model that does not fit."""
+"""The estimated GPU memory, printed before a run loads its model. A model that does not fit is refused."""
 
 import logging
 import random

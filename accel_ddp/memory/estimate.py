@@ -1,6 +1,6 @@
-"""Computes the peak of GPU memory per rank from the states of a model and the trace of a micro-batch.
+"""The peak of GPU memory per rank, from the states of a model and the trace of a micro-batch, and what to change if it is too high.
 
-The peak is that of `torch.cuda.max_memory_allocated`. The CUDA context, NCCL, and what the allocator holds but does not use come on
+It is what `torch.cuda.max_memory_allocated` returns. The CUDA context, NCCL, and what the allocator holds but does not use come on
 top of it; see `needed`.
 """
 
@@ -43,7 +43,7 @@ GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer 
 
 
 @dataclass(frozen=True)
-class Run:
+class EstimatedRun:
     """The memory of one rank with its share of a step, however many ranks there are."""
 
     states: States
@@ -108,7 +108,7 @@ def needed(peak: float, ranks: int) -> float:
     return peak * (1 + FRAGMENTATION) + CONTEXT + (COMMUNICATION if ranks > 1 else 0)
 
 
-def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int) -> Run:
+def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int) -> EstimatedRun:
     """Return the memory of one rank. Raise UserError if the model cannot be found. It takes about a second and loads no weights.
 
     A model that cannot be traced, for example because its forward pass depends on values, has no activations in the estimate.
@@ -123,17 +123,17 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int) -
             traced = NOTHING
     is_graphed = traced.is_padding_free and cfg.compile != "off" and not cfg.gradient_checkpointing
     copies = (not cfg.gradient_as_bucket_view) + (cfg.comm_hook == "powersgd")  # its buckets, and the errors of powersgd
-    return Run(states, traced, precision, micro_batch_size, is_graphed, copies)
+    return EstimatedRun(states, traced, precision, micro_batch_size, is_graphed, copies)
 
 
-def estimate(run: Run, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None) -> Estimate:
+def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None) -> Estimate:
     """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it."""
     if plan is not None and ranks > 1:
         return _sharded(run, ranks, num_micro_batches, plan)
     return _replicated(run, ranks, num_micro_batches)
 
 
-def _replicated(run: Run, ranks: int, num_micro_batches: int) -> Estimate:
+def _replicated(run: EstimatedRun, ranks: int, num_micro_batches: int) -> Estimate:
     states, moments = run.states, run.trace.moments
     in_step = moments[:, :GRADIENTS_OF_LAYERS].sum(1)
     # DDP's buckets stay, and so do gradients of earlier micro-batches. Otherwise gradients use memory that activations have left.
@@ -161,13 +161,13 @@ def _replicated(run: Run, ranks: int, num_micro_batches: int) -> Estimate:
         copies=copies,
         activations=int(activations),
         loss=loss,
-        other=WORKSPACES + states.dequantised,
+        other=WORKSPACES + states.dequantized,
     )
     found = dataclasses.replace(found, graphs=_graphs(run, found, keeps_gradients))
     return _with_evaluation(run, found, keeps_gradients, 1)
 
 
-def _graphs(run: Run, without: Estimate, keeps_gradients: bool) -> int:
+def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
     """Return how much the peak grows if the layers are captured as CUDA graphs, for micro-batches of one shape."""
     if not run.is_graphed:
         return 0
@@ -184,7 +184,7 @@ def _graphs(run: Run, without: Estimate, keeps_gradients: bool) -> int:
     return max(0, max(capture, replay) - without.total)
 
 
-def _sharded(run: Run, ranks: int, num_micro_batches: int, plan: ShardingPlan) -> Estimate:
+def _sharded(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan) -> Estimate:
     states, moments = run.states, run.trace.moments
     shards, on_gpu = ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1
     share = lambda size: -(-size // shards) * on_gpu
@@ -227,7 +227,7 @@ def _sharded(run: Run, ranks: int, num_micro_batches: int, plan: ShardingPlan) -
     return _with_evaluation(run, found, True, 1 / shards * on_gpu)
 
 
-def _with_evaluation(run: Run, found: Estimate, keeps_gradients: bool, share: float) -> Estimate:
+def _with_evaluation(run: EstimatedRun, found: Estimate, keeps_gradients: bool, share: float) -> Estimate:
     """Add how much more an evaluation needs. With --ema_decay it needs a copy of the trained weights too."""
     kept = found.states - (0 if keeps_gradients else found.gradients)
     copy = run.states.gradients * share if run.states.averages else 0
@@ -235,7 +235,7 @@ def _with_evaluation(run: Run, found: Estimate, keeps_gradients: bool, share: fl
     return dataclasses.replace(found, evaluation=max(0, int(more)))
 
 
-# Finds what to change if a run does not fit into the memory of its GPUs. Each suggestion fits by the estimate itself.
+# ---- what to change if a run does not fit; each suggestion fits by the estimate itself
 NUMBERS = (2, 4, 8, 16, 32, 64)  # of GPUs that are suggested
 CONFIG_OF_NODES = "accelerate_configs/2node_fsdp.yaml"
 Change = tuple[str, int, ShardingPlan | None, dict[str, Any]]  # words, ranks, how the model is sharded, options
@@ -262,7 +262,7 @@ class Estimator:
     def __init__(self, cfg: Any, model_class: str, precision: str, num_nodes: int = 1):
         """`precision` is no, bf16 or fp16."""
         self.cfg, self.model_class, self.precision, self.num_nodes = cfg, model_class, precision, num_nodes
-        self._runs: dict[tuple[Any, ...], Run] = {}
+        self._runs: dict[tuple[Any, ...], EstimatedRun] = {}
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
         """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
@@ -302,7 +302,7 @@ class Estimator:
         for what, is_refused in refused.items():
             if is_refused:
                 raise UserError(
-                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so that a run would be refused. Use "
+                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so a run would be refused. Use "
                     "accelerate_configs/1node.yaml, or leave --config_file out."
                 )
 
@@ -377,8 +377,8 @@ class Estimator:
         smaller = {**NARROW_ADAPTERS, **CHECKPOINTED, "micro_batch_size": 1}
         yield "--lora_r 16 --dtype bfloat16 --gradient_checkpointing --micro_batch_size 1", ranks, plan, smaller
         if plan is None:
-            quantised = {**ADAPTERS, "quantize": "4bit", **CHECKPOINTED, "micro_batch_size": 1}
-            yield "--lora_r 16 --quantize 4bit --gradient_checkpointing --micro_batch_size 1", ranks, plan, quantised
+            quantized = {**ADAPTERS, "quantize": "4bit", **CHECKPOINTED, "micro_batch_size": 1}
+            yield "--lora_r 16 --quantize 4bit --gradient_checkpointing --micro_batch_size 1", ranks, plan, quantized
 
 
 def fits(found: Estimate, available: float) -> bool:

@@ -48,29 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(words: list[str]) -> int:
     """Print a table, or JSON with --json, and return the exit code."""
-    names = recipe_files.recipe_names()
-    at = script_at(words, names)
-    parser = build_parser()
-    listed = f"The recipes are: {', '.join(names)}."
-    if at == len(words) and words and not words[-1].startswith("-") and parser.parse_known_args(words)[1]:
-        raise UserError(f"accel-ddp estimate {words[-1]}: there is no such recipe. {listed}")
-    given = parser.parse_args(words[:at])
-    if at == len(words):
-        raise UserError(f"accel-ddp estimate needs a recipe, for example sft. {listed}")
-    own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
-    if own not in ("", "-h", "--help"):
-        raise UserError(
-            f"{own}: belongs to accel-ddp estimate. Type it before the recipe: accel-ddp estimate {own} ... {words[at]}."
-        )
-    for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
-        if wrong := [value for value in values if not 0 < value < math.inf]:
-            raise UserError(f"--{name} {wrong[0]:g}: must be above 0.")
+    given, name, options = _split(words)
     launch = _read_config(given.config_file)
-    recipe = load_recipe(recipe_files.recipe_path(words[at]))
-    cfg = parse_config(recipe.Config, words[at + 1 :], words[at])
+    recipe = load_recipe(recipe_files.recipe_path(name))
+    cfg = parse_config(recipe.Config, options, name)
     if not hasattr(cfg, "model"):
         raise UserError(
-            f"{words[at]}: has no option --model, so that its model is not known before it runs. "
+            f"{name}: has no option --model, so its model is not known before it runs. "
             "Estimate a recipe with a model of transformers, for example sft."
         )
     precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
@@ -93,6 +77,28 @@ def main(words: list[str]) -> int:
         print(_table([one for one, _ in layouts]))
         print(_fits(estimator, layouts, given.memory))
     return 0
+
+
+def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
+    """Return the options of this command, the recipe, and the recipe's options. Raise UserError for a mistake in the first two."""
+    names = recipe_files.recipe_names()
+    at = script_at(words, names)
+    parser = build_parser()
+    listed = f"The recipes are: {', '.join(names)}."
+    if at == len(words) and words and not words[-1].startswith("-") and parser.parse_known_args(words)[1]:
+        raise UserError(f"accel-ddp estimate {words[-1]}: there is no such recipe. {listed}")
+    given = parser.parse_args(words[:at])
+    if at == len(words):
+        raise UserError(f"accel-ddp estimate needs a recipe, for example sft. {listed}")
+    own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
+    if own not in ("", "-h", "--help"):
+        raise UserError(
+            f"{own}: belongs to accel-ddp estimate. Type it before the recipe: accel-ddp estimate {own} ... {words[at]}."
+        )
+    for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
+        if wrong := [value for value in values if not 0 < value < math.inf]:
+            raise UserError(f"--{name} {wrong[0]:g}: must be above 0.")
+    return given, words[at], words[at + 1 :]
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[t
         if launch.plan and launch.plan.replicas == ONE_PER_NODE and number > launch.num_nodes and number % launch.num_nodes:
             raise UserError(
                 f"--gpus {number}: the accelerate config has num_machines: {launch.num_nodes} and one copy of the model on each node, "
-                f"so that each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
+                f"so each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
             )
         if number > 1 and (launch.plan or estimator.can_be_sharded()):
             # A plan has copies on nodes. Fewer GPUs than nodes are on one node.
@@ -158,7 +164,7 @@ def load_recipe(path: Path) -> Any:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     if not hasattr(module, "Config"):
-        raise UserError(f"{path}: has no class Config, so that it is not a recipe.")
+        raise UserError(f"{path}: has no class Config, so it is not a recipe.")
     return module
 
 

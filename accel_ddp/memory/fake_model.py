@@ -1,4 +1,7 @@
-"""Builds the model of a run with fake tensors, which have shapes and no values, and the micro-batches that the model gets."""
+"""The model of a run with fake tensors, which have shapes and no values, its micro-batches, and the bytes of its states.
+
+Weights, gradients and optimizer state take the same bytes on every device.
+"""
 
 import contextlib
 import dataclasses
@@ -10,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accel_ddp import compat
 from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
@@ -21,12 +24,10 @@ from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
 
-# Counts the bytes of a model's weights, gradients and optimizer state. They are the same on every device.
-
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of the layers together, or those of the rest of the model."""
+    """The parameters of all layers, or of the rest of the model."""
 
     parameters: int  # elements
     trained: int  # elements
@@ -44,7 +45,7 @@ class States:
     buffers: int  # bytes
     optimizer: int  # bytes
     averages: int  # bytes, with --ema_decay
-    dequantised: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
+    dequantized: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
     has_batch_norm: bool
 
     @property
@@ -60,9 +61,9 @@ def count_states(model: nn.Module, cfg: Any) -> States:
     """Return the bytes of a model that may be on the meta device or fake."""
     inside, num_layers = _find_layers(model)
     kind = getattr(cfg, "quantize", "no")
-    quantised = quantised_weights(model, inside) if kind != "no" else set()
+    quantized = quantized_weights(model, inside) if kind != "no" else set()
     all_parameters = list(model.parameters())
-    size = lambda p: _stored_bytes(p, kind, p in quantised)
+    size = lambda p: _stored_bytes(p, kind, p in quantized)
     return States(
         layers=_count([p for p in all_parameters if id(p) in inside], size),
         rest=_count([p for p in all_parameters if id(p) not in inside], size),
@@ -70,20 +71,20 @@ def count_states(model: nn.Module, cfg: Any) -> States:
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=optim.state_bytes(model, cfg),
         averages=average_bytes(model, cfg),
-        dequantised=max((2 * p.numel() for p in quantised), default=0),
-        has_batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        dequantized=max((2 * p.numel() for p in quantized), default=0),
+        has_batch_norm=compat.has_batch_norm(model),
     )
 
 
-def quantised_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
-    """Return the weights that --quantize stores in fewer bits: those of frozen linear layers, except for the output head."""
+def quantized_weights(model: nn.Module, inside: set[int] | None = None) -> set[nn.Parameter]:
+    """Return the weights that --quantize stores in fewer bits: frozen linear layers, except for the output head."""
     inside = _find_layers(model)[0] if inside is None else inside
     weights = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     return {p for p in weights if id(p) in inside and not p.requires_grad}
 
 
-def _stored_bytes(p: nn.Parameter, kind: str, is_quantised: bool) -> int:
-    if is_quantised:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
+def _stored_bytes(p: nn.Parameter, kind: str, is_quantized: bool) -> int:
+    if is_quantized:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
         return int(p.numel() * {"4bit": 0.5 + 1 / 64, "8bit": 1.0}[kind]) + (4 * p.shape[0] if kind == "8bit" else 0)
     return p.numel() * (p.element_size() if kind == "no" else 4)  # PEFT converts all others to float32
 
@@ -142,18 +143,18 @@ CLASSES = {
 class FakeModel(NamedTuple):
     model: nn.Module
     model_class: str
-    mode: FakeTensorMode
+    mode: Any  # of fake tensors
     config: Any
 
 
 def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
     """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found.
 
-    `precision` is that of --mixed_precision.
+    `precision` is the value of --mixed_precision.
     """
     import transformers
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = compat.fake_mode()
     if cfg.model == "mini-resnet" and model_class == IMAGES:  # the built-in model of recipes/images.py
         from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification  # imports transformers
 
@@ -167,7 +168,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     options: dict[str, Any] = {"dtype": getattr(torch, cfg.dtype)}
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
-    is_quantised, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
+    is_quantized, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules
@@ -181,27 +182,25 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
         model._new_modules, model._adapters = [], None
         model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}
-    if is_quantised:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
+    if is_quantized:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
         dtypes = dict.fromkeys(model.parameters(), torch.float32)
-        dtypes |= dict.fromkeys(quantised_weights(model), NARROW.get(precision, torch.float32))
+        dtypes |= dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))
     return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
 
 
-def _faked(
-    model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})
-) -> nn.Module:
+def _faked(model: nn.Module, mode: Any, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})) -> nn.Module:
     """Replace the tensors of a model on the meta device by fake tensors of the CPU, for which autocast works. Return the model."""
     made: dict[int, nn.Parameter] = {}  # a parameter that is used twice stays one
     with mode:
         for module in model.modules():
-            for name, p in module._parameters.items():
+            for name, p in compat.own_parameters(module).items():
                 if p is not None and id(p) not in made:
                     made[id(p)] = _fake_parameter(p, dtypes.get(p, p.dtype))
                 if p is not None:
-                    module._parameters[name] = made[id(p)]
-            for name, buffer in module._buffers.items():
+                    compat.own_parameters(module)[name] = made[id(p)]
+            for name, buffer in compat.own_buffers(module).items():
                 if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    compat.own_buffers(module)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
 
 

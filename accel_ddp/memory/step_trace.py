@@ -1,4 +1,8 @@
-"""Traces one micro-batch of a run with fake tensors: how much memory its tensors take at each moment."""
+"""How much memory the tensors of one micro-batch take at each moment, traced with tensors that have shapes and no values.
+
+`Tracker` sees every operator and stores the size of each new storage until the storage is freed. The operators run on fake tensors
+of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
+"""
 
 import contextlib
 import functools
@@ -12,10 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_ddp import compat
 from accel_ddp.memory.fake_model import NARROW, FakeModel, make_batch, remove_padding
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
@@ -24,10 +28,6 @@ from accel_ddp.tasks import masking
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 
-# Records how much memory the tensors of a step take at each moment, with tensors that have shapes and no values.
-#
-# `Tracker` sees every operator and stores the size of each new storage until the storage is freed. The operators run on fake tensors
-# of the CPU. Where a GPU would save other tensors for the backward pass, `LikeGpu` replaces the operator.
 LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
 BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it
 
@@ -53,7 +53,7 @@ class Tracker(TorchDispatchMode):
         self.live = np.zeros((2, NUM_KINDS), dtype=np.int64)  # all bytes, and those that this layer has allocated
         self.moments: list[np.ndarray] = []
         self._known: dict[int, list[Any]] = {}  # storage -> [bytes, kind, whether this layer has allocated it, weak reference]
-        self._parameters = {p.untyped_storage()._cdata: inside for p, inside in in_layers.items()}
+        self._parameters = {compat.storage_key(p): inside for p, inside in in_layers.items()}
         for p, inside in in_layers.items():
             if p.requires_grad:
                 p.register_hook(lambda g, kind=GRADIENTS_OF_LAYERS if inside else GRADIENTS_OF_REST: self._move(g, kind))
@@ -69,7 +69,7 @@ class Tracker(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         kind = self.kind
         if function is torch.ops.aten._to_copy.default:
-            inside = self._parameters.get(args[0].untyped_storage()._cdata)
+            inside = self._parameters.get(compat.storage_key(args[0]))
             kind = kind if inside is None else CASTS_OF_LAYERS if inside else CASTS_OF_REST
         for one in out if isinstance(out, tuple | list) else (out,):
             if isinstance(one, Tensor):
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, kind: int) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = compat.storage_key(tensor)
         if key in self._known or key in self._parameters:
             return
         size = rounded(storage.nbytes())
@@ -95,7 +95,7 @@ class Tracker(TorchDispatchMode):
 
     def _move(self, tensor: Tensor, kind: int) -> None:
         """Count a storage as another kind, because it has become a gradient of a parameter."""
-        entry = self._known.get(tensor.untyped_storage()._cdata)
+        entry = self._known.get(compat.storage_key(tensor))
         if entry is not None:
             size = entry[0]
             self._resize(entry, 0)
@@ -139,7 +139,7 @@ class LikeGpu(TorchFunctionMode):
 
 
 # Products of experts, whose fake versions accept no float32.
-_GROUPED = {getattr(home, name) for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}
+_GROUPED = compat.grouped_products()
 
 
 class _Grouped(torch.autograd.Function):
@@ -196,7 +196,7 @@ NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, 0)  # of 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
     """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again.
 
-    `precision` is that of --mixed_precision: no, bf16 or fp16.
+    `precision` is the value of --mixed_precision: no, bf16 or fp16.
     """
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
@@ -211,10 +211,8 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         with tracker, CurrentBatch(batch):
             loss = _loss(fake, computed, head, batch, cfg)
             trained = [p for p in model.parameters() if p.requires_grad]
-            # `torch.autograd.grad` would leave `LikeGpu`, in which checkpointed layers must be computed again too.
-            gradients = _engine_run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, tuple(trained), allow_unreachable=True, accumulate_grad=False
-            )
+            # Checkpointed layers must be computed again inside of `LikeGpu` too.
+            gradients = compat.gradients_in_modes(loss, trained)
             tracker.mark()
         moments = marks.extend(np.stack(tracker.moments), num_layers)
         del gradients, loss

@@ -6,7 +6,6 @@ file itself.
 """
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -14,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.phases import step_of
 from accel_ddp.ranks.failures import Failure
@@ -71,10 +70,7 @@ def _receive(message: dict[str, Any]) -> None:
 def _last_collective() -> str:
     """Return the last collective that this rank has started, for example "all_reduce number 45 of [[768, 768]]"."""
     with contextlib.suppress(Exception):  # a private function of torch
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # the Flight Recorder, which is on by default
-
-        entries = json.loads(_dump_fr_trace_json(True, False))["entries"]
-        ours = [entry for entry in entries if entry["process_group"][1] == "default_pg"]
+        ours = [entry for entry in compat.recorded_collectives() if entry["process_group"][1] == "default_pg"]
         last = max(ours, key=lambda entry: entry["collective_seq_id"])
         name = last["profiling_name"].rpartition(":")[2]
         return f"{name} number {last['collective_seq_id']}" + (f" of {last['input_sizes']}" if last["input_sizes"] else "")

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from accel_ddp import compat
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -32,8 +32,7 @@ def region(tensor: Tensor) -> tuple[list[int], list[int]]:
     """Return the offsets and the lengths, in each dimension, of the part that this rank holds."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.dim(), [*tensor.shape]
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [*offsets], [*lengths]
+    return compat.region_of(tensor)
 
 
 def is_first_copy(tensor: Tensor) -> bool:
@@ -46,8 +45,4 @@ def is_first_copy(tensor: Tensor) -> bool:
 
 def sharded_like(part: Tensor, like: Tensor) -> Tensor:
     """Return a tensor of which this rank holds `part`, spread over ranks like another one of the same shape."""
-    if not isinstance(like, DTensor):
-        return part
-    # `DTensor.from_local` would move a part that is offloaded to host memory to the GPU.
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(like.shape, like.stride(), part.dtype))
-    return DTensor(part, spec, requires_grad=False)
+    return compat.dtensor_like(part, like) if isinstance(like, DTensor) else part

@@ -3,7 +3,7 @@
     step_00000012/  model.safetensors  optimizer.safetensors  run.json  files/...  manifest.json
     step_00000012/  model/shard-...  optimizer/shard-...      run.json  files/...  manifest.json
 
-The second one is that of a sharded run, in which each rank writes its part (see `parts`). Its tensors are read by `pieces`.
+The second folder is from a sharded run, in which each rank writes its part. `pieces` writes the parts and reads the tensors of both.
 A checkpoint contains tensors and JSON only. Loading it cannot run code.
 """
 
@@ -231,50 +231,67 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
         return "there is no such folder"
     manifest = _manifest(path)
     if manifest is None:
-        try:
-            (path / MANIFEST).read_bytes()
-        except FileNotFoundError:
-            return f"{MANIFEST} is missing"
-        except OSError as error:
-            return f"{MANIFEST} cannot be read: {error.strerror}"
-        return f"{MANIFEST} is damaged"
+        return _problem_of_manifest(path)
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
             "Run: pip install -U accel_ddp"
         )
     files: dict[str, dict[str, Any]] = manifest["files"]
-    for name, expected in files.items():
-        try:
-            size = (path / name).stat().st_size if (path / name).is_file() else None
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if size is None:
-            return f"{name} is missing"
-        if size != expected["size"]:
-            return f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
     needed = [name for name in files if with_optimizer or not name.startswith((OPTIMIZER, f"{PIECES[OPTIMIZER]}/"))]
     own = sorted(needed, key=lambda name: -files[name]["size"])[part::parts]
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        for problem in threads.map(lambda name: _damage(path, name, files[name]), own):
-            if problem:
-                return problem
-    from safetensors import SafetensorError, safe_open
-
     tensors = [name for name in files if name.endswith(".safetensors") and not name.startswith("files/")]
     if manifest["format"] == WHOLE:
         tensors = [MODEL, OPTIMIZER]
-    for name in tensors:  # its hash is right, but it may not have been written by accel_ddp
-        try:
-            with safe_open(path / name, framework="np"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return f"{name} is not a safetensors file ({error})"
-        if other := _of_another_run(path, name):
-            return f"{name} does not belong here{other}"
+    if problem := _first(_wrong_size(path, name, expected) for name, expected in files.items()):
+        return problem
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        if problem := _first(threads.map(lambda name: _damage(path, name, files[name]), own)):
+            return problem
+    if problem := _first(_wrong_tensors(path, name) for name in tensors):
+        return problem
     if not {"step", "run", "config", "versions", "values", "evaluations"} <= read_run(path).keys():
         return f"{RUN} was not written by accel_ddp"
     return ""
+
+
+def _first(problems: Iterable[str]) -> str:
+    return next(filter(None, problems), "")
+
+
+def _problem_of_manifest(path: Path) -> str:
+    try:
+        (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    return f"{MANIFEST} is damaged"
+
+
+def _wrong_size(path: Path, name: str, expected: dict[str, Any]) -> str:
+    try:
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if size is None:
+        return f"{name} is missing"
+    if size != expected["size"]:
+        return f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
+    return ""
+
+
+def _wrong_tensors(path: Path, name: str) -> str:
+    """Return why a file with the right hash cannot be used. It may not have been written by accel_ddp."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / name, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        return f"{name} is not a safetensors file ({error})"
+    other = _of_another_run(path, name)
+    return f"{name} does not belong here{other}" if other else ""
 
 
 def _damage(path: Path, name: str, expected: dict[str, Any]) -> str:

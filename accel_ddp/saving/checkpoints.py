@@ -1,4 +1,4 @@
-"""Saves a run in the background: weights, optimizer, loss scaler and the step.
+"""The saves of a run in the background: weights, optimizer, loss scaler and the step.
 
 Nothing else needs to be saved, because data order, learning rate and dropout are functions of the step and the seed.
 """
@@ -82,14 +82,14 @@ class Checkpoints:
         self._committed: list[tuple[int, Path]] = []
         self.is_sharded = is_sharded(self.model)
         self._writers = [(0, this_rank.host)]  # rank and host of the ranks that write
-        self._attempts = pieces.SaveAttempt("", 0, [], "", 0)  # of a sharded model
+        self._partial = pieces.PartialSave("", 0, [], "", 0)  # of a sharded model
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.is_sharded:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
             stores = any(is_first_copy(p) for p in self.model.parameters())
             facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
-            self._attempts = pieces.SaveAttempt(nonce, 0, self._writers, "", 0)
+            self._partial = pieces.PartialSave(nonce, 0, self._writers, "", 0)
         self._last: tuple[Any, ...] = ()  # the arguments of the last `_write`
         ending.run(Moment.SAVE)  # of an earlier run of this process, which has failed
         # The monitor ends a rank that writes longer, because a run that has failed must end on all nodes.
@@ -160,10 +160,10 @@ class Checkpoints:
     def _submit(self) -> None:
         path, run, *more = self._last
         if self.is_sharded:
-            self._attempts = self._attempts._replace(number=self._attempts.number + 1, run=self.run_id, step=run["step"])
+            self._partial = self._partial._replace(number=self._partial.number + 1, run=self.run_id, step=run["step"])
             if this_rank.rank not in [rank for rank, _ in self._writers]:
                 return
-        self._pending.append(self._writer.submit(self._write, path, run, *more, self._attempts))
+        self._pending.append(self._writer.submit(self._write, path, run, *more, self._partial))
 
     def _copy_to_host(self, groups: dict[str, dict[str, Tensor]]) -> Any:
         """Start the copies to host memory. Return an event that is set when they are done, or None on a CPU."""
@@ -185,7 +185,7 @@ class Checkpoints:
         return copied
 
     def _write(
-        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, attempt: pieces.SaveAttempt
+        self, path: Path, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], copied: Any, partial: pieces.PartialSave
     ) -> None:
         """Write a checkpoint, or the part of this rank, and remove old ones. Runs in the writer thread."""
         phases.HERE.report_writer(True)
@@ -193,7 +193,7 @@ class Checkpoints:
             if copied is not None:
                 copied.synchronize()
             if self.is_sharded:
-                pieces.write(path, tensors, self._offsets, run, self.files, attempt)
+                pieces.write(path, tensors, self._offsets, run, self.files, partial)
             else:
                 checkpoint_format.write(path, tensors, run, self.files)
         except OSError as error:

@@ -1,8 +1,12 @@
 """Files of tensors that are stored in pieces, one file for each rank, and a reader for both layouts of a checkpoint.
 
-The files are those of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the place
-of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its planner
-needs collectives, which must not run in the thread of a writer.
+The files have the format of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files whose metadata contain the
+place of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its
+planner needs collectives, which must not run in the thread of a writer.
+
+Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
+store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has
+left is never taken for a part of this one.
 """
 
 import contextlib
@@ -14,7 +18,7 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +28,6 @@ from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER, PIECES
 from accel_ddp.saving.state_tensors import DTYPES, EMA
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
 BLOCK = 1 << 24  # bytes
@@ -47,7 +48,7 @@ def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
 def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
     """Write tensors in host memory to a safetensors file and the disk. Return the size of the file and its sha256.
 
-    A tensor may also be (shape, dtype, function that returns it), so that only one of them needs memory at a time.
+    A tensor may also be (shape, dtype, function that returns it), so only one of them needs memory at a time.
     """
     facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
     # As safetensors does it, so that equal tensors give equal bytes. With large types first all of them are aligned.
@@ -109,7 +110,7 @@ class Pieces:
     """
 
     def __init__(self, checkpoint: Path, group: str):
-        """`group` is `format.MODEL` or `format.OPTIMIZER`."""
+        """`group` is MODEL or OPTIMIZER."""
         whole = checkpoint / group
         self.paths = [whole] if whole.is_file() else sorted((checkpoint / PIECES[group]).glob("*.safetensors"))
         self._pieces: dict[str, list[Piece]] = {}
@@ -192,10 +193,8 @@ def _read_into(tensor: Tensor, path: Path, begin: int) -> None:
             values = values[count:]
 
 
-# Writes a sharded checkpoint: each rank writes its part, and the main rank commits the checkpoint when all parts are there.
-#
-# Writers are threads, in which no collective may run. A rank reports its part through the store of the launcher. The name of the
-# partial folder contains a number that is drawn at each start, so that a part of a killed attempt is never taken for one of this.
+# ---- writing a sharded checkpoint
+
 POLL_SECONDS = 0.02
 REPORT_EVERY = 60  # seconds
 MAX_DELAY_OF_DISK = 20  # seconds until a network disk shows a file that another node has written
@@ -210,8 +209,8 @@ class PartError(OSError):
         self.host = host
 
 
-class SaveAttempt(NamedTuple):
-    """One attempt to write a checkpoint. It is the same on every rank."""
+class PartialSave(NamedTuple):
+    """One save of a sharded checkpoint, of which each rank writes a part. It is the same on every rank."""
 
     nonce: str  # of this start of the run
     number: int
@@ -224,30 +223,30 @@ class SaveAttempt(NamedTuple):
 
 
 def write(
-    final: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
-    files: dict[str, bytes], attempt: SaveAttempt,
+    final: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
+    files: dict[str, bytes], save: PartialSave,
 ) -> None:  # fmt: skip
     """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
 
     If any part is missing, the main rank raises OSError, and nothing is left of the checkpoint. Other ranks raise nothing.
     """
-    partial = final.with_name(f".{final.name}.partial-{attempt.nonce}-{attempt.number}")
+    partial = final.with_name(f".{final.name}.partial-{save.nonce}-{save.number}")
     failure: Exception | None = None
     written: dict[str, Any] = {}
     try:
-        written = _write_part(partial, groups, offsets, attempt)
+        written = _write_part(partial, groups, offsets, save)
     except Exception as error:  # the main rank must receive each one
         failure = error
     if not this_rank.is_main:
         text = "" if failure is None else _reason(failure)
         with contextlib.suppress(dist.DistError):  # without the store, the run ends
-            links.store.set(attempt.key(this_rank.rank), json.dumps({"error": text, "files": written}))
+            links.store.set(save.key(this_rank.rank), json.dumps({"error": text, "files": written}))
         return
     try:
-        found = _wait_for_parts(attempt)  # also after an own failure, because other ranks still write into the folder
+        found = _wait_for_parts(save)  # also after an own failure, because other ranks still write into the folder
         if failure is not None:
             raise failure
-        for rank, host in attempt.writers:
+        for rank, host in save.writers:
             if rank in found and found[rank]["error"]:
                 raise PartError(f"rank {rank}: {found[rank]['error']}", host)
             own = found.get(rank, {}).get("files", {})
@@ -260,7 +259,7 @@ def write(
 
 
 def _write_part(
-    partial: Path, groups: dict[str, dict[str, "Tensor"]], offsets: dict[str, dict[str, list[int]]], attempt: SaveAttempt
+    partial: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
 ) -> dict[str, Any]:
     """Write the tensors of this rank. Return the size and the hash of each file."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -270,7 +269,7 @@ def _write_part(
         if tensors:
             name = f"{checkpoint_format.PIECES[group]}/{file_name(this_rank.rank)}"
             (partial / name).parent.mkdir(exist_ok=True)
-            metadata = describe(offsets[group], run=attempt.run, step=str(attempt.step))
+            metadata = describe(offsets[group], run=save.run, step=str(save.step))
             written[name] = write_file(partial / name, tensors, metadata)
             checkpoint_format.sync((partial / name).parent)
     return written
@@ -295,24 +294,24 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
             time.sleep(0.5)
 
 
-def _wait_for_parts(attempt: SaveAttempt) -> dict[int, dict[str, Any]]:
+def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
     """Return what the other ranks have reported. Raise PartError if a rank is lost.
 
     There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
     """
-    missing = {rank: host for rank, host in attempt.writers if rank != this_rank.rank}
+    missing = {rank: host for rank, host in save.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = time.monotonic()
     failed_at = None
     while missing:
         try:
-            for rank in [rank for rank in missing if links.store.check([attempt.key(rank)])]:
-                found[rank] = json.loads(links.store.get(attempt.key(rank)))
+            for rank in [rank for rank in missing if links.store.check([save.key(rank)])]:
+                found[rank] = json.loads(links.store.get(save.key(rank)))
                 del missing[rank]
-                links.store.delete_key(attempt.key(rank))
+                links.store.delete_key(save.key(rank))
         except dist.DistError as error:
             raise PartError(
-                "the store of the launcher was lost, so that the parts of other ranks are not known", this_rank.host
+                "the store of the launcher was lost, so the parts of other ranks are not known", this_rank.host
             ) from error
         now = time.monotonic()
         if ending.has_failed.is_set() and missing:
@@ -325,14 +324,14 @@ def _wait_for_parts(attempt: SaveAttempt) -> dict[int, dict[str, Any]]:
         if now - reported > REPORT_EVERY:
             reported = now
             who = ", ".join(f"rank {rank} ({host})" for rank, host in list(missing.items())[:4])
-            text = f"The checkpoint of step {attempt.step} is not complete: {who} still writes ({now - began:.0f} s)."
+            text = f"The checkpoint of step {save.step} is not complete: {who} still writes ({now - began:.0f} s)."
             print(text, file=sys.stderr, flush=True)
         if missing:
             time.sleep(POLL_SECONDS)
     return found
 
 
-# Compares the tensors of two checkpoints. Each of them may be one file or the pieces of several ranks.
+# ---- comparing two checkpoints, each of them one file or the pieces of several ranks
 
 
 def largest_difference(a: Path, b: Path) -> tuple[float, str]:
@@ -350,7 +349,7 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
 
 def is_identical(a: Path, b: Path, group: str) -> bool:
-    """Return whether two checkpoints have the same tensors with the same bits. `group` is `format.MODEL` or `format.OPTIMIZER`."""
+    """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
     return one.tensors == two.tensors and all(_bytes_of(one.read(name)) == _bytes_of(two.read(name)) for name in one.tensors)
 

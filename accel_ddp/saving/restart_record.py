@@ -1,7 +1,7 @@
 """The record of automatic restarts, restarts.jsonl in the output folder: what failed, what was lost, and the goodput.
 
-The main rank writes it. It is in the output folder, because a main node that is started again finds nothing else. A launcher
-without `--max_restarts` starts nothing again, so that its runs have no such file.
+The main rank writes it. It is in the output folder, because a restarted main node finds nothing else. A launcher without
+`--max_restarts` restarts nothing, so its runs have no such file.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def begin_attempt(cfg: TrainConfig) -> None:
         typed = links.earlier_run.get("output_dir") or cfg.output_dir  # may be relative to another working directory
         store_run(launcher_pid(), output_dir=typed, absolute=absolute, failed_steps=steps)
     if reason := _why_no_progress(lines):
-        raise UserError(f"{reason}, so that the run is not restarted again. The last failure: {failures[-1]['text']}")
+        raise UserError(f"{reason}, so the run is not restarted again. The last failure: {failures[-1]['text']}")
 
 
 def _why_no_progress(lines: list[dict[str, Any]]) -> str:
@@ -106,7 +106,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
             "committed": committed, "failed_step": reached, "text": last["text"],
         }  # fmt: skip
         reason = last["text"].removeprefix("error: ").splitlines()[0].partition(". ")[0].rstrip(".")  # without what to do
-        limit = f" of {most}" if len(failures) <= int(most) else ""  # a launcher that was started again counts from 0
+        limit = f" of {most}" if len(failures) <= int(most) else ""  # a restarted launcher counts from 0
         print_on_main(
             f"restart {len(failures)}{limit}: {reason}. {saved['lost_steps']} steps and {saved['lost_seconds']:.0f} s are lost, of "
             f"which {max(0.0, now - last['time']):.0f} s passed since the failure. Training continues at step {step}."

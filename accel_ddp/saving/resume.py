@@ -1,4 +1,4 @@
-"""Decides which checkpoint a run resumes from and whether it may, and loads it. No other module makes this decision."""
+"""The decision which checkpoint a run resumes from and whether it may, and loading it. No other module makes this decision."""
 
 import contextlib
 import dataclasses
@@ -157,14 +157,10 @@ def check_options_early(cfg: TrainConfig) -> None:
 
 
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
-    """Raise UserError if options or data differ from those of the saved run and would change its result.
+    """Raise UserError if options or data differ from the saved run in a way that changes its result.
 
     Without `data` the options that name the data are not compared.
     """
-    # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
-    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
-    free = {*options_that_keep_the_result(type(cfg)), "mixed_precision"}
-    before = run.get("data") or {}
     total, total_before = last_steps(cfg, run, data)
     step = run.get("step", 0)
     if 0 < total < step:
@@ -175,21 +171,11 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
             f"{cfg.output_dir if cfg.resume == 'auto' else cfg.resume} FOLDER"
         )
     # A longer run needs no permission, because its user has asked for it. `fit` prints how the learning rate changes.
-    if total >= total_before or (cfg.lr_schedule == "constant" and not cfg.warmup_ratio):
-        free |= {"steps", "epochs"}
-    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
-        free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
-    changed = [
-        f"--{name} was {then[name]!r} and is now {value!r}"
-        for name, value in now.items() if name in then and name not in free and then[name] != value
-    ]  # fmt: skip
+    may_be_longer = total >= total_before or (cfg.lr_schedule == "constant" and not cfg.warmup_ratio)
+    changed = _find_changes(cfg, run, data, {"steps", "epochs"} if may_be_longer else set())
     if precision and precision != run.get("precision"):
         changed.append(f"--mixed_precision was {run.get('precision')!r} and is now {precision!r}")
-    if data and before and data != before:
-        if data["items"] != before["items"]:
-            changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
-        else:
-            changed.append("the content of the training data has changed")
+    changed += _find_changes_of_data(data, run.get("data"))
     if not changed:
         return
     if cfg.allow_config_change:
@@ -201,10 +187,32 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     )
 
 
-def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Return the last step of this run, and that of the saved run with its own options. 0: it is not known.
+def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
+    """Return the options that differ from the saved run. Those that are `free` or keep the result may differ."""
+    # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
+    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
+    before = run.get("data") or {}
+    free = {*free, *options_that_keep_the_result(type(cfg)), "mixed_precision"}
+    if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
+        free |= {"dataset", "train_file", "train_split"}  # these options name files, whose content is compared by its fingerprint
+    return [
+        f"--{name} was {then[name]!r} and is now {value!r}"
+        for name, value in now.items() if name in then and name not in free and then[name] != value
+    ]  # fmt: skip
 
-    Without `data` the number of items is that of the saved run.
+
+def _find_changes_of_data(data: dict[str, Any] | None, before: dict[str, Any] | None) -> list[str]:
+    if not data or not before or data == before:
+        return []
+    if data["items"] != before["items"]:
+        return [f"the training data had {before['items']:,} items and now have {data['items']:,}"]
+    return ["the content of the training data has changed"]
+
+
+def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Return the last step of this run, and the last step of the saved run with its own options. 0: it is not known.
+
+    Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
 
@@ -320,9 +328,9 @@ def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -
         if run["config"].get(name, "off") != getattr(cfg, name):
             log.info("--%s has changed: results agree up to rounding, but dropout masks differ", name)
     if cfg.comm_hook == "powersgd":
-        log.info("--comm_hook powersgd: its error feedback starts from zero, so that the resumed run is not bit-identical")
+        log.info("--comm_hook powersgd: its error feedback starts from zero, so the resumed run is not bit-identical")
     then = run["versions"]
     now = state_tensors.versions()
     changed = [f"{name} {then.get(name)} then, {version} now" for name, version in now.items() if then.get(name) != version]
     if changed:
-        log.info("versions have changed, so that the resumed run may not be bit-identical: %s", "; ".join(changed))
+        log.info("versions have changed, so the resumed run may not be bit-identical: %s", "; ".join(changed))

@@ -1,4 +1,4 @@
-"""Claims the output folder of a run: one run per folder, and neither a run nor a file of the user is overwritten."""
+"""The claim of an output folder: one run per folder, and neither a run nor a file of the user is overwritten."""
 
 import contextlib
 import fcntl
@@ -138,7 +138,7 @@ def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
     if step or (folder / "model").exists():
         what = f"its log ends at step {step}" if step else "it has exported its model"
         raise UserError(
-            f"--output_dir {folder} holds another run ({what}) without a checkpoint, so that it cannot be continued. Choose another "
+            f"--output_dir {folder} holds another run ({what}) without a checkpoint, so it cannot be continued. Choose another "
             "--output_dir. Or add --resume without a path: the run then starts again at step 0 in this folder. A smaller --save_every "
             "saves earlier."
         )

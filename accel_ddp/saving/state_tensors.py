@@ -1,4 +1,4 @@
-"""Converts the state of a model and an optimizer to named tensors and back."""
+"""The state of a model and an optimizer as named tensors."""
 
 import hashlib
 import math
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accel_ddp import compat
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import this_rank
@@ -65,7 +66,7 @@ def capture(
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether peft has added adapters, so that the weights below them never change."""
+    """Return whether peft has added adapters, so the weights below them never change."""
     return hasattr(model, "peft_config")
 
 
@@ -129,7 +130,7 @@ def unique(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if own.numel():
             place = (own.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         elif tensor.numel():  # this rank has no row of it; the answer must be that of the other ranks
-            place = (own.untyped_storage()._cdata, tensor.shape)
+            place = (compat.storage_key(own), tensor.shape)
         if place not in seen:
             seen.add(place)
             once[name] = tensor

@@ -1,4 +1,4 @@
-"""Adds LoRA adapters to a model, new ones or those that `--model` names."""
+"""LoRA adapters of a model: new ones, or those that `--model` names."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Adapters(NamedTuple):
-    """Adapters that were trained before, and the model below them."""
+    """Adapters that were trained before, and their base model."""
 
     place: str  # a folder
     config: Any
@@ -60,7 +60,7 @@ def _download_adapters(name: str) -> str:
 
 
 def locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
-    """Return the place of the model below the adapters. Raise UserError if there is none."""
+    """Return the place of the base model. Raise UserError if there is none."""
     from transformers import AutoConfig
 
     try:
@@ -175,7 +175,7 @@ def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | 
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the content of adapter_config.json, with an absolute path of a local model below the adapters."""
+    """Return the content of adapter_config.json, with an absolute path of a local base model."""
     base = model.get_base_model()
     config = model.peft_config["default"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,9 @@
-"""The built-in models: shipped in an installed package, or made on this machine and cached."""
+"""Models by name: built-in ones, folders, and names on the Hub.
+
+Built-in models and datasets need no network. They are part of installed packages, or they are made from the standard library or
+from random weights and cached. Seeds are fixed and files are sorted, so every machine with the same Python version gets the same
+rows and weights. `builtin_data` makes the datasets. `locate` and `from_pretrained` load all kinds of models.
+"""
 
 import hashlib
 import inspect
@@ -143,7 +148,7 @@ def _write_smollm2(folder: Path) -> None:
         )
     package = spec.submodule_search_locations[0]
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
-    del loaded.config.quantization_config  # the loaded weights are not quantised, and with it they could not be saved
+    del loaded.config.quantization_config  # the loaded weights are not quantized, and with it they could not be saved
     model = _new_model(type(loaded), loaded.config)
     model.load_state_dict(loaded.state_dict())
     _save(model, folder)
@@ -172,10 +177,8 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
 }
 
 
-# The built-in datasets and models, by name. They need no access to the Hub.
-#
-# They are part of installed packages, or they are made from the standard library or from random weights. Rows are drawn with fixed
-# seeds from sorted files, so that every machine with the same Python version gets the same rows.
+# ---- built-in datasets and models by name
+
 PREFIX = "builtin:"
 OLD_PREFIX = "embedded:"  # users of earlier versions still type it
 
@@ -203,7 +206,8 @@ def model_folder(name: str, cache_dir: str) -> Path:
     return MODELS[name](name, cache_dir)
 
 
-# Finds models and their files: on the Hub, in a folder, or in an installed package.
+# ---- models of any kind
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 
 

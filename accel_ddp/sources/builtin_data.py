@@ -1,6 +1,7 @@
-"""Rows made from the source files of Python's standard library: docstrings, and statements with tagged tokens.
+"""The built-in datasets: reviews, questions, digits and number words, and rows from Python's standard library.
 
-Each row comes with the name of its file. Rows of one file are never in both splits.
+Docstrings and statements with tagged tokens come from the source files of the standard library. Each row has the name of its file,
+and rows of one file are never in both splits.
 """
 
 import ast
@@ -164,7 +165,7 @@ def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], l
     return [t.string for t in found], [tags.get(t.start[1] + indent, "O") for t in found]
 
 
-# The built-in datasets: reviews, questions, digits and number words, and rows from the standard library.
+# ---- the datasets
 
 
 def movie_reviews(name: str, num_train: int) -> "Splits":

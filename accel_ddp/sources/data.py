@@ -1,4 +1,4 @@
-"""Loads training and evaluation rows from the Hub, from files or from built-in datasets, and checks them."""
+"""Training and evaluation rows from the Hub, from files or from built-in datasets, and checks of them."""
 
 import random
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: in
     """Return the positions that `option` (`max_train_items` or `max_eval_items`) draws, in ascending order.
 
     The first rows would be a biased sample, because many files are sorted. The draw depends on the seed and the number of rows
-    only, so that a resumed run has the same rows. Positions are drawn in runs of `run_length` consecutive rows.
+    only, so a resumed run has the same rows. Positions are drawn in runs of `run_length` consecutive rows.
     """
     number = getattr(cfg, option)
     if not 0 < number < num_rows:

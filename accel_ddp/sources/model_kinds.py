@@ -1,4 +1,4 @@
-"""Checks whether a model suits a task. Many models can be loaded for a task and then learn something else without an error."""
+"""Which models suit a task. Many can be loaded for a task and then learn something else without an error."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_config(task: str, name: str, config: Any) -> None:
     if task == "AutoModelForCausalLM" and has_encoder_and_decoder:
         reason, recipe = f"is an encoder-decoder model ({kind}), whose encoder would be left out", "seq2seq"
     elif task == "AutoModelForCausalLM" and is_causal is False:
-        reason = f"is an encoder ({kind}): each token sees the tokens behind it, so that it would read the answers that it learns"
+        reason = f"is an encoder ({kind}): each token sees the tokens behind it, so it would read the answers that it learns"
         recipe = "pretrain_mlm"
     elif task == "AutoModelForMaskedLM" and has_encoder_and_decoder:
         reason, recipe = f"is an encoder-decoder model ({kind}), whose decoder would be given masked tokens", "seq2seq"
@@ -114,7 +114,7 @@ def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name:
     """Raise UserError if the outputs of a language model depend on later tokens. `name` is the value of `--model`."""
     if is_causal(model, tokenizer, device) is False:
         raise UserError(
-            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so that "
+            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so "
             f"it would read the answers that it learns. {INSTEAD['AutoModelForCausalLM']}."
         )
 
@@ -128,7 +128,7 @@ def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: 
     reason = f"{_class_name(model)} is causal"
     if first_token:
         raise UserError(
-            f"{first_token}: --model {name}: {reason}, so that its first token sees no other token and is the same for all texts. "
+            f"{first_token}: --model {name}: {reason}, so its first token sees no other token and is the same for all texts. "
             f"{INSTEAD['embeddings']}."
         )
     warn(f"--model {name}: {reason}: a token does not see the tokens behind it. Encoders are usually better for this task.")

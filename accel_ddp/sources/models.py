@@ -1,4 +1,4 @@
-"""Loads models and tokenizers from the Hub, from a folder or from an installed package, and prepares models for DDP."""
+"""Models and tokenizers from the Hub, from a folder or from an installed package, and their preparation for training."""
 
 import copy
 import hashlib
@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> Any:
     """Return the tokenizer of `--model`, with a padding token. Raise UserError if it allows fewer than `max_length` tokens.
 
-    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenised.
+    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenized.
     """
     from transformers import AutoTokenizer
 
@@ -46,7 +47,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
             "Save one there: tokenizer.save_pretrained(folder)."
         )
     tokenizer = from_pretrained(AutoTokenizer, name, place)
-    if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so that any token can be used
+    if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so any token can be used
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
     if tokenizer.pad_token is None:
         raise UserError(
@@ -58,7 +59,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of everything that affects the tokens of a text, for the cache key of tokenised data."""
+    """Return a digest of everything that affects the tokens of a text, for the cache key of tokenized data."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend else json.dumps(sorted(tokenizer.get_vocab().items()))
     settings = [type(tokenizer).__name__, tokenizer.model_input_names, str(tokenizer.special_tokens_map)]
@@ -66,7 +67,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def load_config(cfg: RecipeConfig) -> Any:
-    """Return the config of `--model`, or of the model below its adapters, without the weights."""
+    """Return the config of `--model`, or of the base model of its adapters, without the weights."""
     from transformers import AutoConfig
 
     adapters = find_adapters(cfg.model, cfg.cache_dir)
@@ -84,7 +85,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
     if cfg.dtype != "float32" and not cfg.lora_r and not adapters:
-        warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so that small updates are lost in rounding.")
+        warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so small updates are lost in rounding.")
     options["dtype"] = getattr(torch, cfg.dtype)
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
@@ -168,7 +169,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     """
     rows = model.__dict__.pop("_rows", {})
     model = adapt(model, cfg, lora_task)
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batch_norm = compat.has_batch_norm(model)
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":

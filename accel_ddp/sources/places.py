@@ -1,4 +1,4 @@
-"""Folders in `--cache_dir` that are written once per node, by whichever process needs them first."""
+"""Where data and models are stored: the cache of a node, installed packages, and the Hugging Face Hub."""
 
 import functools
 import logging
@@ -15,17 +15,13 @@ from urllib.parse import urlsplit
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
 
-# Warnings about data and models, which are the same on every rank.
 log = logging.getLogger(__name__)
 
 
 def warn(text: str) -> None:
-    """Log a warning on the main rank only. The other ranks would repeat it."""
+    """Log a warning about data or models on the main rank only. It is the same on every rank."""
     if this_rank.is_main:
         log.warning(text)
-
-
-# Files inside installed packages.
 
 
 def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
@@ -49,7 +45,7 @@ REPORT_EVERY = 10  # seconds after which a waiting process logs what it waits fo
 def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: str) -> Path:
     """Return the folder `name` of the cache. If it does not exist, call `write(folder)` to fill it.
 
-    On each node one process writes under a file lock, and the others wait. They use no collective, so that no timeout of the
+    On each node one process writes under a file lock, and the others wait. They use no collective, so no timeout of the
     process group runs meanwhile. The folder is renamed when it is complete, so that no process reads a part of it. `what`
     completes the message "waiting for another process to ...".
     """
@@ -76,9 +72,6 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: s
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
-
-
-# Access to the Hugging Face Hub, and the offline mode without it.
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Loads a pretrained model of which each rank reads and holds only its own rows, before the model is sharded.
+"""The loading of a pretrained model of which each rank reads and holds only its own rows.
 
 `from_pretrained` of transformers does the work: names, conversions, dtypes, new weights and tied weights are therefore the same as
 without sharding. transformers could read the parts of a sharded model itself, but it cuts a tensor before it converts the tensor,
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.shards import region, sharded_like
@@ -150,7 +151,7 @@ def shard_loaded(
 ) -> None:
     """Shard a model, and give each parameter with a stand-in its rows. `more` are arguments of `shard`. This is a collective."""
     for module in model.modules():
-        original = module._modules.get("original_module")  # of a module that peft has copied
+        original = dict(module.named_children()).get("original_module")  # of a module that peft has copied
         if original is not None and any(p in rows for p in original.parameters()):
             raise UserError(
                 f"The adapters train a copy of {type(original).__name__}, which FSDP does not support. Train with DDP."
@@ -158,9 +159,9 @@ def shard_loaded(
     empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in rows}
     by_name = {name: rows[p] for name, p in model.named_parameters() if p in rows}
     for module in model.modules():
-        for name, p in module._parameters.items():
+        for name, p in compat.own_parameters(module).items():
             if p is not None and p in empty:
-                module._parameters[name] = empty[p]
+                compat.own_parameters(module)[name] = empty[p]
     rows.clear()
     empty.clear()
     shard(model, plan, device, *more)
@@ -177,7 +178,7 @@ def shard_loaded(
             )
         return sharded_like(part.to(home), tensor)
 
-    model._apply(fill)
+    compat.map_tensors(model, fill)
 
 
 def copied_modules(lora_r: int, adapters: Adapters | None) -> tuple[str, ...]:
@@ -271,7 +272,7 @@ def _joined(infos: list[Any]) -> Any:
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, own = name.rpartition(".")
-    model.get_submodule(path)._parameters[own] = parameter
+    compat.own_parameters(model.get_submodule(path))[own] = parameter
 
 
 def _shape(tensor: Any) -> list[int]:

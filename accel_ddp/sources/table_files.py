@@ -1,4 +1,4 @@
-"""Reads tables from files. A file that cannot be read is reported with the line, the reason, and what to do about it."""
+"""Tables in files. A file that cannot be read is reported with the line, the reason, and what to do about it."""
 
 import codecs
 import csv

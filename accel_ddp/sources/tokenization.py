@@ -1,4 +1,4 @@
-"""Tokenises rows once, caches the result on disk, and pads rows to micro-batches."""
+"""Rows as tokens, computed once and cached on disk, and padded to micro-batches."""
 
 import hashlib
 import inspect
@@ -40,9 +40,9 @@ def fingerprint(rows: "datasets.Dataset") -> str:
 
 @cache
 def _digest_of_code() -> str:
-    """Return a digest of the code that tokenisation may call: `sources`, `tasks` and the seeds.
+    """Return a digest of the code that tokenization may call: `sources`, `tasks` and the seeds.
 
-    Changes elsewhere in the package do not change it, so that they do not cause the data to be tokenised again.
+    Changes elsewhere in the package do not change it, so they do not cause the data to be tokenized again.
     """
     package = Path(__file__).parents[1]
     files = [*(package / "sources").rglob("*.py"), *(package / "tasks").rglob("*.py"), package / "seeds.py"]
@@ -71,7 +71,7 @@ def map_once(
 
     with phases.phase(TOKENIZE):
         key = cache_key(rows, function, depends_on)
-        done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenise")))
+        done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenize")))
     if SOURCE in done.column_names:  # a table without rows has no columns
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
         done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
@@ -79,7 +79,7 @@ def map_once(
 
 
 def _map_into(rows: "datasets.Dataset", function: Callable, key: str, folder: Path) -> None:
-    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenising"}
+    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenizing"}
 
     def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         made = function(batch)
@@ -109,7 +109,7 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
 
 
 class PadCollate:
-    """Pads tokenised rows to the longest one. It holds no accelerator and no function, so that data workers can unpickle it."""
+    """Pads tokenized rows to the longest one. It holds no accelerator and no function, so data workers can unpickle it."""
 
     def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
         self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token
@@ -127,7 +127,7 @@ class PadCollate:
 
 
 def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> PadCollate:
-    """Return a collate function that pads tokenised rows to the longest one, on a GPU to a multiple of 8.
+    """Return a collate function that pads tokenized rows to the longest one, on a GPU to a multiple of 8.
 
     The columns `per_token`, for example labels, are padded with -100, which losses ignore.
     """

@@ -1,4 +1,8 @@
-"""The entry point of the package: `attach` makes a model faster without changing what it computes."""
+"""The entry point of the package: `attach` makes a model faster without changing what it computes, and counts its FLOPs.
+
+FLOPs are those that the task needs and not those that are executed: matrix products of tokens, without padding and without
+recomputation. The log computes TFLOP/s and MFU from them.
+"""
 
 import contextlib
 import logging
@@ -32,9 +36,8 @@ from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
-# Counts the floating-point operations of a model, from which the log computes TFLOP/s and MFU.
-#
-# It counts what the task needs and not what is executed: matrix products of tokens, without padding and without recomputation.
+log = logging.getLogger(__name__)
+
 # Dense products in bf16 or fp16, in TFLOP/s, from the data sheets. The first entry that is contained in a GPU's name counts.
 PEAKS = {
     "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989,
@@ -67,7 +70,7 @@ class FlopCounter:
     """Counts the FLOPs of one update, forward and backward, of a transformer that is a single stack of layers."""
 
     def __init__(self, model: nn.Module):
-        """Raise NeedsPadding if the stack is not found."""
+        """Raise NeedsPadding if the stack is not found, or if its config is an unusual one."""
         layers = layers_of(model)
         inside = {id(module) for layer in layers for module in layer.modules()}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -79,25 +82,36 @@ class FlopCounter:
         # Others, such as a pooler or a classifier, are applied once per text. (A head over tags is applied to every token.)
         others = [m for m in matrices if id(m) not in inside and m is not head]
         self.per_text = sum(_of_one(m) for m in others)
-        config = next(
-            module.config for module in model.modules() if hasattr(getattr(module, "config", None), "num_hidden_layers")
-        )
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        config = next((one for one in configs if hasattr(one, "num_hidden_layers")), None)
+        if not isinstance(heads := getattr(config, "num_attention_heads", None), int):
+            raise NeedsPadding("its config does not state how many attention heads its layers have")
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
         causal = any(getattr(module, "is_causal", False) for layer in layers for module in layer.modules())
         # Attention scores and their use: two products of [s, size] and [s, s] per head, and twice that in the backward pass.
-        self.per_square = 3 * 2 * 2 * len(layers) * config.num_attention_heads * size / (2 if causal else 1)
+        self.per_square = 3 * 2 * 2 * len(layers) * heads * size / (2 if causal else 1)
 
     def count(self, tokens: int, squares: int, targets: int, texts: int) -> float:
         """Return the FLOPs. `squares` is the sum of the squared lengths of the texts."""
         return self.per_token * tokens + self.per_square * squares + self.per_target * targets + self.per_text * texts
 
 
+def _count_flops(model: nn.Module) -> FlopCounter | None:
+    """Return a counter, or None if FLOPs cannot be counted. They are a statistic, and no reason not to train an unusual model."""
+    try:
+        return FlopCounter(model)
+    except NeedsPadding:
+        return None
+    except Exception as error:
+        if this_rank.is_main:
+            log.warning("TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error)
+        return None
+
+
 def _of_one(matrix: nn.Module) -> int:
-    """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for that of a trained weight."""
+    """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for the gradient of a trained weight."""
     return (6 if matrix.weight.requires_grad else 4) * matrix.weight.numel()
 
-
-log = logging.getLogger(__name__)
 
 # Compiling takes about 20 s and saves 0.05 (BERT-base) to 0.12 us (a small decoder) per token and layer, forward and backward
 # (benchmarks/README.md). The threshold is in tokens and not in seconds, because a resumed run must come to the same decision.
@@ -141,9 +155,7 @@ class Speed:
         self.heads = linear_cross_entropy.output_heads_of(model)
         self.peak_flops = peak_of_all(accelerator, cfg)  # FLOP/s of all ranks, or None
         self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._flops: FlopCounter | None = None
-        with contextlib.suppress(Exception):  # it is a statistic, and no reason not to train an unusual model
-            self._flops = FlopCounter(model)
+        self._flops = _count_flops(model)
 
     # ---- what `fit` calls
 
@@ -306,7 +318,7 @@ class Speed:
         if self.accelerator.device.type != "cuda":
             return "there is no GPU"
         if self.padding_free is None:
-            return "texts are padded, so that every batch has a different shape"
+            return "texts are padded, so every batch has a different shape"
         calls = self.padding_free.calls
         missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
         if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):

@@ -1,4 +1,4 @@
-"""Chooses `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
+"""The choice of `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def _doubling(sizes: list[int]) -> list[int]:
 
 
 def _largest(sizes: list[int], trial: _Trial) -> int:
-    """Return the largest size that fits, or 0. Sizes are doubled, so that a size that is too large is rarely far too large."""
+    """Return the largest size that fits, or 0. Sizes are doubled, so a size that is too large is rarely far too large."""
     best = 0
     for size in _doubling(sizes):
         if trial.fits(size):

@@ -1,8 +1,8 @@
-"""Layers that are captured as CUDA graphs, so that one launch starts all of their kernels.
+"""Layers that are captured as CUDA graphs, so one launch starts all of their kernels.
 
 The speed of small and medium models is limited by how fast the host launches kernels. With a CUDA graph of the forward pass of a
 group of layers, and one of its backward pass, each pass is one launch. A group is one node in autograd's graph. With one rank, all
-layers are one group. With several ranks, a group is as large as one of DDP's buckets, so that DDP reduces the gradients of a group
+layers are one group. With several ranks, a group is as large as one of DDP's buckets, so DDP reduces the gradients of a group
 while the groups below it still compute. Hooks, gradient accumulation and frozen parameters work as without CUDA graphs. There is
 one difference: the next replay overwrites a gradient that is kept beyond its step.
 """
@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
+from accel_ddp import compat
 from accel_ddp.training.update import move_gradients
 
-# A group of layers that is captured as CUDA graphs, and its replay as a node of autograd's graph.
+log = logging.getLogger(__name__)
+
 # Numbers, not bytes. The last bit of a sum over a gradient depends on the alignment of the gradient's address.
 ALIGNMENT = 64
 
 
 class LayerGroup:
-    """Neighbouring layers that are captured together, and the memory of their gradients."""
+    """Neighboring layers that are captured together, and the memory of their gradients."""
 
     def __init__(self, first: int, layers: list[nn.Module]):
         self.first, self.layers = first, layers
@@ -63,9 +64,10 @@ class GraphMemory:
                     graph.capture_end()
                 except Exception:
                     # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
-                    with contextlib.suppress(Exception):
-                        torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-                        torch._C._cuda_releasePool(self.device.index or 0, self.pool)
+                    try:
+                        compat.end_failed_capture(self.device.index or 0, self.pool)
+                    except RuntimeError as error:  # the allocator has left the capture already
+                        log.info("the memory of a failed capture was not released: %s", str(error).partition("\n")[0])
                     raise
 
 
@@ -122,7 +124,7 @@ class Replay(torch.autograd.Function):
             move_gradients(ctx.group.parameters, ctx.group.gradients)
         captured.backward.replay()
         if captured.gradients:
-            found = torch._C._nn.unflatten_dense_tensors(ctx.group.gradients[: captured.size], captured.gradients)
+            found = compat.split_like(ctx.group.gradients[: captured.size], captured.gradients)
         gradient_in = None if captured.gradient_in is None else captured.gradient_in.detach()
         return None, None, None, None, gradient_in, *[found[place] for place in captured.places]
 
@@ -135,18 +137,20 @@ def parameter_aliases(layer: nn.Module, parameters: list[nn.Parameter]) -> Itera
     node would have to wait for that stream, which CUDA does not allow.
     """
     alias_of = {id(p): nn.Parameter(p.detach()) for p in parameters}
-    owners = [(module, name, p) for module in layer.modules() for name, p in module._parameters.items() if id(p) in alias_of]
+    owners = [
+        (module, name, p) for module in layer.modules() for name, p in compat.own_parameters(module).items() if id(p) in alias_of
+    ]
     for module, name, p in owners:
-        module._parameters[name] = alias_of[id(p)]
+        compat.own_parameters(module)[name] = alias_of[id(p)]
     try:
         yield [alias_of[id(p)] for p in parameters]
     finally:
         for module, name, p in owners:
-            module._parameters[name] = p
+            compat.own_parameters(module)[name] = p
 
 
 def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
-    """Return groups of neighbouring layers. Each has at least `min_bytes` of gradients.
+    """Return groups of neighboring layers. Each has at least `min_bytes` of gradients.
 
     The first group may have less, because its gradients are reduced last and nothing could overlap with them.
     """
@@ -160,8 +164,6 @@ def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
             end, size = first, 0
     return groups[::-1]
 
-
-log = logging.getLogger(__name__)
 
 MAX_SHAPES = 24  # micro-batches of further shapes run without CUDA graphs
 # A captured shape holds the memory of a micro-batch until the end, and a shape that is not captured needs as much besides it.
@@ -208,28 +210,16 @@ class GraphedLayers:
         """Return the output of the layer, from a CUDA graph if its shape is captured."""
         if self.disabled_reason and self.replayed[1] is None:
             return self.calls[number](hidden, *args, **kwargs)
-        is_unmodified = number == 0 or hidden._version == self.last_version
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
             if self.key in self.seen and self.key not in self.captured and not self.memory.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
-        first, outputs = self.replayed
-        is_inside = outputs is not None and first < number < first + len(outputs)
-        if number and (kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0])):
-            if is_inside:
-                raise RuntimeError(
-                    "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
-                    "arguments. Add --compile off."
-                )
-            self._disable("the layers get different arguments")
-        if is_inside:
-            if hidden is not outputs[number - first - 1] or not is_unmodified:
-                raise RuntimeError(
-                    "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
-                    "graphs need that. Add --compile off."
-                )
-            out = outputs[number - first]
+        elif kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0]):
+            self._refuse_arguments(number)
+        is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
+        if self._is_inside(number):
+            out = self._output_of_replay(number, hidden, is_unmodified)
         elif not self.disabled_reason and self.key in self.captured and (found := self._replay(number, hidden)) is not None:
             self.replayed = number, found
             out = found[0]
@@ -237,12 +227,35 @@ class GraphedLayers:
             self.replayed = 0, None
             self.is_chain = self.is_chain and (number == 0 or hidden is self.last_output) and is_unmodified
             out = self.last_output = self.calls[number](hidden, *args, **kwargs)
-        self.last_version = out._version if isinstance(out, Tensor) else 0
+        self.last_version = compat.version_of(out) if isinstance(out, Tensor) else 0
         if number == len(self.layers) - 1:
             self.replayed, self.last_output = (0, None), None  # so that their memory can be freed
             if len(self.seen) < MAX_SHAPES and not self.disabled_reason:
                 self.seen.add(self.key)
         return out
+
+    def _is_inside(self, number: int) -> bool:
+        """Return whether the last replay has computed this layer together with an earlier one."""
+        first, outputs = self.replayed
+        return outputs is not None and first < number < first + len(outputs)
+
+    def _refuse_arguments(self, number: int) -> None:
+        if self._is_inside(number):
+            raise RuntimeError(
+                "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
+                "arguments. Add --compile off."
+            )
+        self._disable("the layers get different arguments")
+
+    def _output_of_replay(self, number: int, hidden: Tensor, is_unmodified: bool) -> Tensor:
+        """Return what the last replay has computed for this layer. Raise RuntimeError if its input is another one."""
+        first, outputs = self.replayed
+        if hidden is not outputs[number - first - 1] or not is_unmodified:
+            raise RuntimeError(
+                "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
+                "graphs need that. Add --compile off."
+            )
+        return outputs[number - first]
 
     def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Return the outputs of all layers of the group that begins here, or None if the group must run without its graph."""
@@ -260,7 +273,7 @@ class GraphedLayers:
     def _inspect(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Store the arguments besides the hidden states, which are the same objects for all layers, and compute the key."""
         self.arguments = args, kwargs
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.leaves, self.spec = compat.flatten((args, kwargs))
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         if any(x.requires_grad for x in self.inputs):
             self._disable("an argument that the layers share is trained")
@@ -346,7 +359,7 @@ class GraphedLayers:
         try:
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            args, kwargs = compat.unflatten(leaves, self.spec)
             self._warm_up_stream(first, args, kwargs)
             forward_passes, x = [], first
             for group in self.groups:
@@ -408,7 +421,7 @@ class GraphedLayers:
                         views.append(group.gradients[start : start + gap])
                         start += gap
                 if targets:
-                    torch._foreach_copy_(targets, [g for g in found if g is not None])
+                    compat.copy_all(targets, [g for g in found if g is not None])
                 gradient = gradient_in if gradient_in is not None else gradient
                 del found, out, x, aliases, wanted
         return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)

@@ -161,7 +161,7 @@ class OutputHead:
     def _is_last(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
         """Return whether the logits are the unchanged output of the head. Some models scale or bound it.
 
-        The test replaces the head's output by known values. The answer does not depend on weights, so that it is the same on every
+        The test replaces the head's output by known values. The answer does not depend on weights, so it is the same on every
         rank and after a restart.
         """
         module = model.module if hasattr(model, "module") else model  # without DDP, because other ranks may not be here

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.training.losses import CurrentBatch
 
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
@@ -41,7 +42,7 @@ class Segments(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The row for the micro-batch that is being computed. The numbers come from the host, so that the device is not read."""
+    """The row for the micro-batch that is being computed. The numbers come from the host, so the device is not read."""
 
     mask: Tensor
     tokens: int  # length of the row: at least the number of tokens without padding
@@ -64,7 +65,7 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if not mask.is_cuda:
         return Row(mask, sizes.tokens, sizes.width)
     tokens = rounded_up(sizes.tokens)
-    # The unused end of the row is computed like a text, so that it must not be longer than the longest.
+    # The unused end of the row is computed like a text, so it must not be longer than the longest.
     longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - sizes.tokens).bit_length())
     return Row(mask, tokens, longest)
 
@@ -76,7 +77,7 @@ def rounded_up(number: int) -> int:
 
 
 def segments_of(row: Row, is_flash: bool) -> Segments:
-    """Return the positions of the texts, computed on the device without a synchronisation."""
+    """Return the positions of the texts, computed on the device without a synchronization."""
     mask, tokens = row.mask.bool(), row.tokens
     flat = mask.flatten()
     before = flat.cumsum(0) - 1
@@ -85,7 +86,7 @@ def segments_of(row: Row, is_flash: bool) -> Segments:
     places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
     ends = mask.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
-    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronise with the device
+    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
     return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
@@ -110,7 +111,7 @@ def pack(padded: Tensor, at: Segments) -> Tensor:
     """[texts, width, ...] -> [1, tokens, ...]"""
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
-    # The result is not a view, because compiled code is specialised on whether a tensor is a view.
+    # The result is not a view, because compiled code is specialized on whether a tensor is a view.
     return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
 
 
@@ -119,16 +120,12 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
 
 
-# These call torch's operators of flash attention directly. No wrapper in torch or transformers has all three: dropout, no further
-# package, and a deterministic order of sums in the gradients. Each is one operator, so that a compiler does not trace it.
+# Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, dropout: float, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, random_state, _, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, dropout, causal, False, scale=scale
-    )
-    return out, lse, random_state
+    return compat.flash_attention(q, k, v, starts, longest, dropout, causal, scale)
 
 
 @_flash.register_fake
@@ -143,10 +140,9 @@ def _flash_backward(
     causal: bool, random_state: Tensor, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with _deterministic_order():
-        return torch.ops.aten._flash_attention_backward(
-            gradient.contiguous(), q, k, v, out, lse, starts, starts, longest, longest, dropout, causal,
-            random_state, torch.empty(0, device=q.device), scale=scale,
-        )  # fmt: skip
+        return compat.flash_attention_gradients(
+            gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_state, scale
+        )
 
 
 @_flash_backward.register_fake

@@ -1,4 +1,4 @@
-"""Lets the layers of a transformers model compute without padding, if that gives the same result as padding."""
+"""A transformers model whose layers compute without padding, if that gives the same result as padding."""
 
 import functools
 import sys
@@ -45,7 +45,7 @@ class _SmallTable(torch.autograd.Function):
 
 
 def small_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return embeddings with few rows, such as those of token types."""
+    """Return embeddings with few rows, such as token types."""
     plain = lambda m: type(m) is nn.Embedding and m.padding_idx is None and m.max_norm is None and not m.sparse
     return [module for module in model.modules() if plain(module) and module.num_embeddings <= 16]
 
@@ -55,7 +55,7 @@ def _look_up(table: nn.Embedding, places: Tensor) -> Tensor:
 
 
 class PaddingFree:
-    """Lets `model` compute without padding whenever its attention mask is that of the current batch."""
+    """Lets `model` compute without padding whenever its attention mask belongs to the current batch."""
 
     def __init__(self, model: nn.Module):
         """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others."""

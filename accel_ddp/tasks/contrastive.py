@@ -40,7 +40,7 @@ def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
-    """Return embeddings of the shape (rows, texts per row, dimensions), not normalised."""
+    """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
     hidden = model(**inputs).last_hidden_state
     if pooling == "cls":
@@ -54,7 +54,7 @@ def embed(model: Any, batch: Any, pooling: str) -> Tensor:
 def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[int, ...] = ()) -> Tensor:
     """Return for each row the cross-entropy of its anchor's positive among the positives and negatives of all rows.
 
-    `rows` are embeddings of (anchor, positive, negatives ...), and `keys` are those of `text_keys`. A candidate is excluded if it
+    `rows` are embeddings of (anchor, positive, negatives ...), and `keys` come from `text_keys`. A candidate is excluded if it
     equals the positive or the anchor, or if it is the positive of an equal anchor. With `dimensions` (Matryoshka) the loss is the
     mean over embeddings truncated to each of them.
     """

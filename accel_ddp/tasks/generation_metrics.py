@@ -81,7 +81,7 @@ def text_metrics(outputs: list[str], references: list[str]) -> dict[str, float]:
 def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
     """Return a metric of generated texts, from 0 to 100. `ter` may be above 100.
 
-    bleu, chrf and ter are those of the corpus. ROUGE uses only the letters a-z and digits, so that it is 0 for texts in other
+    bleu, chrf and ter are computed over the corpus. ROUGE uses only the letters a-z and digits, so it is 0 for texts in other
     scripts.
     """
     import sacrebleu
@@ -96,7 +96,7 @@ def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
         rouge = RougeScorer([kind])
         return 100 * sum(rouge.score(reference, output)[kind].fmeasure for output, reference in pairs) / len(pairs)
     if name == "bleu":
-        return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenised texts
+        return sacrebleu.corpus_bleu(outputs, [references], force=True).score  # force: no warning about tokenized texts
     return {"chrf": sacrebleu.corpus_chrf, "ter": sacrebleu.corpus_ter}[name](outputs, [references]).score
 
 

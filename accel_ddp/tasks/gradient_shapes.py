@@ -1,4 +1,4 @@
-"""Print the shapes of a model's parameters as JSON, without loading its weights: `python -m accel_ddp.tasks.gradient_shapes OPTIONS`.
+"""The shapes of a model's parameters as JSON, without its weights: `python -m accel_ddp.tasks.gradient_shapes OPTIONS`.
 
 OPTIONS is a JSON object with options of a recipe. `accel-ddp tune` starts this module as a subprocess on the main node: building
 a model needs torch and transformers, which `tune` itself does not import.

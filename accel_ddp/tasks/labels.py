@@ -59,7 +59,7 @@ class Labels:
 
     @property
     def identity(self) -> list[Any]:
-        """What the encoded labels depend on, for the cache key of tokenised data."""
+        """What the encoded labels depend on, for the cache key of tokenized data."""
         return [self.column, self.names, self.problem_type]
 
     def model_config(self) -> dict[str, Any]:
@@ -91,14 +91,7 @@ class Labels:
         found = [_distinct(rows, column, is_multi_label) for rows in (train, test)]
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
-            kinds = sorted({type(cell).__name__ for cell in found[0] | found[1]})
-            kinds = ["decimal numbers"] if kinds == ["str"] else kinds
-            words = {"tuple": "lists", "str": "texts", "int": "whole numbers", "float": "decimal numbers"}
-            shown = " and ".join(words.get(kind, kind) for kind in kinds)
-            hint = " For regression, add --num_labels 1." if kinds in (["decimal numbers"], ["float"], ["float", "int"]) else ""
-            raise UserError(
-                f"--label_column {column}: contains {shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
-            )
+            raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
         if not found[0]:
             raise UserError(f"--label_column {column}: no training row has a label.")
         used = found[0] | (found[1] if use_both else set())
@@ -108,7 +101,7 @@ class Labels:
                 f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of the names of the classes instead."
             )
         if len(values) < 2 and not is_multi_label:
-            raise UserError(f"--label_column {column}: all rows have the same label {values}, so that there is nothing to learn.")
+            raise UserError(f"--label_column {column}: all rows have the same label {values}, so there is nothing to learn.")
         index = {value: i for i, value in enumerate(values)}
         class_ids = {cell: index[value] for cell, value in value_of.items() if value in index}
         labels = cls(column, names or [str(value) for value in values], class_ids, is_multi_label)
@@ -171,6 +164,16 @@ def _is_list(feature: Any) -> bool:
 
     kinds = (getattr(datasets, name, datasets.Sequence) for name in ("Sequence", "List", "LargeList"))  # polars writes LargeList
     return isinstance(feature, tuple(kinds))
+
+
+def _describe_kinds(cells: set) -> str:
+    """Return which kinds of values a column has that cannot be labels, and what labels must be."""
+    kinds = sorted({type(cell).__name__ for cell in cells})
+    kinds = ["decimal numbers"] if kinds == ["str"] else kinds
+    words = {"tuple": "lists", "str": "texts", "int": "whole numbers", "float": "decimal numbers"}
+    shown = " and ".join(words.get(kind, kind) for kind in kinds)
+    hint = " For regression, add --num_labels 1." if kinds in (["decimal numbers"], ["float"], ["float", "int"]) else ""
+    return f"{shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
 
 
 def _distinct(rows: "datasets.Dataset", column: str, is_multi_label: bool) -> set:

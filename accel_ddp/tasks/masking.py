@@ -1,4 +1,4 @@
-"""Masks words in blocks of tokens, computes the logits of masked tokens only, and formats predictions of masked words."""
+"""Masked words in blocks of tokens: the masks, the logits of masked tokens only, and predictions as text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ class MaskedBlocks(Dataset):
     text into first. That is usually the text between spaces, and in a language without spaces it may be a phrase.
 
     With a `seed`, for evaluations, item `i` always has the same words masked. Without a seed, words are drawn from numpy's
-    generator. `TrainBatches` seeds it by the position in the stream, so that masks differ between epochs and are the same on any
+    generator. `TrainBatches` seeds it by the position in the stream, so masks differ between epochs and are the same on any
     rank.
     """
 
@@ -71,7 +71,7 @@ def compute_masked_logits_only(model: nn.Module) -> nn.Module:
     """Return the model with hooks: given the argument `masked_positions`, it computes the logits of these tokens, as one row.
 
     The logits of the other 85 % of the tokens are not needed. With a vocabulary of 30,000 they would take half of the time and most
-    of the memory. A head processes each token separately, so that a hook can remove tokens from the output of the encoder. If the
+    of the memory. A head processes each token separately, so a hook can remove tokens from the output of the encoder. If the
     encoder is not a separate module, the hook removes them from the logits.
     """
     module, name = (model, "logits") if model.base_model is model else (model.base_model, "last_hidden_state")

@@ -41,7 +41,7 @@ BUILT_IN: dict[str, dict[str, Direction]] = {
         "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max", "rouge_1": "max", "rouge_2": "max", "ter": "min",
     },
 }  # fmt: skip
-# Other names of built-in metrics. The result has the longer name, because `f1` of scikit-learn is that of one class.
+# Other names of built-in metrics. The result has the longer name, because `f1` of scikit-learn covers one class.
 SHORT = {
     "classes": {"f1": "macro_f1", "precision": "macro_precision", "recall": "macro_recall", "mcc": "matthews_correlation"},
     "numbers": {"pearsonr": "pearson", "spearmanr": "spearman", "r_squared": "r2"},
@@ -86,8 +86,7 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     If items have several classes, `predictions` and `references` have a 0 or 1 for each class, and an item is accurate if all of
     its classes are right.
     """
-    import numpy as np
-    from sklearn.metrics import precision_recall_fscore_support
+    from sklearn.metrics import classification_report
 
     from accel_ddp.tasks.tables import Row, ScoreTable
 
@@ -95,17 +94,12 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     right = predictions == references
     accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
     if not present:
-        return {"accuracy": accuracy, "macro_f1": 0.0}, ScoreTable([Row(n, math.nan, math.nan, math.nan, 0) for n in names], [])
-    score = lambda how: precision_recall_fscore_support(references, predictions, labels=present, average=how, zero_division=0)
-    each = np.array(score(None))
-    rows = [Row(name, math.nan, math.nan, math.nan, 0) for name in names]
-    for number, values in zip(present, each.T):
-        rows[number] = Row(names[number], *map(float, values[:3]), int(values[3]))
-    support = int(each[3].sum())
-    first = Row("accuracy", math.nan, math.nan, accuracy, support)
-    if right.ndim > 1:
-        first = Row("micro avg", *map(float, score("micro")[:3]), support)
-    averages = [first, *(Row(f"{how} avg", *map(float, score(how)[:3]), support) for how in ("macro", "weighted"))]
+        return {"accuracy": accuracy, "macro_f1": 0.0}, ScoreTable([Row(name) for name in names], [])
+    found = classification_report(references, predictions, labels=present, output_dict=True, zero_division=0)
+    rows = [Row.of_report(name, found[str(i)]) if str(i) in found else Row(name) for i, name in enumerate(names)]
+    averages = [Row.of_report(name, found[name]) for name in ("micro avg", "macro avg", "weighted avg") if name in found]
+    if right.ndim == 1:  # the micro average is the accuracy
+        averages.insert(0, Row("accuracy", f1=accuracy, support=averages[0].support))
     return {"accuracy": accuracy, "macro_f1": averages[1].f1}, ScoreTable(rows, averages)
 
 
@@ -149,7 +143,7 @@ class MoreMetrics:
         self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
 
     def try_out(self, references: list, names: list[str] | None = None, **inputs: Any) -> None:
-        """Compute the metrics for predictions that equal the references, before a model is loaded. `names` are those of classes.
+        """Compute the metrics for predictions that equal the references, before a model is loaded. `names` are the classes.
 
         Raise UserError for a metric that cannot be computed from these data, and for a `--best_metric` that is not measured.
         """
@@ -161,31 +155,35 @@ class MoreMetrics:
             references = np.array(references)
         if self.needs_probabilities:
             inputs["probabilities"] = one_hot(references, len(names)) if references.ndim == 1 else references.astype("float32")
-        declared = [name for name, direction in self.cfg.metric_directions().items() if direction]
+        measured = [name for name, direction in self.cfg.metric_directions().items() if direction]
         for name in [*self.built_in, *self.loaded]:
-            try:
-                values, left_out = self._values(name, predictions=references, references=references, **inputs)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                raise UserError(
-                    f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
-                ) from error
-            if not values:
-                raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
-            taken = [*declared, *(value for known in self.names.values() for value in known)]
-            if same := [value for value in values if name in self.loaded and value in taken]:
+            values = self._try_one(name, predictions=references, references=references, **inputs)
+            if same := [value for value in values if name in self.loaded and value in measured]:
                 raise UserError(f"--metrics {name}: there is another metric named {same[0]}. Rename the folder and the script.")
-            if left_out:
-                log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
             if any(map(math.isnan, values.values())):
                 log.warning("--metrics %s: is NaN even for perfect predictions. The evaluation data may lack a class.", name)
             self.names[name] = list(values)
+            measured += values
         if self.loaded:
-            measured = [*declared, *(value for values in self.names.values() for value in values)]
             self.cfg.best().require(dict.fromkeys(measured, 0.0))
 
+    def _try_one(self, name: str, **inputs: Any) -> dict[str, float]:
+        """Return the values of a metric. Raise UserError if it fails or has none, and warn about those that are not numbers."""
+        try:
+            values, left_out = self._values(name, **inputs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            raise UserError(
+                f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
+            ) from error
+        if not values:
+            raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
+        if left_out:
+            log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
+        return values
+
     def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
-        """Return the metrics of a recipe with those of `--metrics`. One that fails is reported and NaN.
+        """Return the metrics of a recipe and of `--metrics`. One that fails is reported and NaN.
 
         `inputs` are predictions and references, if needed probabilities, and sources of texts.
         """
@@ -237,6 +235,12 @@ def _load(name: str, kind: Kind) -> Any:
         meant = did_you_mean(name, BUILT_IN[kind])
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
+    _check_inputs(name, metric, kind)
+    return metric
+
+
+def _check_inputs(name: str, metric: Any, kind: Kind) -> None:
+    """Raise UserError if a metric of the `evaluate` package needs other inputs than a recipe of this kind has."""
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
     if not needed <= given:
         raise UserError(
@@ -249,7 +253,6 @@ def _load(name: str, kind: Kind) -> Any:
         raise UserError(
             f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_those_of(kind)}"
         )
-    return metric
 
 
 def _as_list(values: Any) -> list:

@@ -1,6 +1,6 @@
-"""Makes the tables of an evaluation from the rows of all items, which `accel_ddp.evaluate` passes to `summarize`.
+"""The tables of an evaluation, made from the rows of all items, which `accel_ddp.evaluate` passes to `summarize`.
 
-All of them depend on the rows alone, which are in the order of the data, so that the number of ranks does not change a table.
+All of them depend on the rows alone, which are in the order of the data, so the number of ranks does not change a table.
 Numbers are rounded to DIGITS, because the last bits of a loss depend on how items are split into batches.
 """
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# A table of precision, recall and F1 of each class, printed in the form of scikit-learn and written as CSV.
-MOST_ROWS = 12  # a table with more classes is printed as the worst ones
+MOST_ROWS = 12  # a table of scores with more classes is printed as the worst ones
 WORST_ROWS = 10
 MOST_IN_TABLE = 1000  # trackers and the report show no more
-NAME = "class"
+COLUMNS = ["class", "precision", "recall", "f1", "support"]
 FILE = "classes.csv"
 
 
@@ -33,15 +32,27 @@ class Row(NamedTuple):
     """The scores of a class or an average. A class that was neither present nor predicted has NaN."""
 
     name: str
-    precision: float
-    recall: float
-    f1: float
-    support: int  # how often the class occurs in the evaluation data
+    precision: float = math.nan
+    recall: float = math.nan
+    f1: float = math.nan
+    support: int = 0  # how often the class occurs in the evaluation data
+
+    @classmethod
+    def of_report(cls, name: str, report: dict[str, Any]) -> "Row":
+        """Return an entry of `classification_report(..., output_dict=True)` of scikit-learn or seqeval."""
+        return cls(name, *(float(report[key]) for key in ("precision", "recall", "f1-score")), int(report["support"]))
+
+    def cells(self) -> list[Any]:
+        """Return the values, with None instead of NaN."""
+        return [None if isinstance(value, float) and math.isnan(value) else value for value in self]
 
 
 @dataclass
 class ScoreTable:
-    """The scores of all classes, and their averages over the classes that are present or predicted."""
+    """The scores of all classes, and their averages over the classes that are present or predicted.
+
+    scikit-learn computes them. Its text has all classes or averages of the shown ones only, so the text is made here.
+    """
 
     rows: list[Row]
     averages: list[Row]
@@ -70,20 +81,18 @@ class ScoreTable:
 
     def as_table(self) -> Table:
         """Return all classes and averages, or if there are very many, those with the lowest F1. classes.csv has all of them."""
-        empty = lambda row: [None if isinstance(value, float) and math.isnan(value) else value for value in row]
         rows, title = self.rows, f"Scores of the {self.noun}"
         if len(rows) > MOST_IN_TABLE:
             lowest = sorted(range(len(rows)), key=lambda i: (math.isnan(rows[i].f1), rows[i].f1, -rows[i].support, i))
             rows = [rows[i] for i in sorted(lowest[:MOST_IN_TABLE])]
             title = f"Scores of the {MOST_IN_TABLE:,} of {len(self.rows):,} {self.noun} with the lowest F1"
-        return Table([NAME, "precision", "recall", "f1", "support"], list(map(empty, [*rows, *self.averages])), "scores", title)
+        return Table(COLUMNS, [row.cells() for row in (*rows, *self.averages)], "scores", title)
 
     def report(self, output_dir: str) -> str:
         """Write all classes to OUTPUT_DIR/classes.csv, and return the text to print. A disk that is full does not end the run."""
         file = io.StringIO()
         writer = csv.writer(file)
-        writer.writerow([NAME, "precision", "recall", "f1", "support"])
-        writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in self.rows)
+        writer.writerows([COLUMNS, *(row.cells() for row in self.rows)])
         path = Path(output_dir) / FILE
         try:
             checkpoint_format.write_text(path, file.getvalue())
@@ -106,7 +115,7 @@ QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 CORRECT, WRONG, CONFIDENT = "correct", "wrong", "most confident error"
 SAMPLE, LARGEST = "sample", "largest error"
 
-# Returns columns that describe some items by their positions in the data, for example their texts.
+# A function that returns columns for some items by their positions in the data, for example their texts.
 Inputs = Callable[[list[int]], dict[str, list]]
 
 
@@ -208,7 +217,7 @@ def of_predictions(
 
     The worst items are the wrong ones with the highest `certainty`. `columns` has the value of each item for each further column,
     or a function that returns it for the position of an item. An item is in one group only. The other items come in an order that
-    depends on their number alone, so that successive evaluations show the same items if these stay in their group.
+    depends on their number alone, so successive evaluations show the same items if these stay in their group.
     """
     import numpy as np
 

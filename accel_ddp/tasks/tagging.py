@@ -1,4 +1,4 @@
-"""Words and their tags: reads files, aligns tags with sub-word tokens, and computes metrics of entities."""
+"""Words and their tags: files, the alignment of tags with sub-word tokens, and metrics of entities."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -103,7 +103,7 @@ class Tags:
         is_declared = bool(names)
         names = names or [str(value) for value in values]
         if len(names) == 1:
-            raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so that there is nothing to learn.")
+            raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
             warn(
                 f"--tags_column {column}: tags without the prefix B- or I- ({', '.join(plain[:3])}): each word with such a tag is "
@@ -173,7 +173,7 @@ def prepare_for_words(tokenizer: Any, model: str) -> Any:
 
 
 def align(rows: dict[str, list], tokens_column: str, tags: Tags, tokenizer: Any, max_length: int) -> dict[str, list]:
-    """Return tokenised rows. In `labels` the first token of each word has the number of the word's tag, and others have -100.
+    """Return tokenized rows. In `labels` the first token of each word has the number of the word's tag, and others have -100.
 
     `first` has the index of that token for each word, or -1 for words that were truncated or have no tokens. `tags` has the
     number of each word's tag. `problem` is described at `find_problem`; a row with a problem has no words.
@@ -236,10 +236,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):
         return scores, ScoreTable([], [], "entities")
     found = classification_report(references, predictions, output_dict=True, zero_division=0)
-    rows = [
-        Row(name, float(row["precision"]), float(row["recall"]), float(row["f1-score"]), int(row["support"]))
-        for name, row in found.items()
-    ]
+    rows = [Row.of_report(name, report) for name, report in found.items()]
     micro = rows[-3]  # micro, macro and weighted averages follow the types
     scores |= {"f1": micro.f1, "precision": micro.precision, "recall": micro.recall}
     return scores, ScoreTable(rows[:-3], rows[-3:], "types of entities")

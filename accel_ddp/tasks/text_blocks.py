@@ -1,4 +1,7 @@
-"""Raw text as blocks of tokens: tokenised once and cached, or tokenised while large files are read."""
+"""Raw text as blocks of tokens: tokenized once and cached, or tokenized while large files are read.
+
+The texts come from tables with a column of texts, or from .txt files with a text per line.
+"""
 
 import dataclasses
 import glob
@@ -22,8 +25,6 @@ from accel_ddp.sources.table_files import FILE_FORMATS, describe_folder, load_fi
 
 if TYPE_CHECKING:
     import datasets
-
-# Reads raw text for language models: tables with a column of texts, or .txt files with a text per line.
 
 
 def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:
@@ -126,7 +127,7 @@ Block = dict[str, list[int]]  # `input_ids`, and `words`: the number of each tok
 
 
 class BlockTokenizer:
-    """Tokenises texts, finds where words begin, and makes blocks with the model's special tokens.
+    """Tokenizes texts, finds where words begin, and makes blocks with the model's special tokens.
 
     A block has up to `room` tokens of text between the special tokens.
     """
@@ -151,7 +152,7 @@ class BlockTokenizer:
             )
         self.identity = [models.tokenizer_digest(tokenizer), max_length]
 
-    def tokenise(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def tokenize(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of all texts in one array, and whether each token begins a word.
 
         Special tokens in a text, such as [MASK] or </s>, are treated as ordinary text.
@@ -168,7 +169,7 @@ class BlockTokenizer:
         return {"input_ids": [*self.prefix, *ids.tolist(), *self.suffix], "words": [*before, *words.tolist(), *after]}
 
 
-# ------------------------------------------------------------------------------------- tokenised once
+# ------------------------------------------------------------------------------------- tokenized once
 
 
 def cut_into_blocks(
@@ -182,7 +183,7 @@ def cut_into_blocks(
 
     def cut(rows):
         texts = [text for text in data.read_texts(rows, column) if text.strip()]
-        ids, begins = block_tokenizer.tokenise(texts or [""])
+        ids, begins = block_tokenizer.tokenize(texts or [""])
         parts = [slice(first, first + block_tokenizer.room) for first in range(0, len(ids), block_tokenizer.room)]
         blocks = [block_tokenizer.make_block(ids[part], begins[part]) for part in parts]
         return {name: [block[name] for block in blocks] for name in ("input_ids", "words")}
@@ -192,21 +193,21 @@ def cut_into_blocks(
     return tokenization.map_once(rows, cut, depends_on=[block_tokenizer.identity, column], cfg=cfg)
 
 
-# ------------------------------------------------------------------------------------- tokenised while reading
+# ------------------------------------------------------------------------------------- tokenized while reading
 
 
 class StreamedBlocks(Dataset):
-    """Blocks of large .txt files. Nothing is loaded, tokenised or cached in advance, and memory does not grow with the files.
+    """Blocks of large .txt files. Nothing is loaded, tokenized or cached in advance, and memory does not grow with the files.
 
-    Item `i` is the text that begins in the bytes [i * block, (i + 1) * block) of the concatenated files. It is read and tokenised
-    when it is requested, so that the order, the ranks, the workers and a restart depend on the step only, as with rows. Both ends
+    Item `i` is the text that begins in the bytes [i * block, (i + 1) * block) of the concatenated files. It is read and tokenized
+    when it is requested, so the order, the ranks, the workers and a restart depend on the step only, as with rows. Both ends
     are moved forward to the next start of a line. If there is none within a quarter of a block, they are moved to the next word,
     or else to the next character. Together the items are the files, byte for byte. An item of 128 tokens costs 0.8 ms on a slow
     core, five times as much as from a table.
 
     Limits compared with `cut_into_blocks`: a block has about as many bytes as fit, and not an exact number of tokens. Tokens beyond
     `max_length` are not used, and shorter blocks are padded; `summary` has the amount of both. The fingerprint covers the names and
-    sizes of the files and 64 samples, so that a change elsewhere is not detected. Bytes that are not UTF-8 are detected only when
+    sizes of the files and 64 samples, so a change elsewhere is not detected. Bytes that are not UTF-8 are detected only when
     they are read.
     """
 
@@ -221,13 +222,13 @@ class StreamedBlocks(Dataset):
         self.block_bytes = 4 * room
         samples = [self.text(i) for i in self._sample_indices()]
         identity = [*(file.name for file in self.files), *map(str, sizes), *samples]
-        num_tokens = len(block_tokenizer.tokenise(samples)[0])
+        num_tokens = len(block_tokenizer.tokenize(samples)[0])
         if num_tokens == 0:
             raise UserError(f"{option} {place}: {len(samples)} samples of the files contain white space only, and no text.")
         bytes_per_token = sum(len(sample.encode()) for sample in samples) / num_tokens
         for fill in np.arange(1, 0.5, -0.05):
             self.block_bytes = max(4, int(bytes_per_token * room * fill))
-            lengths = np.array([len(block_tokenizer.tokenise([self.text(i)])[0]) for i in self._sample_indices()])
+            lengths = np.array([len(block_tokenizer.tokenize([self.text(i)])[0]) for i in self._sample_indices()])
             unused = np.maximum(lengths - room, 0).sum() / max(1, lengths.sum())
             if unused <= self.MAX_UNUSED:
                 break
@@ -244,7 +245,7 @@ class StreamedBlocks(Dataset):
         return -(-self.num_bytes // self.block_bytes)
 
     def __getitem__(self, index: int) -> Block:
-        ids, begins = self.block_tokenizer.tokenise([self.text(index)])
+        ids, begins = self.block_tokenizer.tokenize([self.text(index)])
         room = self.block_tokenizer.room
         return self.block_tokenizer.make_block(ids[:room], begins[:room])
 

@@ -1,4 +1,7 @@
-"""Image classification: checks all images once, augments them, and converts them to the model's inputs."""
+"""Image classification: images are checked once, augmented, and converted to the model's inputs.
+
+They come from folders with a subfolder per class, from .npz arrays, and from tables.
+"""
 
 import base64
 import dataclasses
@@ -21,6 +24,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
@@ -35,7 +39,6 @@ from accel_ddp.training.sharding import autocast, gathered
 if TYPE_CHECKING:
     import datasets
 
-# Reads images from folders with a subfolder per class, from .npz arrays, and from tables.
 THUMBNAIL = 64
 MOST_PNG_BYTES = 4096
 
@@ -92,7 +95,7 @@ def decode(content: bytes) -> Image.Image:
 def thumbnail(image: dict[str, Any]) -> str | None:
     """Return a data URI of the image with at most THUMBNAIL pixels per side, or None if its file is no longer there.
 
-    It has at most a few kilobytes: .png, or .jpg for images with many colours.
+    It has at most a few kilobytes: .png, or .jpg for images with many colors.
     """
     try:
         picture = decode(read_content(image))
@@ -115,7 +118,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
     """Read FOLDER/CLASS/IMAGE. Labels are the names of the subfolders.
 
-    The loader of `datasets` is not used: it numbers the subfolders, so that the numbers differ between training and evaluation
+    The loader of `datasets` is not used: it numbers the subfolders, so the numbers differ between training and evaluation
     folders if one of them lacks a class, and it takes classes that are called train or test for splits.
     """
     import datasets
@@ -264,7 +267,7 @@ def _digest_of_stats(rows: "datasets.Dataset", column: str) -> str:
 class Images(Dataset):
     """Items with `pixel_values` from the model's image processor, and `labels`.
 
-    Augmentation draws from Python's generator. `TrainBatches` seeds it by the position in the stream, so that it is the same on any
+    Augmentation draws from Python's generator. `TrainBatches` seeds it by the position in the stream, so it is the same on any
     rank and in any worker. "crop" shifts an image by up to an eighth of its sides, and "crop_flip" also mirrors half of the images.
     """
 
@@ -326,9 +329,9 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
 
 
 def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) -> Any:
-    """Return the image processor, which resizes, scales and normalises.
+    """Return the image processor, which resizes, scales and normalizes.
 
-    It is that of the pretrained model, or made from the options and the sizes of the images. Raise UserError if the model does not
+    It comes from the pretrained model, or is made from the options and the sizes of the images. Raise UserError if the model does not
     accept its output.
     """
     place = "" if cfg.model == "mini-resnet" else models.locate(cfg.model, cfg.cache_dir)
@@ -344,7 +347,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
         size = {"height": height, "width": width}
         processor = kind(size=size, image_mean=[0.5] * channels, image_std=[0.5] * channels, do_convert_rgb=channels == 3)
         if place:
-            log.info(f"--model {cfg.model}: the folder has no {files[0]}, so that images are resized to {height} x {width}")
+            log.info(f"--model {cfg.model}: the folder has no {files[0]}, so images are resized to {height} x {width}")
     if cfg.image_size:
         square = {"height": cfg.image_size, "width": cfg.image_size}
         processor.size = {"shortest_edge": cfg.image_size} if "shortest_edge" in processor.size else square
@@ -384,9 +387,8 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
 
 def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
     """Log over which images batch norm computes its statistics, if the model has batch norm."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        ranks = this_rank.num_ranks
-        micro = cfg.split(ranks)[0]
-        images = f"{ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
+    if compat.has_batch_norm(model):
+        micro = cfg.split(this_rank.num_ranks)[0]
+        images = f"{this_rank.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without batch norm"
-        log.info(f"batch norm uses {images}, so that the result depends on the micro-batches; with {instead} it does not")
+        log.info(f"batch norm uses {images}, so the result depends on the micro-batches; with {instead} it does not")

@@ -1,7 +1,8 @@
-"""Detects ranks whose trained parameters are no longer equal, with a checksum that costs little and is read late.
+"""Ranks whose trained parameters are no longer equal, and steps whose loss or gradient norm is not finite.
 
-DDP gives every rank the same gradients, so that all ranks do the same updates and their parameters stay equal bit by bit. A rank
-with another learning rate, a skipped step or defective memory breaks this without an error, and every later step is then wrong.
+DDP gives every rank the same gradients, so all ranks do the same updates and their parameters stay equal bit by bit. A rank with
+another learning rate, a skipped step or defective memory breaks this without an error, and every later step is then wrong.
+`ParameterCheck` compares a checksum of the parameters, which costs little and is read late.
 Buffers are not compared, because the running statistics of batch norm may differ between ranks.
 
 A rank of a sharded model has a part of each parameter. It is compared with the same part in the other copies of the model. If there is
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -48,7 +50,7 @@ class ParameterCheck:
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # DDP does not keep these equal
+        ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
         self._trained = {
             name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
         }
@@ -175,16 +177,16 @@ def _bits(parameter: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
-# Steps whose loss or gradient norm is not finite: `--on_nonfinite`.
-#
-# `update` never steps the optimizer with such numbers. `NonfiniteSteps` receives the numbers late, and ends the run or counts.
+# ---- --on_nonfinite
+
 ADVICE = "Try a lower --lr, --warmup_steps, --max_grad_norm 1, bf16 instead of fp16, or inspect the data of this step."
 
 
 class NonfiniteSteps(Hook):
     """Counts skipped steps, and raises UserError where `--on_nonfinite` and `--max_nonfinite` ask for it.
 
-    Every rank has the same loss and gradient norm, so that every rank counts and raises the same.
+    `update` never steps the optimizer with numbers that are not finite. They arrive here late. Every rank has the same loss and
+    gradient norm, so every rank counts and raises the same.
     """
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig, saved: Checkpoints):
@@ -197,7 +199,7 @@ class NonfiniteSteps(Hook):
         if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
             self.saved.skipped_in_a_row = 0
             return
-        # The scaler finds its factor with such steps, so that they are not reported one by one.
+        # The scaler finds its factor with such steps, so they are not reported one by one.
         is_expected = self.has_scaler and math.isfinite(numbers.loss)
         self.last = "" if is_expected else _what(numbers)
         if self.last and self.cfg.on_nonfinite == "stop":
@@ -227,7 +229,7 @@ class NonfiniteSteps(Hook):
                 "there either, look for a square root, a logarithm or a division of 0 in the loss, or use a lower --lr."
             )
         raise UserError(
-            f"step {step}: the last {in_a_row} steps were skipped, because their loss or gradients were not finite, so that nothing "
+            f"step {step}: the last {in_a_row} steps were skipped, because their loss or gradients were not finite, so nothing "
             f"was learned in these steps.{f' In the last one, {self.last}.' if self.last else ''} The run ends (--on_nonfinite skip "
             f"--max_nonfinite {self.cfg.max_nonfinite}). Earlier checkpoints are not affected. {ADVICE}"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.ranks.shards import local
 from accel_ddp.training.sharding import reshard
 from accel_ddp.training.update import UpdateStats
@@ -77,8 +78,7 @@ class Ema:
 def _move(pairs: list[tuple[Tensor, Tensor]], amount: Tensor) -> None:
     """Move the first tensor of each pair towards the second by `amount` of their difference, with few kernels for many tensors.
 
-    `torch._foreach_lerp_` does not read `amount` from a device. The differences need memory, so that a part of the tensors is moved at
-    a time.
+    The differences need memory, so only a part of the tensors is moved at a time.
     """
     while pairs:
         size = number = 0
@@ -86,9 +86,7 @@ def _move(pairs: list[tuple[Tensor, Tensor]], amount: Tensor) -> None:
             size += pairs[number][0].numel()
             number += 1
         averages, weights = zip(*pairs[:number])
-        differences = torch._foreach_sub([weight.to(averages[0].dtype) for weight in weights], averages)
-        torch._foreach_mul_(differences, amount)
-        torch._foreach_add_(averages, differences)
+        compat.move_all(averages, [weight.to(averages[0].dtype) for weight in weights], amount)
         pairs = pairs[number:]
 
 

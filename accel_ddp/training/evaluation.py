@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
@@ -44,7 +44,7 @@ class EvalBatches:
     """This rank's share of an evaluation set: rank r of W has items r, r + W, ... Every item is evaluated exactly once.
 
     Accelerate's loaders fill the last batch with repeated items. Here a rank may have one item less. If the model is sharded, all ranks
-    must compute the same number of batches, so that such a rank repeats an item. `evaluate` drops its row.
+    must compute the same number of batches, so such a rank repeats an item. `evaluate` drops its row.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):
@@ -80,7 +80,7 @@ def evaluate(
     generated tokens): shorter ones are filled with -100.
     """
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
-    if accelerator.num_processes > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+    if accelerator.num_processes > 1 and compat.has_batch_norm(module):
         for buffer in module.buffers():  # the running statistics of each rank differ, and those of rank 0 are saved
             dist.broadcast(buffer, src=0)
     was_training = module.training
@@ -145,7 +145,7 @@ def broadcast_metrics(metrics: Any) -> dict[str, float]:
 
 
 def as_numbers(metrics: Any) -> dict[str, float]:
-    """Return metrics as Python floats, which JSON and trackers accept: also those of numpy and torch.
+    """Return metrics as Python floats, which JSON and trackers accept. Values may be numbers of numpy and torch.
 
     Raise UserError for what is not a number, and for names that log.jsonl uses itself.
     """

@@ -1,4 +1,9 @@
-"""A loss in which every item of a step is compared with every other one, on whatever rank and in whatever micro-batch."""
+"""Losses, summed over items, and the micro-batch that is being computed.
+
+`update` divides a loss by the number of items of all micro-batches and ranks. In a `WholeBatch` loss, every item of a step is
+compared with every other one, on whatever rank and in whatever micro-batch. `update` and `evaluate` announce every micro-batch with
+`CurrentBatch` before they call the model. Code that changes how a model computes, such as `speed`, reads it.
+"""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -13,11 +18,6 @@ from torch import Tensor, nn
 from accel_ddp import phases
 from accel_ddp.phases import SYNC
 from accel_ddp.seeds import dropout_seed, seed_torch
-
-# Which micro-batch is being computed.
-#
-# `update` and `evaluate` announce every micro-batch before they call the model. Code that changes how a model computes, such as
-# `speed`, reads it here. The announcement is neutral: nothing in `training` depends on who reads it.
 
 
 class CurrentBatch:
@@ -40,9 +40,6 @@ _current: ContextVar[CurrentBatch | None] = ContextVar("accel_ddp_current_batch"
 
 def current_batch() -> CurrentBatch | None:
     return _current.get()
-
-
-# Losses, summed over items. `update` divides them by the number of items of all micro-batches and ranks.
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -78,12 +75,12 @@ def of_classes(
     return losses.sum() if reduction == "sum" else losses
 
 
-Batch = Any
-LossSum = Callable[[nn.Module, Batch], Tensor]
+MicroBatch = Any
+LossSum = Callable[[nn.Module, MicroBatch], Tensor]
 
 
 class WholeBatch:
-    """The parts of such a loss. `update` accepts it instead of a `loss_sum` function.
+    """The parts of a loss that compares all items of a step. `update` accepts it instead of a `loss_sum` function.
 
     `embed(model, batch)` returns rows for the items of a micro-batch. `keys(batch)` returns integers for each item, whose
     meaning is up to the loss. `losses(rows, keys)` returns the loss of each item, given the rows of all items.
@@ -94,10 +91,10 @@ class WholeBatch:
     the memory of one micro-batch and one more forward pass.
     """
 
-    def __init__(self, embed: LossSum, keys: Callable[[Batch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, embed: LossSum, keys: Callable[[MicroBatch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
-    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], seed: int) -> LossSum:
+    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[MicroBatch], seed: int) -> LossSum:
         """Return one loss function per micro-batch. Its value covers the micro-batch, its gradient the whole batch."""
         keys = _gather(torch.cat([self.keys(batch) for batch in batches]))
         if len(batches) == 1:
@@ -105,7 +102,7 @@ class WholeBatch:
         rows = []
         with torch.no_grad():
             for i, batch in enumerate(batches):
-                # `update` seeds the same way, so that dropout draws the same values again.
+                # `update` seeds the same way, so dropout draws the same values again.
                 own_seed = dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes)
                 seed_torch(own_seed, accelerator.device)
                 with CurrentBatch(batch):
@@ -116,7 +113,7 @@ class WholeBatch:
         values = own.detach().split(sizes)
         index = {id(batch): i for i, batch in enumerate(batches)}
 
-        def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+        def loss_sum(model: nn.Module, batch: MicroBatch) -> Tensor:
             i = index[id(batch)]
             flow = (self.embed(model, batch) * gradients[i]).sum()
             return flow + (values[i].sum() - flow).detach()

@@ -1,4 +1,8 @@
-"""The optimizer, frozen parameters, and a learning-rate schedule that is a function of the step."""
+"""The optimizers, frozen parameters, and a learning-rate schedule that is a function of the step.
+
+torch's own Muon multiplies in bfloat16 and steps only whole matrices. The products of `Muon` have the precision of the weights, so
+the number of ranks changes the result by rounding in that precision only, and a matrix may be spread over ranks.
+"""
 
 import contextlib
 import math
@@ -16,10 +20,6 @@ from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full, local, region, sharded_like
 from accel_ddp.training.sharding import reshard
 
-# Muon: steps the matrices of hidden layers by orthogonal matrices, and all other parameters with AdamW, as one optimizer.
-#
-# torch's own Muon multiplies in bfloat16 and only steps whole matrices. Here the products have the precision of the weights, so that
-# the number of ranks changes the result by rounding in that precision only, and a matrix may be spread over ranks.
 ROUNDS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the usual quintic iteration, which brings singular values near 1 in 5 rounds
 
@@ -27,7 +27,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the usual quintic iteration, whic
 class Muon(torch.optim.Optimizer):
     """Steps groups with `is_hidden` with Muon (Nesterov momentum), and other groups with AdamW.
 
-    The steps of matrices are scaled to the size of AdamW's steps, so that learning rate and weight decay mean the same.
+    The steps of matrices are scaled to the size of AdamW's steps, so learning rate and weight decay mean the same.
     """
 
     _step_supports_amp_scaling = True  # `step` reads `found_inf` on the device and then changes nothing
@@ -107,13 +107,11 @@ def require_hidden(matrices: set[nn.Parameter]) -> None:
         raise UserError("--optimizer muon: no matrix of a hidden layer is trained. Use --optimizer adamw.")
 
 
-# AdamW whose moments have 8 bits, from torchao.
-#
-# torchao is used and not bitsandbytes, which waits for the GPU after every parameter.
-
-
 def build_adamw8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer. Its state is stored in checkpoints as plain tensors: `to_plain` and `from_plain` convert it."""
+    """Return AdamW of torchao, whose moments have 8 bits. `to_plain` and `from_plain` convert its state for checkpoints.
+
+    bitsandbytes has such an optimizer too, but it waits for the GPU after every parameter.
+    """
     from torchao.optim import AdamW8bit as Original
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -168,7 +166,7 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     if cfg.optimizer == "adafactor":
         if cfg.lr < LEAST_LR_OF_ADAFACTOR:
             print_on_main(
-                f"--optimizer adafactor --lr {cfg.lr}: Adafactor multiplies the learning rate by the size of the weights, so that the "
+                f"--optimizer adafactor --lr {cfg.lr}: Adafactor multiplies the learning rate by the size of the weights, so the "
                 "model will hardly learn. Usual values are from 1e-3 to 1e-2."
             )
         return torch.optim.Adafactor(groups, lr=cfg.lr)
@@ -187,7 +185,7 @@ def _groups(model: nn.Module, cfg: TrainConfig) -> list[dict[str, Any]]:
         require_hidden(hidden)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     trainable = [p for p in model.parameters() if p.requires_grad]
-    for p in sorted(trainable, key=lambda p: p.ndim < 2):  # matrices first; the order is otherwise that of the model
+    for p in sorted(trainable, key=lambda p: p.ndim < 2):  # matrices first; otherwise in the order of the model
         rate = rates.get(p, cfg.lr)
         values: dict[str, Any] = {"weight_decay": cfg.weight_decay if p.ndim >= 2 else 0.0, "lr": rate}
         values["lr_ratio"] = rate / cfg.lr if p in rates else 1.0

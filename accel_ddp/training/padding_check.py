@@ -1,4 +1,4 @@
-"""Tests before training whether the result of a text depends on the longer texts that it is padded with.
+"""A test before training: whether the result of a text depends on the longer texts that it is padded with.
 
 If it does, weights and metrics depend on the micro-batch size and on the number of ranks. Examples are models that mix all positions
 without a mask (FNet, Nystromformer, ConvBERT), that read the last position (XLNet), or that choose their rotary embeddings by the
@@ -31,7 +31,7 @@ from accel_ddp.training.stream import TrainBatches
 log = logging.getLogger(__name__)
 
 # Differences are fractions of the largest value. Rounding in float32 gives 1e-7 to 1e-6 in small models and 2e-5 in one of 48 layers.
-# A real dependence may be as small (7e-6 in a ConvBERT), so that a difference between the first two limits is computed in float64.
+# A real dependence may be as small (7e-6 in a ConvBERT), so a difference between the first two limits is computed in float64.
 ALLOWED = 3e-6
 NEVER_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # 16 bits have no such limit: 7e-2 in a BERT of 24 layers
 ALLOWED_IN_FLOAT64 = 1e-6  # some models compute parts in float32
@@ -235,7 +235,7 @@ def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
     try:
         with _in_float64(compute.model):
             return compute.distance(places) <= ALLOWED_IN_FLOAT64
-    except Exception as error:  # quantised weights, a device without float64, or too little memory
+    except Exception as error:  # quantized weights, a device without float64, or too little memory
         log.info("texts with and without padding were not compared in float64: %s: %s", type(error).__name__, error)
         return True
 

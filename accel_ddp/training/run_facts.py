@@ -4,14 +4,14 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
@@ -93,30 +93,12 @@ def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
     }
 
 
-# Publishes that a rank compiles, which may take minutes in the middle of a step if torch.compile meets another shape.
-
-
-@contextlib.contextmanager
-def compilations_published() -> Iterator[None]:
-    """Enter the phase `compile` during each compilation inside of the block, if torch.compile is used."""
-    if "torch._dynamo" not in sys.modules:  # its import takes seconds
-        yield
-        return
-    from torch._dynamo.callback import callback_handler
-
+def compilations_published() -> contextlib.AbstractContextManager:
+    """Return a context that enters the phase `compile` during each compilation, which may take minutes in the middle of a step."""
     interrupted: list[Any] = []  # compilations may be nested
 
     def begin(*_: Any) -> None:
         interrupted.append(phases.phase(COMPILE))
         interrupted[-1].__enter__()
 
-    def end(*_: Any) -> None:
-        interrupted.pop().__exit__(None, None, None)
-
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(begin)
-        callback_handler.remove_end_callback(end)
+    return compat.compile_callbacks(begin, lambda *_: interrupted.pop().__exit__(None, None, None))

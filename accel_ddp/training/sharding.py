@@ -1,7 +1,7 @@
-"""Shards a model with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs.
+"""Models that are sharded with torch's `fully_shard` (FSDP2), in the same way on GPUs and on CPUs, or wrapped with DDP.
 
 Accelerate's own FSDP code is not used, although its config and its names are. On CPUs it silently uses DDP. On GPUs rank 0 loads the
-whole model, and all weights are gathered in one dtype, so that results differ from those of DDP.
+whole model, and all weights are gathered in one dtype, so results differ from DDP.
 
 Each layer is gathered when it is computed. Everything else (embeddings, last norm, output head) belongs to the root. The root is
 gathered from the beginning of the forward pass to the end of the backward pass, because the loss over a vocabulary reads the weight
@@ -21,10 +21,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.utils.checkpoint import checkpoint
 
+from accel_ddp import compat
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
@@ -34,30 +33,30 @@ from accel_ddp.ranks.shards import is_sharded
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
 
-# Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
-#
-# Torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of different
-# layers are mixed without an error, or the run hangs. If a parameter has a gradient on some ranks only, as an expert that no token of a
-# batch has reached, the sizes of the sums differ.
-#
-# - A parameter without a gradient contributes zeros to the sum. If no rank has a gradient for it in a step, it gets none, as on
-#   one rank.
-# - All ranks compare the order of layers in their first micro-batch. From then on, each rank compares its order with the first
-#   one, which needs no communication.
 BEGIN, END, BACKWARD, LAST = "begins the forward pass", "ends the forward pass", "begins the backward pass", "ends a micro-batch"
 
 
 class Lockstep:
-    """The order in which a rank computes and sums the parts of a sharded model, and which parameters have gradients."""
+    """Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
+
+    torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of
+    different layers are mixed without an error, or the run hangs. If a parameter has a gradient on some ranks only, as an expert that
+    no token of a batch has reached, the sizes of the sums differ.
+
+    - A parameter without a gradient contributes zeros to the sum. If no rank has a gradient for it in a step, it gets none, as on
+      one rank.
+    - All ranks compare the order of layers in their first micro-batch. From then on, each rank compares its order with the first
+      one, which needs no communication.
+    """
 
     def __init__(self, model: nn.Module):
         self._names = [BEGIN, END, BACKWARD, LAST]
         self._order: list[int] = []  # of the first micro-batch
         self._is_compared = False  # whether all ranks have the same order
         self._place: int | None = None  # in the order; None outside of the micro-batches of a step
-        self._params: list[FSDPParam] = []
-        self._trained: list[FSDPParam] = []  # in this step
-        self._used: set[FSDPParam] = set()  # those with a gradient in this step
+        self._params: list[Any] = []
+        self._trained: list[Any] = []  # in this step
+        self._used: set[Any] = set()  # those with a gradient in this step
         self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
         for name, part in model.named_modules():
             if isinstance(part, FSDPModule):
@@ -71,27 +70,15 @@ class Lockstep:
         part.register_forward_pre_hook(forward, prepend=True)  # before the hook that gathers
         if is_root:
             part.register_forward_hook(lambda *_: self._enter_forward(self._names.index(END)))
-        for group in _groups(part):
+        for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
-            group.pre_backward = functools.partial(self._pre_backward, group, group.pre_backward, first + 1)
-            group.post_backward = functools.partial(self._post_backward, group, group.post_backward, first + 2)
+            compat.observe_backward(
+                group, functools.partial(self._enter, first + 1), functools.partial(self._enter_sum, first + 2)
+            )
 
-    def _pre_backward(self, group: Any, original: Callable[..., Any], place: int, *args: Any) -> Any:
-        if group._training_state != TrainingState.PRE_BACKWARD:  # it is called once for each output of a layer
-            self._enter(place)
-        return original(*args)
-
-    def _post_backward(self, group: Any, original: Callable[..., Any], place: int, *args: Any) -> Any:
-        summed = [p for p in group.fsdp_params if p.sharded_state == ShardedState.UNSHARDED and p.sharded_param.requires_grad]
-        if summed:
-            self._enter(place)
-        for param in summed:
-            if param.unsharded_param.grad is None and param.unsharded_accumulated_grad is None:
-                # `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it.
-                param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
-            else:
-                self._used.add(param)
-        return original(*args)
+    def _enter_sum(self, place: int, params: list[Any]) -> None:
+        self._enter(place)
+        self._used.update(param for param in params if compat.has_gradient(param))
 
     def _enter_forward(self, place: int) -> None:
         if torch.is_grad_enabled():  # other forward passes have no backward pass
@@ -123,7 +110,7 @@ class Lockstep:
     def _refuse(self, found: str) -> None:
         self._place = None
         raise UserError(
-            f"The model is sharded (FSDP), so that all ranks must compute the same layers in every micro-batch, but {found}. Do not "
+            f"The model is sharded (FSDP), so all ranks must compute the same layers in every micro-batch, but {found}. Do not "
             "skip layers (layerdrop). Or set fsdp_transformer_layer_cls_to_wrap in the accelerate config to the classes of the layers "
             "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml and --find_unused_parameters."
         )
@@ -177,13 +164,6 @@ class Lockstep:
         return [param.sharded_param for param, count in zip(self._trained, counts.tolist()) if not count]
 
 
-def _groups(part: nn.Module) -> list[Any]:
-    """Return the groups of parameters that are gathered with a module. In newer versions than torch 2.11 a module may have several."""
-    state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
-
-
 def shard(
     model: nn.Module, plan: ShardingPlan, device: torch.device, precision: str = "no", reduce_dtype: torch.dtype = torch.float32
 ) -> None:
@@ -205,9 +185,9 @@ def shard(
         )
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
     model._gathered_dtype = narrow
-    # `generate` of transformers then does the same number of forward passes on all ranks. With adapters it is that of the model below.
+    # With adapters, `generate` of the base model runs.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
-        one._is_fsdp_managed_module = True
+        compat.let_all_ranks_generate(one)
     if narrow and hasattr(model, "generate"):  # it calls encoders and models below adapters without the root
         model.generate = torch.autocast(device.type, narrow)(model.generate)
     _prefetch(model, layers)
@@ -255,9 +235,9 @@ def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
 def find_layers(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     """Return the modules that are gathered one at a time, in the order of the model. Raise UserError if there are none.
 
-    They are the outermost elements of lists of modules, or those of the classes that the config names.
+    They are the outermost elements of lists of modules, or modules of the classes that the config names.
     """
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if compat.has_batch_norm(model):
         raise UserError(
             f"The accelerate config asks for FSDP, but {type(model).__name__} has batch norm, whose statistics each rank would compute "
             "alone. Train it with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
@@ -298,7 +278,7 @@ def _without_shared_parameters(model: nn.Module, layers: list[nn.Module]) -> lis
     users: dict[nn.Parameter, set[int]] = {}
     places = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in compat.own_parameters(module).values():
             if parameter is not None:
                 users.setdefault(parameter, set()).add(places.get(module, -1))
     return [layer for layer in layers if all(len(users[parameter]) == 1 for parameter in layer.parameters())]
@@ -325,7 +305,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
-    model._get_fsdp_state()._lazy_init()  # otherwise the first layer that is called would become the root
+    compat.make_root(model)
     model.unshard()
     try:
         yield
@@ -363,7 +343,7 @@ def _compute_converted(layer: nn.Module, forward: Callable[..., Any], dtype: tor
 @contextlib.contextmanager
 def _converted(modules: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """Replace the parameters and buffers of these modules by copies inside of the block. The modules below them stay as they are."""
-    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    tables = [table for module in modules for table in (compat.own_parameters(module), compat.own_buffers(module))]
     before = [(table, name, value) for table in tables for name, value in table.items() if value is not None]
     copies: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     for table, name, value in before:
@@ -384,22 +364,7 @@ def autocast(model: nn.Module, device: torch.device) -> contextlib.AbstractConte
 
 def recover(model: nn.Module) -> None:
     """Make a model usable again after an error in a forward or backward pass, which all ranks have caught at the same place."""
-    root = next(sharded_parts(model))
-    if hasattr(root, "reset_iter_state"):  # since torch 2.12
-        root.reset_iter_state()
-        return
-    states = [part._get_fsdp_state() for part in sharded_parts(model)]
-    for state in states:
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root, state._state_ctx.post_backward_final_callback_queued = None, False
-        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
-        state._comm_ctx.post_forward_order.clear()
-        group = state._fsdp_param_group
-        if group is not None:
-            group._training_state = TrainingState.IDLE
-            group.wait_for_unshard()  # of a prefetched layer
-            group._post_forward_indices.clear()
-            group.reshard()
+    compat.reset_sharded(list(sharded_parts(model)))
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
@@ -415,9 +380,6 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan,
     now = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, positions):
         group["params"] = [now[name] for name in own]
-
-
-# Hands model and optimizer to Accelerate, which wraps the model with DDP, or shards the model.
 
 
 def prepare(

@@ -3,15 +3,15 @@
 All ranks have the same step time, because each waits for the slowest. Their own times differ and identify it.
 """
 
+import contextlib
 import time
 from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.phases import NO_PART, PARTS, SYNC, Phase, Timing
 
 
@@ -105,25 +105,11 @@ def measure_steps(device: torch.device, step: int = 0) -> StepTimes:
 
 
 def sync_after_backward(loss: Tensor) -> None:
-    """Enter SYNC when the last gradient of this rank is computed. To be called before `loss.backward()`.
-
-    The autograd engine calls its callbacks after the last gradient, in the order in which they were queued. DDP queues the callback
-    that waits for its all-reduces during the backward pass, and the one of this function is queued at its start.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    loss.register_hook(lambda gradient: queue(lambda: phases.enter(SYNC)))
+    """Enter SYNC when the last gradient of this rank is computed. To be called before `loss.backward()`."""
+    compat.queue_after_backward(loss, lambda: phases.enter(SYNC))
 
 
 def sync_at_broadcast(model: nn.Module) -> None:
     """Be in the phase SYNC while DDP broadcasts buffers at the start of a forward pass."""
-    if not isinstance(model, DistributedDataParallel) or not model.will_sync_module_buffers():
-        return
-    broadcast = model._sync_buffers
-
-    def timed() -> None:
-        if not model.training or not torch.is_grad_enabled():  # an evaluation, or a trial
-            return broadcast()
-        with phases.phase(SYNC):
-            broadcast()
-
-    model._sync_buffers = timed
+    inside = contextlib.ExitStack()
+    compat.around_buffer_sync(model, lambda: inside.enter_context(phases.phase(SYNC)), inside.close)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.training.workers import loader_options, starting_workers
@@ -135,7 +136,7 @@ class TrainBatches:
             **loader_options(cfg, accelerator),
         )
         micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of the micro-batches of all ranks
-        accelerator._dataloaders.pop()  # otherwise its workers would run until the process ends
+        compat.forget_last_loader(accelerator)
         with starting_workers(loader):
             first = [
                 next(micro_batches)

@@ -1,4 +1,4 @@
-"""How busy the machine of this rank is, measured by a thread, so that no step waits for it."""
+"""The load of the machine of this rank, measured by a thread, so no step waits for it."""
 
 import contextlib
 import math
@@ -35,7 +35,7 @@ class SystemSample:
         self.processes = _Processes(psutil)
         self.psutil = psutil
         self.is_closed = threading.Event()
-        self.thread = threading.Thread(target=self._measure_again_and_again, name="system sample", daemon=True)
+        self.thread = threading.Thread(target=self._poll, name="system sample", daemon=True)
         self.thread.start()
 
     def __enter__(self) -> "SystemSample":
@@ -47,7 +47,7 @@ class SystemSample:
     def close(self) -> None:
         self.is_closed.set()
 
-    def _measure_again_and_again(self) -> None:
+    def _poll(self) -> None:
         seconds = FIRST_SECONDS
         while not self.is_closed.is_set():
             self.latest = self._measure()
@@ -98,10 +98,10 @@ class _Processes:
 
 
 class _Gpu:
-    """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so that the GPU is found by its UUID."""
+    """The GPU of this rank, as NVML sees it. NVML numbers all GPUs of the machine, so the GPU is found by its UUID."""
 
     def __init__(self, uuid: str):
-        """`uuid` is that of torch, which has no prefix."""
+        """`uuid` comes from torch and has no prefix."""
         self.uuid = uuid
         self.nvml: Any = None
         with contextlib.suppress(ImportError):

@@ -21,18 +21,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp import phases
+from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.seeds import dropout_seed, seed_torch
-from accel_ddp.training.losses import Batch, CurrentBatch, LossSum, WholeBatch
+from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.step_times import sync_after_backward
 
-Count = Callable[[Batch], Tensor | int]
+Count = Callable[[MicroBatch], Tensor | int]
 
 
 class UpdateStats(NamedTuple):
@@ -65,7 +65,7 @@ def update(
     cfg: TrainConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     loss_sum: LossSum | WholeBatch,
     count: Count,
     seed: int = 0,
@@ -90,7 +90,7 @@ def update(
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
     if lockstep:
         lockstep.begin_step()
-    times_before = _gradient_times(model)
+    times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
         seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
@@ -207,7 +207,7 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
     if (
         device.type == "cpu"
         or _is_offloaded(optimizer)
-        or not getattr(optimizer, "_step_supports_amp_scaling", False)
+        or not compat.reads_found_inf(optimizer)
         or _takes_scaler(type(optimizer))
     ):
         return False
@@ -253,7 +253,7 @@ def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) ->
     return nullcontext() if is_last else accelerator.no_sync(model)
 
 
-def rehearse(module: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch) -> None:
+def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch) -> None:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
     No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more. For a
@@ -279,11 +279,6 @@ def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
             p.grad = copy.as_strided(p.grad.shape, p.grad.stride(), p.grad.storage_offset())
 
 
-def _gradient_times(model: nn.Module) -> list[int]:
-    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronised."""
-    return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
-
-
 def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     """Raise RuntimeError if the last backward pass of this step reached no parameter.
 
@@ -292,7 +287,7 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     """
     if not times_before or (model.static_graph and not any(times_before)):
         return  # a static graph has no times of its first step, in which DDP learns the graph
-    if _gradient_times(model) == times_before:
+    if compat.gradient_times(model) == times_before:
         raise RuntimeError(
             f"the backward pass of rank {this_rank.rank} reached none of the trained parameters in the last micro-batch of this step. "
             "Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of a "
@@ -309,7 +304,7 @@ def _check_unused_parameters(model: nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
     try:
-        model._check_reducer_finalized()
+        compat.check_all_gradients(model)
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         trained = [name for name, p in model.module.named_parameters() if p.requires_grad]
@@ -324,7 +319,7 @@ def _check_unused_parameters(model: nn.Module) -> None:
         ) from error
 
 
-def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, loss_sum: LossSum) -> None:
+def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatch, loss_sum: LossSum) -> None:
     """Do one extra backward pass in the first update of a process, so that a resumed run is bit-identical.
 
     DDP rebuilds its buckets after its first backward pass, and with three or more ranks the last bit of a sum depends on the
@@ -344,7 +339,7 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: Batch, lo
         parameter.grad = None
 
 
-def _loss(model: nn.Module, batch: Batch, loss_sum: LossSum | WholeBatch, in_plain_order: bool = False) -> Tensor:
+def _loss(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, in_plain_order: bool = False) -> Tensor:
     """Return the loss of one micro-batch, or a sum of the same cost if the loss needs the rows of other ranks."""
     with CurrentBatch(batch, in_plain_order):
         return loss_sum.embed(model, batch).float().sum() if isinstance(loss_sum, WholeBatch) else loss_sum(model, batch)

@@ -1,4 +1,4 @@
-"""How the processes that prepare batches are configured and started."""
+"""The processes that prepare batches: their settings and their start."""
 
 import contextlib
 import multiprocessing

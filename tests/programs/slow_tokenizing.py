@@ -1,4 +1,4 @@
-"""Tokenise for longer than the timeout of the process group."""
+"""Tokenize for longer than the timeout of the process group."""
 
 import time
 
@@ -14,10 +14,10 @@ def main(cfg: TrainConfig) -> None:
 
     def slow(rows):
         time.sleep(12)
-        print(f"tokenised {len(rows['text'])} rows")
+        print(f"tokenized {len(rows['text'])} rows")
         return {"n": [len(text) for text in rows["text"]]}
 
-    with accel_ddp.together("tokenise"):
+    with accel_ddp.together("tokenize"):
         rows = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
         done = accel_ddp.tokenization.map_once(rows, slow, depends_on=None, cfg=cfg)
     accelerator.wait_for_everyone()
