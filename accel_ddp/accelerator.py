@@ -41,35 +41,58 @@ logger = logging.getLogger(__name__)
 def start(cfg: TrainConfig) -> Accelerator:
     """Return an Accelerator over exactly the ranks that were launched, or raise UserError on every rank.
 
-    This also chooses and claims the output folder and seeds the initial weights.
+    This also chooses and claims the output folder and seeds the initial weights. The order of the steps matters:
     """
+    _become_supervised(cfg)  # first, so that the end of this process is reported whatever fails below
+    trackers = _check_options(cfg)  # on this rank alone, before it waits for others
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
+    use_gpu = _connect(cfg, precision)  # from here on the monitors watch this rank, and ranks can agree
+    _check_device(cfg, precision, use_gpu)  # the ranks have agreed on GPUs or CPUs
+    _configure_torch(cfg, use_gpu, precision)  # before anything is computed
+    _choose_output_dir(cfg, trackers)  # the same on every rank, so it needs the connection
+    share_terminal(cfg)  # after the messages about the output folder, which the panel would hide
+    accelerator = _build(cfg, trackers, precision, use_gpu)  # its folder for trackers is the output folder
+    _print_description(cfg, accelerator, precision)
+    torch.manual_seed(mixed(cfg.seed, "start"))  # last, for weights that are not pretrained
+    return accelerator
+
+
+def _become_supervised(cfg: TrainConfig) -> None:
+    """Connect the output of this rank, and let messages and an exit code follow from how it ends."""
     connect_output()  # for a program without `run`
     reporting.configure()
     supervise_program(cfg)
+
+
+def _check_options(cfg: TrainConfig) -> list[str]:
+    """Compare the options with the launcher and the accelerate config, and return the names of the trackers."""
     _check_accelerate_config()
     links.sharding = links.sharding or take_plan(this_rank.num_ranks)
     if links.sharding:
         cfg.validate_sharded()  # for a program without `run`
         cfg.gradient_checkpointing = cfg.gradient_checkpointing or links.sharding.activation_checkpointing
     launcher.check_requested_world()
+    cfg.split(this_rank.num_ranks)
+    choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
+    return _tracker_names(cfg)
+
+
+def _connect(cfg: TrainConfig, precision: str) -> bool:
+    """Connect this rank to its launcher, its monitor and the other ranks. Return whether all of them use GPUs."""
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
-    trackers = _tracker_names(cfg)
-    cfg.split(this_rank.num_ranks)
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
-    use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
     if this_rank.num_ranks > 1:
         use_gpu = group.connect(cfg, precision)
     else:
+        use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
         group.connect_to_launcher()
         group.watch_single_rank(cfg)
     phases.enter(LOAD)
-    _check_device(cfg, precision, use_gpu)
-    choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
-    _configure_torch(cfg, use_gpu, precision)
-    _choose_output_dir(cfg, trackers)
-    share_terminal(cfg)
+    return use_gpu
+
+
+def _build(cfg: TrainConfig, trackers: list[str], precision: str, use_gpu: bool) -> Accelerator:
     if this_rank.num_ranks == 1:
         # Accelerate would create a process group for one rank of torchrun, and wrap its model with DDP on a CPU.
         os.environ.pop("LOCAL_RANK", None)
@@ -100,13 +123,6 @@ def start(cfg: TrainConfig) -> Accelerator:
             f"The launcher started {this_rank.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
-    print_on_main(_describe(cfg, accelerator, precision))
-    if precision == "bf16" and not use_gpu and this_rank.is_main and not compat.cpu_has_bf16():
-        logger.warning(
-            "Mixed precision bf16 is slow on this CPU, which has no instructions for bf16. A step can take 100 times as long as with "
-            "--mixed_precision no."  # 7.1 instead of 0.054 s for each text of the classify recipe on Neoverse N1 cores
-        )
-    torch.manual_seed(mixed(cfg.seed, "start"))  # for weights that are not pretrained
     return accelerator
 
 
@@ -135,8 +151,8 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool, precision: str) -> None:
 def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank.
 
-    A launcher that has restarted the ranks after a failure continues the run of the attempt before. The user has typed nothing
-    new, and a main node that is started again has only the command, so that the folder is the one that any node has stored.
+    A launcher that has restarted the ranks after a failure continues the run of the attempt before. After a restart, a replaced main
+    node knows only its command line, so the folder comes from any node that stored it.
     """
     default = f"runs/{Path(sys.argv[0]).stem}/{time.strftime('%Y%m%d-%H%M%S')}"
     given = cfg.output_dir or resume.folder_of_resume(cfg)
@@ -203,8 +219,8 @@ def _check_hub_token(cfg: TrainConfig) -> None:
             )
 
 
-def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str:
-    """Return the batch arithmetic of the run."""
+def _print_description(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> None:
+    """Print the batch arithmetic of the run, and a warning if its precision is slow here."""
     micro, count = cfg.split(this_rank.num_ranks)
     split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
     if cfg.micro_batch_size == "auto":
@@ -221,7 +237,12 @@ def _describe(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> str
     if len(links.nodes) > 1 and not is_tuned and not links.sharding:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
-    return text
+    print_on_main(text)
+    if precision == "bf16" and not on_gpu and this_rank.is_main and not compat.cpu_has_bf16():
+        logger.warning(
+            "Mixed precision bf16 is slow on this CPU, which has no instructions for bf16. A step can take 100 times as long as with "
+            "--mixed_precision no."  # 7.1 instead of 0.054 s for each text of the classify recipe on Neoverse N1 cores
+        )
 
 
 def _check_accelerate_config() -> None:

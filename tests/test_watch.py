@@ -79,7 +79,7 @@ def test_the_duration_of_a_fault_is_not_learned_as_usual():
     later = lambda s: [rank(0, phases.BACKWARD, s, normal=20.3), rank(1, phases.FORWARD, s, normal=20.3)]
     course.pass_time(29.5, later)
     assert course.kinds == [(WARNING, "RANK_HUNG")]
-    assert "for 8 s (usually 0.5 s at most)" in course.events[0].text
+    assert "for 8 s (usually 500 ms at most)" in course.events[0].text
     course.pass_time(1, lambda s: later(29.5 + s))
     assert course.kinds[1] == (ERROR, "RANK_HUNG")
     slower = lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, normal=40.0)]  # learned since, without a fault
@@ -350,7 +350,7 @@ def test_a_compilation_in_the_middle_of_a_step_is_published():
 
     compiled = torch.compile(lambda x: x + 1, backend=backend)
     with phases.phase(phases.FORWARD):
-        with run_facts.published():
+        with run_facts.compilations_published():
             compiled(torch.ones(2))
             assert phases.HERE.phase == phases.FORWARD
         compiled(torch.ones(2, 2))
