@@ -13,9 +13,9 @@ from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch import job_commands, node_checks, reach
+from accel_ddp.launch.code_files import copy_code, find_source
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all, ssh_words
 from accel_ddp.launch.console import Console
-from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import Cluster, Node, shown_value
 from accel_ddp.launch.host_jobs import stop_all
 from accel_ddp.launch.job_commands import Job
@@ -125,8 +125,7 @@ class Session:
     async def _run(self) -> int:
         cluster, job = self.cluster, self.job
         if cluster.copy != "none":
-            source = find_source(job.script, cluster.copy)
-            await copy_code(cluster, source, lambda node: ssh_words(cluster, node), self.console.note)
+            await copy_code(cluster, find_source(job.script), lambda node: ssh_words(cluster, node), self.console.note)
         self.connections = await open_all(cluster)
         facts = await self._collect_facts()
         errors, warnings = node_checks.find_errors(cluster, job, facts)
