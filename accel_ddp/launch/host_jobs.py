@@ -10,9 +10,9 @@ from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.connection import Connection, Lost
-from accel_ddp.launch.console import Console
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.node_output import Console
 
 STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
 

@@ -303,7 +303,9 @@ class _Kubectl:
             return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
         # Without credentials, kubectl asks for a user, and reads the end of its input.
         if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
-            return f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create trainjobs`. {shown}"
+            return (
+                f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create trainjobs`. {shown}"
+            )
         if re.search(r"context .* does not exist|no context exists", error):
             return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
         if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.launch import job_commands, node_checks, reach
+from accel_ddp.launch import job_commands, node_checks
 from accel_ddp.launch.code_files import copy_code, find_source
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all, ssh_words
-from accel_ddp.launch.console import Console
 from accel_ddp.launch.description import Cluster, Node, shown_value
 from accel_ddp.launch.host_jobs import stop_all
 from accel_ddp.launch.job_commands import Job
 from accel_ddp.launch.job_record import Record
+from accel_ddp.launch.node_output import Console
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
 SILENT_SECONDS = 12.0  # without a message the connection to a node is lost. The other nodes then end within 30 s as well
@@ -135,11 +135,10 @@ class Session:
             self.console.note(text)
         _refuse(errors)
         address = cluster.main_address or self._address_of_main(facts)
-        if len(self.connections) > 1:
-            try:
-                _refuse(await reach.check(self.connections, address, cluster.main_port))
-            except Lost as error:
-                raise UserError(str(error)) from None
+        try:
+            _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
+        except Lost as error:
+            raise UserError(str(error)) from None
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -160,7 +159,7 @@ class Session:
             sent = time.time()
             found = await connection.ask(
                 "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
-                job=self.job.name, output=self.cluster.output, gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
+                job=self.job.name, output=self.cluster.output, gpus=node.gpus,
             )  # fmt: skip
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
@@ -255,6 +254,8 @@ class Session:
                 elif message["is"] == "end":
                     self.codes[node.rank] = message["code"]
                     self.reasons[node.host] = message["why"]
+                    if message["left"]:
+                        self.console.note(message["left"])
                     break
         except Lost as error:
             self.lost.append(str(error))
