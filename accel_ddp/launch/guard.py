@@ -29,11 +29,11 @@ from typing import Any
 import psutil
 
 from accel_ddp.launch import job_record, node_checks
+from accel_ddp.launch.connection import PROTOCOL
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
 
-PROTOCOL = 1  # changes with the messages
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
 LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after their launcher
@@ -196,9 +196,9 @@ class JobOnNode:
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        deadline = time.monotonic() + self._kill_seconds
+        deadline = time.monotonic() + (1 if self.given_up.is_set() else self._kill_seconds)
         while left := self._descendants():  # until there are none, because a process may start another one while it is killed
-            if time.monotonic() > deadline or self.given_up.is_set():
+            if time.monotonic() > deadline:
                 pids = ",".join(str(process.pid) for process in left)
                 return (
                     f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "

@@ -128,7 +128,7 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
 
 
 async def _wait_for_closed_output() -> None:
-    """Return when the reader of stdout has ended. A job may print nothing for hours, so that writing would show it too late."""
+    """Return when the reader of stdout has ended. A job may print nothing for hours, so writing would show it too late."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # errors only
     while not poll.poll(0):

@@ -1,7 +1,4 @@
-"""Starts, shows and stops jobs on Kubernetes through the user's own `kubectl`, as ssh jobs go through the system's `ssh`.
-
-Contexts, credentials and proxies are therefore the user's.
-"""
+"""Jobs on Kubernetes: started, shown and stopped through the user's own `kubectl`, with the user's contexts and credentials."""
 
 import json
 import re
@@ -12,7 +9,7 @@ from typing import Any
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.job_commands import Job, follow_lines
 from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, make_objects, object_name, read_settings, render
 
 _TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
@@ -40,9 +37,8 @@ def launch(cluster: Cluster, job: Job) -> int:
                 kubectl.start("delete", name_of_created, "--ignore-not-found", "--wait=false")
             raise UserError(kubectl.explain("create", done.stderr))
         created += done.stdout.split()
-    follow = f"{cluster.file} --name {job.name}"
     print(f"submitted: TrainJob {name} in the namespace {settings['namespace']}")
-    print(f"  status:  accel-ddp status {follow}\n  output:  accel-ddp logs -f {follow}\n  stop:    accel-ddp stop {follow}")
+    print("\n".join(follow_lines(cluster, job)))
     return 0
 
 

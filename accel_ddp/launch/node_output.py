@@ -95,7 +95,7 @@ class RankOutputs:
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all).
 
-        Descriptors of others are ignored, so that the result of `select` can be given. Nothing is waited for.
+        Descriptors of others are ignored: the result of `select` can be given. Nothing is waited for.
         """
         for descriptor in self.filenos() if ready is None else ready:
             if descriptor in self._ranks:

@@ -1,4 +1,4 @@
-"""Runs a job on all nodes from this machine: checks, start, output, stop, and the end."""
+"""A job on all nodes, run from this machine: checks, start, output, stop, and the end."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ class Session:
     def interrupt(self, number: int) -> None:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
 
-        If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        If the terminal was closed, nobody can ask for an end of a job that does not stop, so it is killed later.
         A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
         """
         if number == signal.SIGHUP and self.is_stopping:
@@ -327,10 +327,9 @@ class Session:
         return ", ".join(paths) + (f" and {len(nodes) - 2} more" if len(nodes) > 2 else "")
 
     def _explain_detached(self) -> None:
-        file, name = self.cluster.file, self.job.name
-        self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
-        for verb in ("status", "logs -f", "stop"):
-            self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+        self.console.note(f"job {self.job.name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
+        for line in job_commands.follow_lines(self.cluster, self.job):
+            self.console.note(line)
 
 
 def _refuse(errors: list[str]) -> None:
