@@ -84,7 +84,7 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
         _replace_process([str(script), "--help"])
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
-    launcher = ["-m", "accel_ddp.nodes.patient_launch", "accelerate.commands.launch", "-q"]
+    launcher = ["-m", "accel_ddp.nodes.launcher", "accelerate.commands.launch", "-q"]
     launch, gpu = _take_single_gpu(launch)
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

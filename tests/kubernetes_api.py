@@ -17,8 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 PROTOBUF = b"k8s\0"  # an object in this format begins with it
 TRAINER = "/apis/trainer.kubeflow.org/v1alpha1"
 KINDS = {
-    "/api/v1": {"pods": "Pod", "services": "Service", "secrets": "Secret", "persistentvolumeclaims": "PersistentVolumeClaim"},
-    "/apis/batch/v1": {"jobs": "Job"},
+    "/api/v1": {"pods": "Pod", "secrets": "Secret", "persistentvolumeclaims": "PersistentVolumeClaim"},
     TRAINER: {"trainjobs": "TrainJob", "trainingruntimes": "TrainingRuntime"},
 }
 
@@ -43,8 +42,7 @@ def typed_errors(one: dict[str, Any]) -> list[str]:
     from kubeflow_trainer_api import models
     from pydantic import ValidationError
 
-    names = {"TrainJob": "TrainerV1alpha1TrainJob", "TrainingRuntime": "TrainerV1alpha1TrainingRuntime", "Job": "IoK8sApiBatchV1Job",
-             "Service": "IoK8sApiCoreV1Service"}  # fmt: skip
+    names = {"TrainJob": "TrainerV1alpha1TrainJob", "TrainingRuntime": "TrainerV1alpha1TrainingRuntime"}
     if one["kind"] not in names:
         return []
     try:

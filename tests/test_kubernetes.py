@@ -27,16 +27,15 @@ from accel_ddp.launch.kubernetes import render
 from tests.conftest import ROOT, Running, clean_environment, free_port, run_ranks
 from tests.kubernetes_api import TRAINER, Api, typed_errors
 
-KINDS = ("TrainJob", "Job")
 TRAINS = "tests/programs/trains.py"
 WORDS = ["it's", "$(HOSTNAME)", "$$", "$$(X)", "a  b", '"', "$HOME", "`id`", "\\", "*", "line\nline", "--x=$(PET_NNODES)"]
 
 
-def describe(place: Path, kind: str = "TrainJob", **more: object) -> Path:
+def describe(place: Path, **more: object) -> Path:
     """Write a description and return its file. The keys of the table `kubernetes` may be given directly."""
     tables = {"namespace", "volume_claim", "mount", "shared_memory", "grace_seconds", "secrets", "cpu", "memory", "labels", "pod",
               "context", "resources"}  # fmt: skip
-    table = {"kind": kind, "volume_claim": "runs", **{key: value for key, value in more.items() if key in tables}}
+    table = {"volume_claim": "runs", **{key: value for key, value in more.items() if key in tables}}
     values = {"name": "classify", "backend": "kubernetes", "nodes": 2, "gpus_per_node": 8, "image": "registry.example.com/a:1"}
     values |= {key: value for key, value in more.items() if key not in tables} | {"kubernetes": table}
     file = place / "cluster.yaml"
@@ -51,11 +50,7 @@ def manifest(file: Path, *options: str, recipe: str = "classify", name: str = ""
 
 def pod_of(objects: list[dict]) -> dict:
     """Return the pod that Kubernetes makes of manifests: Kubeflow Trainer adds what the TrainJob states to that of its runtime."""
-    *_, job = objects
-    if job["kind"] == "Job":
-        return job["spec"]["template"]["spec"]
-    (replicated,) = objects[0]["spec"]["template"]["spec"]["replicatedJobs"]
-    pod = replicated["template"]["spec"]["template"]["spec"]
+    pod, (*_, job) = job_spec_of(objects)["template"]["spec"], objects
     (container,), trainer = pod["containers"], job["spec"]["trainer"]
     own = {"image": trainer["image"], "command": trainer["command"], "resources": trainer.get("resourcesPerNode", {})}
     return {**pod, "containers": [{**container, **own, "env": [*container.get("env", []), *trainer["env"]]}]}
@@ -68,17 +63,14 @@ def expand(text: str, variables: dict[str, str]) -> str:
 
 
 def job_spec_of(objects: list[dict]) -> dict:
-    *_, job = objects
-    return (
-        job["spec"] if job["kind"] == "Job" else objects[0]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    )
+    (replicated,) = objects[0]["spec"]["template"]["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
 
 
 # ---- manifests
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
+def test_manifests_state_what_a_job_on_several_nodes_needs(tmp_path):
     more = {
         "resources": {"vpc.amazonaws.com/efa": 4},
         "secrets": ["wandb"],
@@ -88,7 +80,7 @@ def test_manifests_state_what_a_job_on_several_nodes_needs(kind, tmp_path):
         "namespace": "team",
         "restarts": 3,
     }
-    file = describe(tmp_path, kind, time_limit="12:00:00", labels={"kueue.x-k8s.io/queue-name": "gpus"}, **more)
+    file = describe(tmp_path, time_limit="12:00:00", labels={"kueue.x-k8s.io/queue-name": "gpus"}, **more)
     objects = manifest(file, "--lr", "1e-5")
     pod, spec = pod_of(objects), job_spec_of(objects)
     (container,) = pod["containers"]
@@ -130,19 +122,7 @@ def test_a_train_job_uses_the_variables_of_kubeflow_trainer(tmp_path):
         assert f"--{option} " in trainer["command"][2]
 
 
-def test_an_indexed_job_gives_its_pods_names(tmp_path):
-    service, job = manifest(describe(tmp_path, "Job", main_port=29600))
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
-    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
-    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
-    assert pod["subdomain"] == service["metadata"]["name"]
-    for option in ("machine_rank $JOB_COMPLETION_INDEX", "main_process_ip classify-0.classify", "main_process_port 29600"):
-        assert f"--{option} " in pod["containers"][0]["command"][2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_words_arrive_unchanged_in_a_pod(kind, tmp_path):
+def test_words_arrive_unchanged_in_a_pod(tmp_path):
     """Through YAML, the replacement of $(NAME) by Kubernetes, and the shell."""
     (tmp_path / "accelerate_configs").mkdir()
     shutil.copy(ROOT / "accelerate_configs" / "2node.yaml", tmp_path / "accelerate_configs")
@@ -150,20 +130,18 @@ def test_words_arrive_unchanged_in_a_pod(kind, tmp_path):
     for program in ("accel-ddp", "accelerate"):
         (tmp_path / program).write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
         (tmp_path / program).chmod(0o755)
-    objects = manifest(describe(tmp_path, kind, env={"TEXT": "$(PATH) $$ $HOME"}), *WORDS, recipe="words.py")
+    objects = manifest(describe(tmp_path, env={"TEXT": "$(PATH) $$ $HOME"}), *WORDS, recipe="words.py")
     (container,) = pod_of(objects)["containers"]
     variables = {"HOSTNAME": "wrong", "PATH": "wrong", "PET_NNODES": "wrong"}
     assert [expand(one["value"], variables) for one in container["env"] if one["name"] == "TEXT"] == ["$(PATH) $$ $HOME"]
     command = [expand(word, variables) for word in container["command"]]
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1",
-           "JOB_COMPLETION_INDEX": "0"}  # fmt: skip
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
     words = json.loads(done.stdout)
     assert words[words.index("words.py") + 1 :][: len(WORDS)] == WORDS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_typing_errors_in_manifests_are_found(kind, tmp_path):
+def test_typing_errors_in_manifests_are_found(tmp_path):
     """The check of the tests above can fail, at every depth."""
 
     def all_keys(value: object, path: tuple = ()):
@@ -172,7 +150,7 @@ def test_typing_errors_in_manifests_are_found(kind, tmp_path):
                 yield (*path, key)
             yield from all_keys(inner, (*path, key))
 
-    file = describe(tmp_path, kind, secrets=["wandb"], cpu=1, time_limit=60, pod={"tolerations": [{"operator": "Exists"}]})
+    file = describe(tmp_path, secrets=["wandb"], cpu=1, time_limit=60, pod={"tolerations": [{"operator": "Exists"}]})
     checked = 0
     for one in manifest(file):
         for *path, key in all_keys(one):
@@ -189,19 +167,16 @@ def test_typing_errors_in_manifests_are_found(kind, tmp_path):
 
 
 @pytest.mark.kubernetes
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_and_jobs_fit_the_strict_schema_of_kubernetes(kind, tmp_path):
+def test_pods_and_jobs_fit_the_strict_schema_of_kubernetes(tmp_path):
     from kubernetes_validate import ValidationError, validate
 
-    file = describe(tmp_path, kind, secrets=["wandb"], cpu=1, time_limit=60, env={"A": "1"})
+    file = describe(tmp_path, secrets=["wandb"], cpu=1, time_limit=60, env={"A": "1"})
     objects = manifest(file)
     spec = {**job_spec_of(objects)}
     spec["template"] = {**spec["template"], "spec": pod_of(objects)}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "classify"}, "spec": spec}
     for version in ("1.31", "1.34"):
         validate(job, version, strict=True)
-        if kind == "Job":
-            validate(objects[0], version, strict=True)
         spec["template"]["spec"]["volumes"][0]["emptyDirr"] = {}
         with pytest.raises(ValidationError, match="emptyDirr"):
             validate(job, version, strict=True)
@@ -215,7 +190,7 @@ SECRET_VALUE = "s3cr3t-value"
     ("more", "message"),
     [
         ({"image": None}, "the key image is missing"),
-        ({"volume_claim": None}, "kubernetes.volume_claim is missing"),
+        ({"volume_claim": None, "cpu": 1}, "kubernetes.volume_claim is missing"),
         ({"nodes": [{"host": "a"}, {"host": "b", "gpus": 4}]}, "must be the number of nodes with backend: kubernetes"),
         ({"env_file": "secrets.env"}, r"create secret generic classify-env --from-env-file=\S*secrets.env .*secrets: \[classify-env\]"),
         ({"env": {"WANDB_API_KEY": SECRET_VALUE}}, r"env.WANDB_API_KEY: .*--from-literal=WANDB_API_KEY=\.\.\."),
@@ -237,7 +212,7 @@ SECRET_VALUE = "s3cr3t-value"
 def test_a_mistake_in_the_description_is_refused_before_anything_is_submitted(more, message, tmp_path):
     (tmp_path / "secrets.env").write_text(f"WANDB_API_KEY={SECRET_VALUE}\n")
     file = describe(tmp_path, **more)
-    if more == {"volume_claim": None}:
+    if "volume_claim" in more:
         file.write_text(file.read_text().replace("  volume_claim: null\n", ""))
     with pytest.raises(UserError, match=message) as error:
         manifest(file)
@@ -282,23 +257,20 @@ def environments_of(objects: list[dict], nodes: list, **more: str) -> list[dict[
     name = objects[-1]["metadata"]["name"]
     found = []
     for index in range(len(nodes)):
-        controller = {"JOB_COMPLETION_INDEX": str(index)}
-        if objects[-1]["kind"] == "TrainJob":
-            trainer = objects[-1]["spec"]["trainer"]
-            controller |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
-            controller |= {
-                "PET_NODE_RANK": str(index),
-                "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
-                "PET_MASTER_PORT": "29500",
-            }
+        trainer = objects[-1]["spec"]["trainer"]
+        controller = {
+            "JOB_COMPLETION_INDEX": str(index), "PET_NNODES": str(trainer["numNodes"]),
+            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]), "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500",
+        }  # fmt: skip
         found.append(clean_environment(**own, **controller, **more))
     return found
 
 
 def hosts_of(objects: list[dict], nodes: list) -> dict[str, str]:
     """Return the names that the headless service gives to pods."""
-    name, is_job = objects[-1]["metadata"]["name"], objects[-1]["kind"] == "Job"
-    return {f"{name}-{'' if is_job else 'node-0-'}{index}.{name}": node.address for index, node in enumerate(nodes)}
+    name = objects[-1]["metadata"]["name"]
+    return {f"{name}-node-0-{index}.{name}": node.address for index, node in enumerate(nodes)}
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -327,17 +299,15 @@ def uninterrupted(tmp_path_factory) -> dict[str, bytes]:
 
 
 # By default plain ranks continue, because each launch of pods takes many seconds.
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("Job", ""), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("TrainJob", "Job"), ("Job", "TrainJob")])],
-)
+@pytest.mark.parametrize("has_pods_again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_evicted_pod_saves_and_pods_that_are_started_again_continue_with_the_same_result(
-    first, second, nodes, tmp_path, uninterrupted
+    has_pods_again, nodes, tmp_path, uninterrupted
 ):
     nodes.require("hosts files")
     pair = nodes.nodes[:2]
     options = ["--step_seconds", "0.5", "--save_every", "100"]
-    running = start_pods(describe(tmp_path, first, gpus_per_node=0, mount=str(tmp_path)), pair, *options)
+    file = describe(tmp_path, gpus_per_node=0, mount=str(tmp_path))
+    running = start_pods(file, pair, *options)
     running.until("step  3/12")
     os.kill(running.processes[1].pid, signal.SIGTERM)  # as a kubelet, which signals the process of the container
     ended = running.ended()
@@ -345,8 +315,8 @@ def test_an_evicted_pod_saves_and_pods_that_are_started_again_continue_with_the_
     assert "stopped: requested by SIGTERM on rank 1" in ended.text
     assert [node.pids() for node in pair] == [[], []]
     folder = tmp_path / "runs" / "classify"
-    if second:
-        again = start_pods(describe(tmp_path, second, gpus_per_node=0, mount=str(tmp_path)), pair, *options).ended().well()
+    if has_pods_again:
+        again = start_pods(file, pair, *options).ended().well()
     else:
         again = run_ranks(2, ROOT / TRAINS, "--resume", "--output_dir", folder, *options[2:]).well()
     assert "resumed at step" in again.text
@@ -360,7 +330,7 @@ def test_a_lost_pod_is_replaced_on_another_machine_with_another_address(lost, no
     """With `restarts`, the launchers of the other pods wait for it. Its name stays the same."""
     nodes.require("hosts files")
     first, second, spare = nodes.nodes
-    file = describe(tmp_path, "Job", gpus_per_node=0, mount=str(tmp_path), restarts=1)
+    file = describe(tmp_path, gpus_per_node=0, mount=str(tmp_path), restarts=1)
     options = ["--step_seconds", "0.3", "--save_every", "2"]
     running = start_pods(file, [first, second], *options)
     running.until("step  5/12")
@@ -489,17 +459,15 @@ def pod(index: int, phase: str, name: str = "", created: str = "", **state: obje
     return {"metadata": metadata, "spec": spec, "status": status}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, command, tmp_path):
-    file = describe(tmp_path, kind)
-    plural, other = {"TrainJob": ("trainjobs", "TrainingRuntime"), "Job": ("jobs", "Service")}[kind]
+def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(api, command, tmp_path):
+    file = describe(tmp_path)
     done = command("launch", file, "classify", "--lr", "1e-5")
     assert done.returncode == 0, done.stderr
-    assert f"submitted: {kind} classify in the namespace default\n" in done.stdout
+    assert "submitted: TrainJob classify in the namespace default\n" in done.stdout
     assert f"accel-ddp stop {file} --name classify" in done.stdout
-    assert api.names() == [f"{other}/classify", f"{kind}/classify"]
+    assert api.names() == ["TrainingRuntime/classify", "TrainJob/classify"]
     printed = command("launch", "--print", file, "classify", "--lr", "1e-5").stdout
-    stored = [one for one in api.objects.values() if one["kind"] in (other, kind)]
+    stored = [one for one in api.objects.values() if one["kind"] in ("TrainingRuntime", "TrainJob")]
     assert list(yaml.safe_load_all(printed)) == stored, "--print prints what is submitted"
 
     refused(
@@ -512,7 +480,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     api.add("pods", pod(0, "Failed", terminated=end, created="2026-01-01T00:00:09Z"))
     api.add("pods", replaced)
     assert command("status", file, "--name", "classify").stdout.splitlines() == [
-        f"{kind} classify in the namespace default: not finished",
+        "TrainJob classify in the namespace default: not finished",
         "node 0: pod classify-0 on gpu-0: Failed, exit code 2", "    one", f"    {message}",
         "node 1: pod classify-1 on gpu-1: Pending, ImagePullBackOff", "    no such image",
     ]  # fmt: skip
@@ -526,7 +494,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
         api.wait_for("/pods/classify-0/log?container=node&follow=true")
         api.add("pods", pod(1, "Running", running={}))
         api.wait_for("/pods/classify-1/log?container=node&follow=true")
-        one = next(one for one in api.objects.values() if one["kind"] == kind)
+        one = next(one for one in api.objects.values() if one["kind"] == "TrainJob")
         one["status"] = {
             "conditions": [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": "exit code 2"}]
         }
@@ -546,8 +514,8 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(kind, api, c
     assert "its ranks have 300 s to save a checkpoint" in stopped.stdout
     assert api.names() == []
     deletions = [request.split("?")[0].split("/")[-2] for request in api.requests if request.startswith("DELETE")]
-    assert deletions == [plural, {"TrainJob": "trainingruntimes", "Job": "services"}[kind]], "the job goes first"
-    refused(command("stop", file), f"there is no {kind.lower()}.*/classify in the namespace default")
+    assert deletions == ["trainjobs", "trainingruntimes"], "the job goes first"
+    refused(command("stop", file), "there is no trainjob.*/classify in the namespace default")
 
 
 def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp_path):
@@ -560,7 +528,7 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     assert command("stop", file).returncode == 0
     file = describe(tmp_path)
     api.missing.add(TRAINER)
-    refused(launch(HOME=str(tmp_path / "other")), r"the cluster has no Kubeflow Trainer.*kind: Job")
+    refused(launch(HOME=str(tmp_path / "other")), "the cluster has no Kubeflow Trainer.*Install it, https")
     api.missing.clear()
     api.refusals["POST trainjobs"] = (422, "Invalid", 'TrainJob "classify" is invalid: spec.trainer: denied by a webhook')
     refused(launch(), "the cluster has refused it: .*denied by a webhook")

@@ -1,4 +1,4 @@
-"""Tests of the code on the nodes: copied with the real rsync and git over a real sshd, or compared."""
+"""Tests of the code on the nodes: copied with the real rsync over a real sshd, or compared."""
 
 import os
 import shlex
@@ -15,11 +15,11 @@ from tests.ssh_nodes import Machine, Machines
 COPY = """
 import asyncio, os, sys
 from accel_ddp.errors import UserError
-from accel_ddp.launch.copying import copy_code, find_source
+from accel_ddp.launch.code_files import copy_code, find_source
 from accel_ddp.launch.description import read_description
 from accel_ddp.launch.connection import ssh_words
 cluster = read_description("cluster.yaml")
-try: asyncio.run(copy_code(cluster, find_source(sys.argv[1], cluster.copy), lambda node: ssh_words(cluster, node)))
+try: asyncio.run(copy_code(cluster, find_source(sys.argv[1]), lambda node: ssh_words(cluster, node)))
 except UserError as error: sys.exit(f"error: {error}")
 """
 ODD = ["two words.py", "it's.py", 'a"b.py', "ü漢.py", "line\nline.py", "-n.py", "$(id).py", "[x]*.py", ":a.py"]
@@ -81,6 +81,16 @@ def test_rsync_copies_what_git_does_not_ignore_and_deletes_only_what_it_has_copi
     for name, text in {".env": "TOKEN=1", "secrets.env": "TOKEN=2", "inner/.gitignore": "*.tmp"}.items():
         machines.write(laptop, f"src/{name}", text)
     on(laptop, "git", "init", "-q", folder="src/inner")
+    machines.write(laptop, "module/code.py", "module 1")
+    on(
+        laptop,
+        "sh",
+        "-c",
+        f"{shlex.join(GIT)} init -q && {shlex.join(GIT)} add -A && {shlex.join(GIT)} commit -qm one",
+        folder="module",
+    )
+    on(laptop, *GIT, "submodule", "--quiet", "add", f"{machines.home}/module", "./module")
+    modules = (laptop.home / "src/.gitmodules").read_text()
     on(laptop, "rm", "deleted.py")
     own = {"runs/job/checkpoint": "kept", ".venv/bin/python": "kept", "notes.txt": "kept", "package/own.py": "kept"}
     for name, text in own.items():
@@ -92,6 +102,7 @@ def test_rsync_copies_what_git_does_not_ignore_and_deletes_only_what_it_has_copi
     on(laptop, "truncate", "--size", "600M", "x.big")
     assert copy(machines, **keys) == "", "files that are not copied do not count"
     sent = {**committed("new.py", "inner/inside.py"), "inner/.gitignore": "*.tmp"}
+    sent |= {".gitmodules": modules, "module/code.py": "module 1"}
     assert files(node1) == sent
     linked = {name: text for name, text in sent.items() if not name.startswith("data/")}
     assert files(node0) == {**linked, **own, "data": "-> ../disk"}, "a link to another disk stays"
@@ -116,72 +127,6 @@ def test_rsync_copies_what_git_does_not_ignore_and_deletes_only_what_it_has_copi
     assert machines.left() == []
 
 
-def test_git_checks_out_exactly_the_commit_of_the_launching_machine(project):
-    machines, laptop, (node0, node1) = project, project.laptop, project.nodes[:2]
-    machines.write(laptop, "src/cluster.yaml", "")
-    machines.write(laptop, "src/ignored/a", "stays here")
-    own = {"runs/job/checkpoint": "kept", "notes.txt": "kept"}
-    for name, text in own.items():
-        machines.write(node0, f"my code/{name}", text)
-    copy(machines, copy="git")
-    assert files(node0) == {**committed("deleted.py"), **own}
-    assert files(node1) == committed("deleted.py")
-    on(
-        laptop,
-        "sh",
-        "-c",
-        f"git rm -q deleted.py; echo changed >train.py; {shlex.join(GIT)} commit -qam two; git checkout -q -b other",
-    )
-    on(node1, *GIT, "checkout", "-q", "-b", "own_work", folder="my code")
-    before = on(node1, "git", "rev-parse", "HEAD", folder="my code")
-    copy(machines, copy="git")
-    commit = on(laptop, "git", "rev-parse", "HEAD")
-    for node in (node0, node1):
-        assert on(node, "git", "rev-parse", "HEAD", folder="my code") == commit
-        assert "deleted.py" not in files(node)
-        assert files(node)["train.py"] == "changed\n"
-    assert files(node0)["runs/job/checkpoint"] == "kept"
-    assert on(node1, "git", "rev-parse", "own_work", folder="my code") == before, "branches of the node do not move"
-
-    machines.write(node1, "my code/train.py", "edited on the node")
-    text = copy(machines, copy="git", expected=1)
-    assert "node1: copy: git: folder ~/my code has changes on this node that are not committed: M train.py" in text
-    assert files(node1)["train.py"] == "edited on the node"
-    # A clone without its history can be pushed too.
-    on(laptop, *GIT, "clone", "-q", "--depth", "1", f"file://{machines.home}/src", "../shallow")
-    copy(machines, copy="git", folder="~/from shallow", where="shallow", nodes=["node0"])
-    assert files(node0, "from shallow")["train.py"] == "changed\n"
-
-
-def test_git_refuses_what_it_would_not_copy(project):
-    machines, laptop = project, project.laptop
-    machines.write(laptop, "src/package/new.py", "1")
-    machines.write(laptop, "src/results.csv", "untracked files that are not code are no reason")
-    text = copy(machines, copy="git", expected=1)
-    assert (
-        "copy: git: these files are not committed, so that the nodes would not receive them: package/new.py. Commit them" in text
-    )
-    on(laptop, "sh", "-c", "rm package/new.py; echo 2 >>train.py")
-    assert "not receive them: train.py. " in copy(machines, copy="git", expected=1)
-    on(laptop, "git", "checkout", "-q", "train.py")
-    assert "is not the top folder of its repository" in copy(
-        machines, copy="git", script="old.py", where="src/package", expected=1
-    )
-    on(laptop, "rm", "package/cluster.yaml")
-    on(
-        laptop,
-        "sh",
-        "-c",
-        f"{shlex.join(GIT)} submodule --quiet add {machines.home}/src ./sub && {shlex.join(GIT)} commit -qm sub",
-    )
-    assert "has submodules, which are not pushed. Write copy: rsync." in copy(machines, copy="git", expected=1)
-    copy(machines, nodes=["node0"])
-    assert files(machines.nodes[0])["sub/train.py"] == "train.py 1", "rsync copies submodules"
-    machines.write(laptop, "plain/train.py", "")
-    assert "is not a git repository. Run `git init`" in copy(machines, copy="git", where="plain", expected=1)
-    assert not (machines.nodes[1].home / "my code").exists()
-
-
 def test_each_reason_why_a_node_does_not_receive_the_code_is_one_message(project):
     machines, laptop, node1 = project, project.laptop, project.nodes[1]
     one = ["node1"]
@@ -199,10 +144,9 @@ def test_each_reason_why_a_node_does_not_receive_the_code_is_one_message(project
         machines, folder="~/a_file", expected=1
     )
     node1.fill_disk()
-    for program in ("rsync", "git"):
-        text = copy(machines, folder=f"~/small/{program}", copy=program, expected=1)
-        assert f"node1: folder ~/small/{program}: the code cannot be written on this node: No space left on device. Free" in text
-        assert "node0" not in text
+    text = copy(machines, folder="~/small/rsync", expected=1)
+    assert "node1: folder ~/small/rsync: the code cannot be written on this node: No space left on device. Free" in text
+    assert "node0" not in text
     copy(machines, folder="~/locked")
     os.chown(node1.home / "locked/package", 0, 0)
     on(laptop, "sh", "-c", "echo 2 >>package/old.py")
@@ -213,17 +157,10 @@ def test_each_reason_why_a_node_does_not_receive_the_code_is_one_message(project
     on(node1, "sh", "-c", "mkdir ../bin; for name in sh mkdir cat mv; do ln -s $(command -v $name) ../bin/; done", folder="tmp")
     machines.write(node1, ".bashrc", f"echo accel_ddp: welcome; PATH={machines.home}/bin\n")
     on(laptop, "sh", "-c", "mkdir ../only; ln -s $(command -v env) ../only/")
-    for program, other in (("rsync", "git"), ("git", "rsync")):
-        on(laptop, "git", "checkout", "-q", ".")
-        text = copy(machines, copy=program, expected=1)
-        assert (
-            f"node1: copy: {program}: {program} is not installed on this node. Install it there, or write copy: {other}" in text
-        )
-        text = copy(machines, copy=program, env={"PATH": f"{machines.home}/only"}, expected=1)
-        assert (
-            f"copy: {program}: the program {program} is not installed on this machine. Install it, or write copy: {other}."
-            in text
-        )
+    text = copy(machines, expected=1)
+    assert "node1: copy: rsync: rsync is not installed on this node. Install it there, or write copy: none" in text
+    text = copy(machines, env={"PATH": f"{machines.home}/only"}, expected=1)
+    assert "copy: rsync: the program rsync is not installed on this machine. Install it, or write copy: none." in text
     assert machines.left() == []
 
 

@@ -3,25 +3,28 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import clean_environment
 
 
-def start_guard(folder: Path, program: str) -> subprocess.Popen:
-    """Start a guard whose launcher is a Python program, and send heartbeats to it."""
+def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more: object) -> subprocess.Popen:
+    """Start a guard, with the command `before` if given, whose launcher is a Python program, and send heartbeats to it."""
     words = [sys.executable, "-c", program]
     request = {
         "do": "start", "words": words, "kinds": [""] * len(words), "env": {}, "run_folder": str(folder / "runs" / "job"),
         "host": "here", "output": str(folder / "runs"), "job": "job", "rank": 0, "processes": 1, "detach": False, "first_rank": 0,
-        "time_limit": None, "spot": "none", "terminal": None,
+        "time_limit": None, "spot": "none", "terminal": None, **more,
     }  # fmt: skip
     guard = subprocess.Popen(
-        [sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [*before, sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=clean_environment(),
     )  # fmt: skip
 
@@ -60,3 +63,32 @@ def test_the_end_of_a_job_arrives_over_a_link_that_is_slower_than_the_output(tmp
     assert any("the link is slow" in message["text"] for message in messages if message["is"] == "notice")
     assert (tmp_path / "runs" / "job" / "launch" / "here.log").read_text().count("x" * 100) == 30_000
     assert guard.wait(60) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+@pytest.mark.parametrize("is_launcher", [False, True])
+def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_launcher):
+    """The process belongs to another user, and the guard lacks the capability of root to kill processes of others."""
+    words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "600"]
+    program = f"import os, subprocess; print(subprocess.Popen({words!r}).pid)"
+    if is_launcher:
+        program = f"import os; print(os.getpid(), flush=True); os.execvp('setpriv', {words!r})"
+    guard = start_guard(tmp_path, program, ("setpriv", "--bounding-set=-kill"), kill_seconds=1)
+    messages = []
+    for line in filter(bytes.strip, guard.stdout):
+        messages.append(json.loads(line))
+        if is_launcher and messages[-1]["is"] == "out":
+            time.sleep(1)  # it has become the other user
+            guard.stdin.write(b'{"do": "kill", "why": "a test"}\n')
+            guard.stdin.flush()
+    (pid,) = [int(line) for message in messages if message["is"] == "out" for line in message["lines"]]
+    try:
+        assert guard.wait(60) == 0
+        (end,) = [message for message in messages if message["is"] == "end"]
+        assert end["code"] == (137 if is_launcher else 0)
+        assert end["left"].startswith(f"here: these processes of the job cannot be killed: {pid}. "), end
+        assert "sleep" in Path(f"/proc/{pid}/cmdline").read_text()
+        state = json.loads((tmp_path / "runs" / "job" / "launch" / "here.json").read_text())
+        assert (state["state"], state["why"]) == ("ended", "a test" if is_launcher else end["left"])
+    finally:
+        os.kill(pid, 9)

@@ -562,17 +562,6 @@ def test_a_time_limit_saves_and_stops_with_75(machines):
 
 
 @pytest.mark.slow
-def test_git_copies_the_commit_of_this_machine(machines):
-    laptop = machines.laptop
-    machines.write(laptop, "work/new.py", (laptop.work / SCRIPT).read_text())
-    laptop.run("git", "add", "new.py").well()
-    laptop.run("git", "-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "New.").well()
-    ended = launch(machines, machines.describe(UNEQUAL, copy="git"), "new.py", "end", *ODD).well()
-    assert [one["argv"] for one in received(ended.text)] == [ODD] * 3
-    nothing_left(machines)
-
-
-@pytest.mark.slow
 def test_the_full_doctor_runs_on_all_nodes_before_the_job(machines):
     ended = launch(machines, machines.describe(doctor="full"), TRAINS, "--steps", "1", timeout=240).well()
     assert re.search(r"all-reduce|bandwidth|GB/s|MB/s", ended.text), ended.text

@@ -17,8 +17,7 @@ from rich.cells import cell_len
 
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.launch.console import Console
-from accel_ddp.launch.node_output import Lines
+from accel_ddp.launch.node_output import Console, Lines
 from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, without_controls
 from accel_ddp.observe import display
 from accel_ddp.observe.display import Terminal, TerminalStream

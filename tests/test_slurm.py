@@ -19,7 +19,7 @@ import pytest
 from accel_ddp.errors import UserError
 from accel_ddp.launch.description import read_description
 from accel_ddp.launch.job_commands import make_job
-from accel_ddp.launch.slurm import _ends_by_itself, _parse, _sbatch_environment
+from accel_ddp.launch.slurm import _ends_by_itself, _parse, _read_on, _sbatch_environment
 from accel_ddp.launch.slurm_script import render
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all
 from tests.slurm_cluster import GPUS, USER, SlurmCluster
@@ -299,6 +299,18 @@ def test_a_job_that_slurm_has_ended_has_failed(state, code):
     assert _parse(f"JobId=1 JobName=a JobState={state} ExitCode=0:0").code == code
 
 
+@pytest.mark.parametrize(("lines", "expected"), [(0, ""), (1, "c\n"), (2, "b\nc\n"), (100, "a\nb\nc\n")])
+def test_the_last_lines_of_a_log_are_read_and_then_those_that_are_added(tmp_path, lines, expected):
+    log, later = tmp_path / "slurm-1.log", tmp_path / "slurm-2.log"
+    log.write_text("a\nb\nc\n")
+    reader, waiting = _read_on(log, lines), _read_on(later, lines)
+    assert (next(reader), next(waiting)) == (expected, "")
+    with log.open("a") as file:
+        file.write("d\n")
+    later.write_text("first\n")
+    assert (next(reader), next(waiting)) == ("d\n", "first\n"), "a log that begins later is new"
+
+
 def test_wrong_descriptions_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"slurm.signal_seconds 120: must be less than time_limit \(60 s\)"):
         rendered(tmp_path, 'time_limit: "00:01:00"')
@@ -427,7 +439,8 @@ def test_two_nodes_train_as_one_node_does_and_logs_follow_until_the_end(user, tm
     file = user.describe()
     done = user.run("launch", file, TRAINS)
     assert re.search(
-        rf"^job (\d+) \(job\) is submitted: 2 nodes with 1 rank each\nscript:  {user.home}/runs/job/launch/job.sh\n", done.stdout
+        rf"^job (\d+) \(job\) is submitted: 2 nodes with 1 rank each\n  script:  {user.home}/runs/job/launch/job.sh\n",
+        done.stdout,
     )
     followed = user.run("logs", "-f", file)
     assert "0: " in followed.stdout
@@ -595,6 +608,8 @@ def test_stop_saves_and_the_job_is_not_queued_again(user):
     user.wait_for_step(3)
     assert re.search(rf"^job  job {number}  running on node\[0-1\] for 00:", user.run("status", file).stdout)
     assert "step" in user.run("logs", file).stdout
+    assert len(user.run("logs", "-n", 2, file).stdout.splitlines()) == 2
+    assert user.run("logs", "-n", 0, file).stdout == ""
     stopped = user.run("stop", file)
     assert f"job {number} (job): ended with exit code 75 (FAILED). It has saved a checkpoint" in stopped.stdout
     job = user.cluster.job(number)

@@ -1,5 +1,9 @@
 """Starts a job on all nodes of a cluster with one command, and stops it everywhere. This package does not import torch.
 
-`description` reads cluster.yaml. `commands` builds the command of each node. `command` has the subcommands of `accel-ddp`. Each
-backend has a folder. The package may import `errors`, `environment`, `net`, `records`, `watch`, `doctor` and `recipe_files`.
+`description` reads cluster.yaml, `job_commands` builds the command of each node, and `launch_command` has the subcommands of
+`accel-ddp`. For ssh hosts and this machine, `session` runs a job and `host_jobs` finds it again: `code_files` copies and compares
+the code, `connection` talks to the `guard` of each node, `node_checks` checks the nodes before the start, `job_record` stores the
+state and the log of a node, and `node_output` receives and prints the output. `slurm` and `slurm_script`, and `kubernetes` and
+`manifests`, submit jobs to a scheduler. `spot` watches for the end of a spot instance. The package may import `errors`, `nodes`,
+`config`, `records`, `watch` and `doctor`.
 """

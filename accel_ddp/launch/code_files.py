@@ -1,24 +1,33 @@
-"""The code in a folder: which files belong to it, what describes it, and how it differs between nodes."""
+"""The code of a job: which files belong to it, how it is copied to the nodes, and how it differs between them."""
 
+import asyncio
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor.facts import code_versions
 from accel_ddp.errors import UserError
-from accel_ddp.text import listed
+from accel_ddp.launch.connection import explain, join_reasons
+from accel_ddp.launch.description import Cluster, Node
+from accel_ddp.launch.job_commands import shell_path
+from accel_ddp.text import format_bytes, listed
 
 _NEVER_COPIED = frozenset({".git", ".hg", ".svn", ".venv", "__pycache__", ".env", ".accel_ddp", ".DS_Store"})
 _CODE = (".py", ".toml")
 _MOST_NAMES = 2000  # of files in a message between machines
+_MUCH = 500 << 20  # bytes; code is smaller
+_MARK = b"accel_ddp:"  # before what our remote scripts print; a login shell may print something first
+_NOT_MADE, _NOT_WRITABLE, _NO_PROGRAM, _IS_HOME = range(64, 68)  # exit codes of the remote scripts
 
 
 def list_files(folder: Path, left_out: Iterable[str] = (), seconds: float | None = None) -> list[str]:
@@ -30,7 +39,7 @@ def list_files(folder: Path, left_out: Iterable[str] = (), seconds: float | None
     paths = [os.path.normpath(path) for path in left_out if path]
     deadline = None if seconds is None else time.monotonic() + seconds
     found = []
-    for name in _list_withgit_output(folder, deadline) if shutil.which("git") else _walk(folder, deadline):
+    for name in _list_with_git(folder, deadline) if shutil.which("git") else _walk(folder, deadline):
         is_left_out = any(name == path or name.startswith(f"{path}/") for path in paths)
         if not is_left_out and not _NEVER_COPIED.intersection(name.split("/")):
             found.append(name)
@@ -38,7 +47,7 @@ def list_files(folder: Path, left_out: Iterable[str] = (), seconds: float | None
     return sorted(name for name in found if not name.startswith(environments))
 
 
-def _list_withgit_output(folder: Path, deadline: float | None) -> Iterable[str]:
+def _list_with_git(folder: Path, deadline: float | None) -> Iterable[str]:
     """Yield the files of a folder, which need not be a repository, and of the repositories inside."""
     with contextlib.ExitStack() as stack:
         where: list[str] = []
@@ -57,7 +66,7 @@ def _list_withgit_output(folder: Path, deadline: float | None) -> Iterable[str]:
     for name in dict.fromkeys(os.fsdecode(ended.stdout).split("\0")):  # a file with a merge conflict is listed three times
         path = folder / name
         if name and path.is_dir() and not path.is_symlink():  # a repository of its own, also a submodule
-            yield from (f"{name.rstrip('/')}/{inner}" for inner in _list_withgit_output(path, deadline))
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _list_with_git(path, deadline))
         elif name and os.path.lexists(path):  # otherwise deleted, but not committed
             yield name
 
@@ -98,23 +107,24 @@ def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
 
     A file that only some hosts have is a difference in folders without git. In a repository it is a file that is not committed.
     """
-    advice = "Update the code there, for example with `git pull`, or write copy: rsync or copy: git in the description."
+    advice = "Update the code there, for example with `git pull`, or write copy: rsync in the description."
     usual_commit = _most_frequent([one.get("commit") for one in facts.values()])
     candidates = [one for one in facts.values() if not usual_commit or one.get("commit") == usual_commit]
     usual_total = _most_frequent([one.get("total") for one in candidates])
     usual = next((one for one in candidates if one.get("total") == usual_total), {})
-    parts = []
-    for host, one in facts.items():
-        is_other_commit = one.get("commit") and usual_commit and one["commit"] != usual_commit
-        place = f"commit {one['commit']} instead of {usual_commit}" if is_other_commit else ""
-        if found := [text for text in (listed(_differences(one, usual)), place) if text]:
-            parts.append(f"{host} has {' in '.join(found)}")
-    if parts:
+    described = {host: _describe_difference(one, usual, usual_commit) for host, one in facts.items()}
+    if parts := [f"{host} has {text}" for host, text in described.items() if text]:
         return f"the code differs: {'; '.join(parts[:5])}. {advice}"
     usual_package = _most_frequent([one.get("package") for one in facts.values()])
     if others := [host for host, one in facts.items() if one.get("package") and one["package"] != usual_package]:
         return f"the package accel_ddp of {listed(others)} differs from that of the other nodes. Install the same version there."
     return None
+
+
+def _describe_difference(one: dict[str, Any], usual: dict[str, Any], usual_commit: str | None) -> str:
+    is_other_commit = one.get("commit") and usual_commit and one["commit"] != usual_commit
+    commit = f"commit {one['commit']} instead of {usual_commit}" if is_other_commit else ""
+    return " in ".join(filter(None, [listed(_differences(one, usual)), commit]))
 
 
 def _differences(one: dict[str, Any], usual: dict[str, Any]) -> list[str]:
@@ -136,10 +146,10 @@ def _most_frequent(values: list[Any]) -> Any:
     return next((value for value, _ in Counter(filter(None, values)).most_common(1)), None)
 
 
-def program_environment(**more: str) -> dict[str, str]:
+def program_environment() -> dict[str, str]:
     """Return the environment of a program. Git sets variables for its hooks, from which the command may be started."""
     hidden = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
-    return {**{name: value for name, value in os.environ.items() if name not in hidden}, "GIT_OPTIONAL_LOCKS": "0", **more}
+    return {**{name: value for name, value in os.environ.items() if name not in hidden}, "GIT_OPTIONAL_LOCKS": "0"}
 
 
 def git_output(folder: Path, *words: str) -> str:
@@ -149,3 +159,188 @@ def git_output(folder: Path, *words: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return ended.stdout if ended.returncode == 0 else ""
+
+
+# ---- copying
+
+
+def find_source(script: str) -> Path:
+    """Return the folder that `copy: rsync` copies: the current folder, so that all paths of the command line fit.
+
+    The script must be below this folder.
+    """
+    source = Path.cwd()
+    if not shutil.which("rsync"):
+        raise UserError("copy: rsync: the program rsync is not installed on this machine. Install it, or write copy: none.")
+    inside = not Path(script).is_absolute() and ".." not in Path(script).parts
+    if not inside or not Path(script).is_file():
+        raise UserError(
+            f"copy: rsync: the folder in which you type the command is copied to the nodes, but {source} does not contain {script}. "
+            "Change to the folder of your code, or write copy: none."
+        )
+    if source in (Path("/"), Path.home()):
+        raise UserError(
+            f"copy: rsync: the folder {source} is not copied, because it contains more than code. Make a folder for it."
+        )
+    return source
+
+
+async def copy_code(
+    cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]], note: Callable[[str], None] = print
+) -> None:
+    """Copy the code in `source` to the code folder of every node, on all nodes at the same time.
+
+    `ssh_words` returns the ssh command for a node, which ends with the host. `note` prints a message. Raises UserError with the
+    reason of each node.
+    """
+    copier = _Copier(cluster, source, ssh_words)
+    if text := copier.warning():
+        note(text)
+    failures = [text for text in await asyncio.gather(*map(copier.attempt, cluster.nodes)) if text]
+    if failures:
+        raise UserError(join_reasons("the code was not copied:", failures))
+
+
+class _Failed(Exception):
+    """The reason why a node has not received the code."""
+
+
+class _Copier:
+    """Copies the files that git would not ignore, as they are now.
+
+    Files of the node are deleted only if an earlier copy has brought them. `.accel_ddp/copied` in the code folder lists these.
+    """
+
+    def __init__(self, cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]]):
+        self.cluster, self.source, self.ssh_words = cluster, source, ssh_words
+        # These files may have secrets, which are sent to the ranks and are not stored on the nodes.
+        secret = [os.path.relpath(file, source) for file in (*cluster.env_files, cluster.file)]
+        left_out = [cluster.output, *(node.venv for node in cluster.nodes), *secret]
+        self.names = list_files(source, left_out)
+        if not self.names:
+            raise UserError(f"copy: rsync: there is no file to copy in {source}.")
+
+    async def attempt(self, node: Node) -> str:
+        """Copy the code to a node. Return why that has failed, or an empty text."""
+        try:
+            if not node.folder:
+                raise _Failed("copy: rsync needs a folder for the code. Write for example folder: ~/work")
+            await self.copy(node)
+        except _Failed as error:
+            return f"{node.host}: {error}"
+        return ""
+
+    async def copy(self, node: Node) -> None:
+        """Copy the files to a node, after those were deleted there that are gone here. Raises _Failed."""
+        # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
+        # option. The protection is against users who can write into the folder. They could as well change the code that is run.
+        find_option = '"$(rsync --help | grep -q -e --insecure-links && echo --insecure-links)"'
+        ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
+        folder, option, *copied_before = await self.run_on(node, f"{_prepare(node)}; {ready}")
+        there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
+        if gone := [name for name in set(copied_before) - set(self.names) if self._is_gone(name)]:
+            await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
+        # -K: a link to a folder stays. Without implied folders, their permissions stay too.
+        # -s: the folder may contain spaces.
+        words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
+        words += [f"--rsync-path=rsync {option}"]
+        words += ["-e", " ".join(map(_quote_for_rsync, self.ssh_words(node)[:-1])), "./", f"{_address(node.host)}:{folder}/"]
+        code, _, errors = await self.run(words, _joined(self.names))
+        if code:
+            raise _Failed(self.explain(node, code, errors))
+        store = "mkdir -p .accel_ddp && echo '*' >.accel_ddp/.gitignore && cat >.accel_ddp/copied.$$ && "
+        await self.run_on(node, f"{there}; {store}mv .accel_ddp/copied.$$ .accel_ddp/copied || exit 1", _joined(self.names))
+
+    async def run(self, words: list[str], given: bytes = b"") -> tuple[int, bytes, str]:
+        """Run a program on this machine. Return its exit code, its output and its error messages."""
+        pipe = asyncio.subprocess.PIPE
+        # In a session of its own, a program does not receive the Ctrl-C of the terminal. It is ended below instead.
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, cwd=self.source, env=program_environment(), start_new_session=True
+        )
+        try:
+            out, errors = await process.communicate(given)
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                await process.wait()
+        return process.returncode or 0, out, errors.decode(errors="replace")
+
+    async def run_on(self, node: Node, script: str, given: bytes = b"") -> list[str]:
+        """Run a shell script on a node. Return the texts that it prints after _MARK, each of which ends with NUL."""
+        code, out, errors = await self.run([*self.ssh_words(node), f"exec sh -c {shlex.quote(script)}"], given)
+        if code:
+            raise _Failed(self.explain(node, code, errors))
+        return [text.decode(errors="surrogateescape") for text in out.rpartition(_MARK)[2].split(b"\0")[:-1]]
+
+    def explain(self, node: Node, code: int, errors: str) -> str:
+        """Return why a node has not received the code, from the exit code and the messages of a program."""
+        folder, text = f"folder {node.folder}", "; ".join(line.strip() for line in errors.splitlines() if line.strip())[-600:]
+        if code == _IS_HOME:
+            return f"{folder}: is the home directory or the root on this node, which contain more than code. Write for example ~/work"
+        if code == _NO_PROGRAM:
+            return "copy: rsync: rsync is not installed on this node. Install it there, or write copy: none"
+        if code == 255 and "rsync" not in errors.partition(":")[0]:
+            return explain(self.cluster, node, code, errors).removeprefix(f"{node.host}: ")
+        for sign, advice in (
+            ("No space left on device", "Free some space there, or change `folder`"),
+            ("Disk quota exceeded", "Free some space there, or change `folder`"),
+            ("Read-only file system", "Change `folder`"),
+            ("Permission denied", "Let your user write there, or change `folder`"),
+        ):
+            if sign in errors or (sign == "Permission denied" and code == _NOT_WRITABLE):
+                return f"{folder}: the code cannot be written on this node: {sign}. {advice}"
+        if code == _NOT_MADE:
+            return f"{folder}: does not exist on this node and cannot be made: {text}. Correct `folder`, or make the folder there"
+        return f"copy: rsync: the code was not copied to {folder} (exit code {code}): {text}"
+
+    def warning(self) -> str:
+        """Return a message if there is much to copy: probably data that was forgotten in .gitignore."""
+        sizes: Counter[str] = Counter()
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                sizes[name.split("/")[0]] += (self.source / name).lstat().st_size
+        if (total := sizes.total()) < _MUCH:
+            return ""
+        largest, size = sizes.most_common(1)[0]
+        return (
+            f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have them "
+            f"already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
+        )
+
+    def _is_gone(self, name: str) -> bool:
+        """Return whether a file that was copied before is deleted here. One that git ignores now stays on the node."""
+        path = Path(name)
+        return bool(name) and not path.is_absolute() and ".." not in path.parts and not os.path.lexists(self.source / path)
+
+
+def _prepare(node: Node) -> str:
+    """Return a script that makes the code folder of a node and checks that code can be copied to it.
+
+    Folders above it are made in the home directory only: a missing one elsewhere is probably a disk that is not mounted.
+    """
+    folder = shell_path(node.folder)
+    make = "mkdir -p" if node.folder.startswith("~") or not node.folder.startswith("/") else "mkdir"
+    lines = [
+        f"[ -d {folder} ] || {make} -- {folder} || exit {_NOT_MADE}",
+        f"cd -- {folder} || exit {_NOT_MADE}",
+        f'case "$(pwd -P)" in /|"$(cd && pwd -P)") exit {_IS_HOME};; esac',
+        f"[ -w . ] || exit {_NOT_WRITABLE}",
+        f"command -v rsync >/dev/null || exit {_NO_PROGRAM}",
+    ]
+    return "; ".join(lines)  # in csh, a quoted text must not contain the end of a line
+
+
+def _address(host: str) -> str:
+    """Return a host as rsync needs it before a colon. An IPv6 address is in brackets."""
+    user, at, name = host.rpartition("@")
+    return f"{user}{at}[{name}]" if ":" in name and not name.startswith("[") else host
+
+
+def _joined(names: list[str]) -> bytes:
+    return b"".join(os.fsencode(name) + b"\0" for name in names)
+
+
+def _quote_for_rsync(word: str) -> str:
+    """Return a word for `rsync -e`, which has its own rules: a quote inside of quotes is doubled."""
+    return "'" + word.replace("'", "''") + "'"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -15,9 +16,11 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.job_commands import shell_path
 
-# The command line of ssh for a node, and what its errors mean.
 FOLDER_MISSING, PYTHON_MISSING = 61, 62  # exit codes of the remote command
 CONNECT_SECONDS = 10
+BEAT_SECONDS = 2.0
+_HELLO_SECONDS = 60.0  # after the connection: a busy node needs seconds to start Python
+PROTOCOL = 1  # changes with the messages
 
 
 def ssh_words(cluster: Cluster, node: Node) -> list[str]:
@@ -65,27 +68,23 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         return f"{host}: accel_ddp is missing or too old in {name}. {venv}, or run `pip install -c constraints.txt -e .` there."
     if code not in (None, 255):  # 255 is an error of ssh itself
         return f"{host}: the command on this node has ended ({_exit(code)}): {last or 'it printed nothing'}. {try_it}"
-    if "Host key verification failed" in text:
-        if "IDENTIFICATION HAS CHANGED" in text:
-            return f"{host}: the host key has changed, so that this may be another machine. Check it, then run `ssh-keygen -R {host}`."
-        return f"{host}: the host key is not known yet. Run `ssh {host}` once, compare the key, and accept it there."
-    if "Permission denied" in text or "Too many authentication failures" in text:
-        return f"{host}: ssh refused your keys ({last}). Passwords and passphrases cannot be typed here: use ssh-agent. {try_it}"
-    if "Could not resolve" in text or "not known" in text:
-        return f"{host}: the name of the host cannot be resolved. Correct `nodes` in {file}, or add the host to your ssh configuration."
-    for sign in ("timed out", "No route to host", "Connection refused", "Network is unreachable", "Connection closed"):
-        if sign.lower() in text.lower():
-            return f"{host}: the host cannot be reached: {last}. Check that it runs and that its ssh port is open. {try_it}"
-    return f"{host}: the connection failed ({_exit(code)}): {last or 'ssh printed nothing'}. {try_it}"
+    unreachable = f"the host cannot be reached: {last}. Check that it runs and that its ssh port is open. {try_it}"
+    reasons = {
+        "IDENTIFICATION HAS CHANGED": "the host key has changed, so this may be another machine. Check it, then run "
+        f"`ssh-keygen -R {host}`.",
+        "Host key verification failed": f"the host key is not known yet. Run `ssh {host}` once, compare the key, and accept it there.",
+        "Permission denied|Too many authentication failures": f"ssh refused your keys ({last}). Passwords and passphrases cannot be "
+        f"typed here: use ssh-agent. {try_it}",
+        "Could not resolve|not known": f"the name of the host cannot be resolved. Correct `nodes` in {file}, or add the host to your "
+        "ssh configuration.",
+        "(?i)timed out|No route to host|Connection refused|Network is unreachable|Connection closed": unreachable,
+    }
+    failed = f"the connection failed ({_exit(code)}): {last or 'ssh printed nothing'}. {try_it}"
+    return f"{host}: " + next((reason for pattern, reason in reasons.items() if re.search(pattern, text)), failed)
 
 
 def _exit(code: int | None) -> str:
     return "no answer within the time limit" if code is None else f"exit code {code}"
-
-
-BEAT_SECONDS = 2.0
-_HELLO_SECONDS = 60.0  # after the connection: a busy node needs seconds to start Python
-_PROTOCOL = 1
 
 
 class Lost(Exception):
@@ -128,7 +127,7 @@ class Connection:
             hello = await asyncio.wait_for(self.receive(), limit)
         except asyncio.TimeoutError:
             raise Lost(explain(self.cluster, self.node, None, self.error_text)) from None
-        if hello.get("is") != "hello" or hello.get("protocol") != _PROTOCOL:
+        if hello.get("is") != "hello" or hello.get("protocol") != PROTOCOL:
             raise Lost(f"{self.node.host}: another version of accel_ddp is installed there. Install the same version.")
         self.errors = b""  # what the login has printed does not explain a later end
         self._tasks.append(asyncio.ensure_future(self._beat()))

@@ -22,21 +22,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from accel_ddp.launch import job_record, node_facts, reach
+from accel_ddp.launch import job_record, node_checks
+from accel_ddp.launch.connection import PROTOCOL
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
 
-PROTOCOL = 1  # changes with the messages
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
 LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after their launcher
+KILL_SECONDS = 30.0  # a killed process with much pinned memory needs seconds; one that waits for a dead disk never ends
 SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
 _MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
@@ -82,6 +83,7 @@ class JobOnNode:
         self.pipe = -1  # output of the launcher
         self.lines: dict[int | None, Lines] = {}
         self.terminal_text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
+        self.given_up = asyncio.Event()  # KILL_SECONDS after a kill
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
         self.spot_watch: threading.Event | None = None
@@ -104,12 +106,12 @@ class JobOnNode:
             return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
         _LIBRARY.prctl(_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
-        words = [node_facts.find_file(word, kind) or word if kind else word for word, kind in pairs]
+        words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]
         words = expand_run_folder(words, request["run_folder"])
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
         if config := request["env"].get(CONFIG_FILE):
-            env[CONFIG_FILE] = node_facts.find_file(config, "accelerate_configs") or config
-        env["PATH"] = node_facts.path_of_programs(env)
+            env[CONFIG_FILE] = node_checks.find_file(config, "accelerate_configs") or config
+        env["PATH"] = node_checks.path_of_programs(env)
         env.setdefault("PYTHONUNBUFFERED", "1")
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         self.log.header(f"{request['host']}: {shlex.join(words)}")
@@ -161,27 +163,57 @@ class JobOnNode:
                 self.process.send_signal(signal.SIGINT)
 
     def kill(self, why: str) -> None:
-        """Kill the launcher and all of its descendants."""
+        """Kill the launcher and all of its descendants. Give up if they are still alive after KILL_SECONDS."""
         self.why = self.why or why
         self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
         self._kill_descendants()
+        self.timers.append(asyncio.get_running_loop().call_later(self._kill_seconds, self.given_up.set))
 
     def note(self, text: str) -> None:
         self.log.write(f"[accel-ddp] {text}")
         self.channel.send("notice", text=text)
 
     async def _wait(self) -> None:
-        code = await self.process.wait()
-        deadline = time.monotonic() + LEFTOVER_SECONDS
-        while self._descendants() and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-        while self._descendants():  # until there are none, because a process may start another one while it is killed
-            self._kill_descendants()
-            await asyncio.sleep(0.05)
+        ended, given_up = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.given_up.wait())
+        await asyncio.wait({ended, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        code = ended.result() if ended.done() else -signal.SIGKILL
+        left = await self._end_descendants()
         for timer in self.timers:
             timer.cancel()
         if self.spot_watch:
             self.spot_watch.set()
+        self._read_rest()
+        code = 128 - code if code < 0 else code
+        self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())
+        self.log.header(f"ended with exit code {code}" + "".join(f": {text}" for text in (self.why, left) if text))
+        if self.log.failed:
+            self.channel.send("notice", text=f"{self.record.log}: not all of the output could be written: {self.log.failed}")
+        self.channel.send("end", code=code, why=self.why, left=left)
+        self.ended.set()
+
+    async def _end_descendants(self) -> str:
+        """Wait for the descendants of the launcher and kill those that are left. Return a message about those that survive."""
+        deadline = time.monotonic() + LEFTOVER_SECONDS
+        while self._descendants() and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        deadline = time.monotonic() + (1 if self.given_up.is_set() else self._kill_seconds)
+        while left := self._descendants():  # until there are none, because a process may start another one while it is killed
+            if time.monotonic() > deadline:
+                pids = ",".join(str(process.pid) for process in left)
+                return (
+                    f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "
+                    f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
+                )
+            self._kill_descendants()
+            await asyncio.sleep(0.05)
+        return ""
+
+    @property
+    def _kill_seconds(self) -> float:
+        return self.request.get("kill_seconds", KILL_SECONDS)
+
+    def _read_rest(self) -> None:
+        """Store and send what is unread after the end of the launcher, and close the pipes."""
         for descriptor in [self.pipe, *self.outputs.filenos()]:
             asyncio.get_running_loop().remove_reader(descriptor)
         while self._read_launcher():
@@ -192,13 +224,6 @@ class JobOnNode:
         for rank, lines in self.lines.items():
             self._store(rank, lines.end())
         self.outputs.close()
-        code = 128 - code if code < 0 else code
-        self.record.write(state="ended", code=code, why=self.why, ended=time.time())
-        self.log.header(f"ended with exit code {code}" + (f": {self.why}" if self.why else ""))
-        if self.log.failed:
-            self.channel.send("notice", text=f"{self.record.log}: not all of the output could be written: {self.log.failed}")
-        self.channel.send("end", code=code, why=self.why)
-        self.ended.set()
 
     def _descendants(self) -> list[psutil.Process]:
         """Return the living descendants of the guard. Orphans that have ended are waited for."""
@@ -268,92 +293,120 @@ async def serve(is_detached: bool) -> int:
     reader = asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
     transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(os.dup(1), "wb"))
-    channel = Channel(transport)
-    listener = reach.Listener()
-    job: JobOnNode | None = None
-    ask_to_stop = lambda: job.stop("a stop was requested") if job else sys.exit(1)
+    guard = _Guard(reader, transport, is_detached)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, ask_to_stop)
-    loop.add_signal_handler(signal.SIGUSR1, lambda: job.kill("the end was requested") if job else sys.exit(1))
-    if not is_detached:
-        transport.write(b"\n")  # a login script may have printed a text without the end of its line
-        channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
+        loop.add_signal_handler(number, lambda: guard.job.stop("a stop was requested") if guard.job else sys.exit(1))
+    loop.add_signal_handler(signal.SIGUSR1, lambda: guard.job.kill("the end was requested") if guard.job else sys.exit(1))
+    return await guard.run()
 
-    async def read() -> dict[str, Any] | None:
+
+class _Guard:
+    """Answers the launching machine. Each message `do: NAME` is a method do_NAME, which returns True after the last message."""
+
+    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
+        self.reader, self.transport, self.is_detached = reader, transport, is_detached
+        self.channel = Channel(transport)
+        self.listener = node_checks.Listener()
+        self.job: JobOnNode | None = None
+
+    async def run(self) -> int:
+        """Exchange messages until the end. Return the exit code of the guard."""
+        if not self.is_detached:
+            self.transport.write(b"\n")  # a login script may have printed a text without the end of its line
+            self.channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
+        while (message := await self.read()) is not None:
+            is_last = await getattr(self, f"do_{message['do']}")(message)
+            if is_last or (self.job and self.job.ended.is_set()):
+                break
+        if self.job and self.job.process:
+            if self.is_detached:
+                await self._drain()
+                self.transport.close()
+            elif not self.job.ended.is_set():
+                self.job.stop("the launching machine is gone", SAVE_SECONDS)
+            await self.job.ended.wait()
+        # Over a slow link, the rest of the output takes a while. The end of the job comes after it, and must not be lost.
+        while message is not None and self.transport.get_write_buffer_size() and not self.transport.is_closing():
+            message = await self.read()
+        await self._drain()
+        return 0
+
+    async def read(self) -> dict[str, Any] | None:
+        """Return the next message, or None if the launching machine is gone."""
         try:
-            line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
+            line = await asyncio.wait_for(self.reader.readline(), SILENT_SECONDS)
         except asyncio.TimeoutError:
             return None
         return json.loads(line) if line.endswith(b"\n") else None
 
-    while (message := await read()) is not None:
-        kind = message["do"]
-        if kind == "beat":
-            channel.send("beat")
-        elif kind == "facts":
-            channel.send("facts", **await asyncio.to_thread(node_facts.collect, message))
-        elif kind == "listen":
-            channel.send("listening", error=await listener.open(message["port"], message["word"]))
-        elif kind == "connect":
-            channel.send("connected", error=await reach.connect(message["address"], message["port"], message["word"]))
-        elif kind == "unlisten":
-            listener.close()
-            channel.send("unlistened")
-        elif kind in job_record.REQUESTS:
-            await _answer(job_record.REQUESTS[kind](message, channel), read)
-            break
-        elif kind == "start" and message["detach"] and not is_detached:
-            channel.send(**await asyncio.to_thread(_start_detached, message))
-            break
-        elif kind == "start":
-            job = JobOnNode(message, channel)
-            if error := await job.start():
-                channel.send("failed", text=error)
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + 5
+        while self.transport.get_write_buffer_size() and not self.transport.is_closing() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def do_beat(self, message: dict[str, Any]) -> None:
+        self.channel.send("beat")
+
+    async def do_facts(self, message: dict[str, Any]) -> None:
+        self.channel.send("facts", **await asyncio.to_thread(node_checks.collect, message))
+
+    async def do_listen(self, message: dict[str, Any]) -> None:
+        self.channel.send("listening", error=await self.listener.open(message["port"], message["word"]))
+
+    async def do_connect(self, message: dict[str, Any]) -> None:
+        error = await node_checks.connect(message["address"], message["port"], message["word"])
+        self.channel.send("connected", error=error)
+
+    async def do_unlisten(self, message: dict[str, Any]) -> None:
+        self.listener.close()
+        self.channel.send("unlistened")
+
+    async def do_status(self, message: dict[str, Any]) -> bool:
+        return await self._answer(job_record.send_status(message, self.channel))
+
+    async def do_logs(self, message: dict[str, Any]) -> bool:
+        return await self._answer(job_record.send_log(message, self.channel))
+
+    async def do_end_job(self, message: dict[str, Any]) -> bool:
+        return await self._answer(job_record.stop_job(message, self.channel))
+
+    async def _answer(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
+        answering = asyncio.ensure_future(work)
+        while not answering.done():
+            reading = asyncio.ensure_future(self.read())
+            await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                reading.cancel()
+                await asyncio.wait({reading})  # only one task may read at a time
+            elif reading.result() is None:
                 break
-            channel.send("started", pid=os.getpid())
-            if is_detached:
-                break
-        elif kind == "resize" and job and job.outputs:
-            job.outputs.resize(message["size"])
-        elif kind == "stop" and job:
-            job.stop(message["why"], message.get("seconds"))
-        elif kind == "kill" and job:
-            job.kill(message["why"])
-        if job and job.ended.is_set():
-            break
-    if job and job.process:
-        if is_detached:
-            await _drain(transport)
-            transport.close()
-        elif not job.ended.is_set():
-            job.stop("the launching machine is gone", SAVE_SECONDS)
-        await job.ended.wait()
-    # Over a slow link, the rest of the output takes a while. The end of the job comes after it, and must not be lost.
-    while message is not None and transport.get_write_buffer_size() and not transport.is_closing():
-        message = await read()
-    await _drain(transport)
-    return 0
+        if not answering.cancel():
+            answering.result()
+        return True
 
+    async def do_start(self, message: dict[str, Any]) -> bool:
+        if message["detach"] and not self.is_detached:
+            self.channel.send(**await asyncio.to_thread(_start_detached, message))
+            return True
+        self.job = JobOnNode(message, self.channel)
+        if error := await self.job.start():
+            self.channel.send("failed", text=error)
+            return True
+        self.channel.send("started", pid=os.getpid())
+        return self.is_detached
 
-async def _answer(work: Coroutine[Any, Any, None], read: Callable[[], Awaitable[Any]]) -> None:
-    """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
-    answering = asyncio.ensure_future(work)
-    while not answering.done():
-        reading = asyncio.ensure_future(read())
-        await asyncio.wait({answering, reading}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            reading.cancel()
-            await asyncio.wait({reading})  # only one task may read at a time
-        elif reading.result() is None:
-            break
-    if not answering.cancel():
-        answering.result()
+    async def do_resize(self, message: dict[str, Any]) -> None:
+        if self.job and self.job.outputs:
+            self.job.outputs.resize(message["size"])
 
+    async def do_stop(self, message: dict[str, Any]) -> None:
+        if self.job:  # a job that has not started is stopped by the end of the connection
+            self.job.stop(message["why"], message.get("seconds"))
 
-async def _drain(transport: asyncio.WriteTransport) -> None:
-    deadline = time.monotonic() + 5
-    while transport.get_write_buffer_size() and not transport.is_closing() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
+    async def do_kill(self, message: dict[str, Any]) -> None:
+        if self.job:
+            self.job.kill(message["why"])
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.connection import Connection, Lost
-from accel_ddp.launch.console import Console
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.node_output import Console
 from accel_ddp.text import table
 
 STOP_SECONDS = 660.0  # longer than a launcher waits for its ranks
@@ -128,7 +128,7 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
 
 
 async def _wait_for_closed_output() -> None:
-    """Return when the reader of stdout has ended. A job may print nothing for hours, so that writing would show it too late."""
+    """Return when the reader of stdout has ended. A job may print nothing for hours, so writing would show it too late."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # errors only
     while not poll.poll(0):

@@ -70,8 +70,8 @@ def config_word(cluster: Cluster) -> str:
 def uses_torchrun(cluster: Cluster) -> bool:
     """Return whether torchrun is needed.
 
-    Accelerate divides num_processes by the number of machines, so that nodes with different numbers of processes need torchrun. For
-    a single process Accelerate starts no launcher at all, which returns 1 for every failure.
+    Accelerate divides num_processes by the number of machines, so nodes with different numbers of processes need torchrun. For a
+    single process Accelerate starts no launcher at all, which returns 1 for every failure.
     """
     return not cluster.has_equal_nodes or cluster.num_processes == 1
 
@@ -124,6 +124,13 @@ def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
     if uses_torchrun(cluster) and used_config(cluster):
         own[CONFIG_FILE] = used_config(cluster)
     return {**own, **node.env}
+
+
+def follow_lines(cluster: Cluster, job: Job) -> list[str]:
+    """Return the commands that show, follow and stop a job, as lines for a user."""
+    which = f"{cluster.file} --name {job.name}"
+    commands = {"status": "status", "output": "logs -f", "stop": "stop"}
+    return [f"  {name + ':':<8} accel-ddp {command} {which}" for name, command in commands.items()]
 
 
 def shell_path(path: str) -> Shell:

@@ -1,4 +1,7 @@
-"""The files of a node's part of a job, in RUN_FOLDER/launch: its log, its state, and a lock that is held while it runs."""
+"""The files of a node's part of a job, in RUN_FOLDER/launch: its log, its state, and a lock that is held while it runs.
+
+`send_status`, `send_log` and `stop_job` answer questions about jobs that other guards run on the node.
+"""
 
 import asyncio
 import contextlib
@@ -85,7 +88,7 @@ class Record:
 
 
 class LogFile:
-    """Appends lines to the log of a node. A full disk must not end a job, so that errors of writing are only counted.
+    """Appends lines to the log of a node. A full disk must not end a job, so errors of writing are only stored.
 
     A log that is larger than `most_bytes` is renamed to HOST.log.1, which replaces the one before, and a new log begins.
     """
@@ -147,11 +150,8 @@ def find_records(output: str | Path, host: str) -> dict[str, Record]:
     return {name: record for name, record in found.items() if record.state.exists()}
 
 
-# What a guard answers about jobs that other guards run on the node: their state, their logs, and a stop.
-
-
 class Sender(Protocol):
-    """Sends messages. Output that does not fit into its buffer is lost, so that a log must wait while it is full."""
+    """Sends messages. Output that does not fit into its buffer is lost, so a log waits while it is full."""
 
     @property
     def is_full(self) -> bool: ...
@@ -174,7 +174,7 @@ async def send_log(request: dict[str, Any], channel: Sender) -> None:
     except OSError as error:
         channel.send("failed", text=f"{record.log}: {error.strerror}", is_missing=isinstance(error, FileNotFoundError))
         return
-    _skip_to_last_lines(file, request["lines"])
+    skip_to_last_lines(file, request["lines"])
     rest = b""
     while True:
         was_running, is_replaced = record.is_running(), _is_replaced(file, record.log)  # before reading: nothing is missed
@@ -203,8 +203,8 @@ def _is_replaced(file: Any, path: Path) -> bool:
         return False
 
 
-def _skip_to_last_lines(file: Any, count: int) -> None:
-    """Move to the last lines of a file, of which at most 1 MiB is read."""
+def skip_to_last_lines(file: Any, count: int) -> None:
+    """Move to the last `count` lines of a file, of which at most 1 MiB is read. 0: to its end."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - (1 << 20))
     file.seek(start)
@@ -237,6 +237,3 @@ def _is_guard(pid: int | None) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(pid) and "accel_ddp.launch.guard" in psutil.Process(pid).cmdline()
     return False
-
-
-REQUESTS = {"status": send_status, "logs": send_log, "end_job": stop_job}

@@ -1,7 +1,4 @@
-"""Starts, shows and stops jobs on Kubernetes through the user's own `kubectl`, as ssh jobs go through the system's `ssh`.
-
-Contexts, credentials and proxies are therefore the user's.
-"""
+"""Jobs on Kubernetes: started, shown and stopped through the user's own `kubectl`, with the user's contexts and credentials."""
 
 import json
 import re
@@ -12,11 +9,10 @@ from typing import Any
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.job_commands import Job, follow_lines
 from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, make_objects, object_name, read_settings, render
 
-_TYPES = {"TrainJob": f"trainjob.{TRAINER}", "Job": "job.batch"}
-_OTHERS = {"TrainJob": f"trainingruntime.{TRAINER}", "Job": "service"}
+_TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
 _POLL_SECONDS = 2
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
@@ -24,10 +20,9 @@ _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 def launch(cluster: Cluster, job: Job) -> int:
     """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
     settings, manifest = read_settings(cluster), render(cluster, job)
-    kind, name = settings["kind"], object_name(job.name, len(cluster.nodes), settings["kind"])
-    kubectl = _connect(cluster)
+    name, kubectl = object_name(job.name, len(cluster.nodes)), _connect(cluster)
     if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
-        one = kubectl.get(f"{_TYPES[kind]}/{name}")
+        one = kubectl.get(f"{_TRAIN_JOB}/{name}")
         raise UserError(
             f"{found[-1]} exists in the namespace {settings['namespace']} ({_state(one) if one else 'without a job'}). `accel-ddp stop "
             f"{cluster.file} --name {job.name}` deletes it, and keeps its checkpoints. Or choose another name with --name."
@@ -42,9 +37,8 @@ def launch(cluster: Cluster, job: Job) -> int:
                 kubectl.start("delete", name_of_created, "--ignore-not-found", "--wait=false")
             raise UserError(kubectl.explain("create", done.stderr))
         created += done.stdout.split()
-    follow = f"{cluster.file} --name {job.name}"
-    print(f"submitted: {kind} {name} in the namespace {settings['namespace']}")
-    print(f"  status:  accel-ddp status {follow}\n  output:  accel-ddp logs -f {follow}\n  stop:    accel-ddp stop {follow}")
+    print(f"submitted: TrainJob {name} in the namespace {settings['namespace']}")
+    print("\n".join(follow_lines(cluster, job)))
     return 0
 
 
@@ -78,15 +72,15 @@ def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
     settings, kubectl = read_settings(cluster), _connect(cluster)
     if job is None:
-        text = kubectl.run("get", _TYPES[settings["kind"]], "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
+        text = kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
         found = json.loads(text)["items"]
         for one in found:
-            print(f"{settings['kind']} {one['metadata']['name']}: {_state(one)}")
+            print(f"TrainJob {one['metadata']['name']}: {_state(one)}")
         if not found:
             print(f"no jobs in the namespace {settings['namespace']}")
         return 0
     one = kubectl.find(job)
-    print(f"{settings['kind']} {one['metadata']['name']} in the namespace {settings['namespace']}: {_state(one)}")
+    print(f"TrainJob {one['metadata']['name']} in the namespace {settings['namespace']}: {_state(one)}")
     for pod in kubectl.pods(one):
         state, message = _pod_state(pod)
         machine = pod.get("spec", {}).get("nodeName", "no machine yet")
@@ -105,33 +99,39 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     kubectl = _connect(cluster)
     one: dict[str, Any] | None = kubectl.find(job)
     readers: dict[str, subprocess.Popen[bytes]] = {}
-    printed = ""
+    waiting_for = ""
     try:
         while True:
             pods = kubectl.pods(one) if one else []
-            for pod in pods:
+            for pod in filter(_has_started, pods):
                 name = pod["metadata"]["name"]
-                if _has_started(pod) and name not in readers:
+                if name not in readers:
                     words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
                     readers[name] = kubectl.show(*words, *(["-f"] if follow else []))
-            if not follow or one is None or (_is_finished(one) and all(reader.poll() is not None for reader in readers.values())):
+            are_read = all(reader.poll() is not None for reader in readers.values())
+            if not follow or one is None or (_is_finished(one) and are_read):
                 break
-            late = [
-                f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}"
-                for pod in pods
-                if not _has_started(pod)
-            ]
-            if (text := ", ".join(late) if pods else f"{job.name} has no pods yet") != printed and text:
+            text = _describe_late(pods) if pods else f"{job.name} has no pods yet"
+            if text and text != waiting_for:
                 print(f"waiting: {text}", file=sys.stderr, flush=True)
-            printed = text
+            waiting_for = text
             time.sleep(_POLL_SECONDS)
             one = kubectl.get(kubectl.name_of(job))
         codes = [reader.wait() for reader in readers.values()]
     finally:
         for reader in readers.values():
             reader.terminate()
-    if not follow:
-        return max(codes, default=0)
+    return _report_end(job, one, pods) if follow else max(codes, default=0)
+
+
+def _describe_late(pods: list[dict[str, Any]]) -> str:
+    """Return why pods have not started, or ""."""
+    late = [pod for pod in pods if not _has_started(pod)]
+    return ", ".join(f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}" for pod in late)
+
+
+def _report_end(job: Job, one: dict[str, Any] | None, pods: list[dict[str, Any]]) -> int:
+    """Print how a job has failed. Return its exit code: that of the first pod that failed."""
     if one is None:
         print(f"{job.name} was deleted", file=sys.stderr)
         return STOPPED
@@ -147,8 +147,8 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
     settings, kubectl = read_settings(cluster), _connect(cluster)
     resource, seconds = kubectl.name_of(job), settings["grace_seconds"]
     name = resource.partition("/")[2]
-    other = f"{_OTHERS[settings['kind']]}/{name}"
-    if kubectl.get(other) is None:  # it remains if an earlier `stop` was interrupted
+    runtime = f"{_RUNTIME}/{name}"
+    if kubectl.get(runtime) is None:  # it remains if an earlier `stop` was interrupted
         kubectl.find(job)
     if now:
         kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
@@ -157,8 +157,8 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
         print(f"stopping {resource}: its ranks have {seconds} s to save a checkpoint", flush=True)
         # A deletion in the foreground ends after that of the pods.
         kubectl.run("delete", resource, "--ignore-not-found", "--cascade=foreground", f"--timeout={seconds + 60}s", timeout=0)
-    # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses, and pods need the Service until they end.
-    kubectl.run("delete", other, "--ignore-not-found")
+    # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses.
+    kubectl.run("delete", runtime, "--ignore-not-found")
     print(f"stopped: {resource}")
     return 0
 
@@ -174,7 +174,7 @@ def _has_started(pod: dict[str, Any]) -> bool:
 
 
 def _state(found: dict[str, Any] | None) -> str:
-    """Return the state of a Job or TrainJob: its last condition that is true."""
+    """Return the state of a TrainJob: its last condition that is true."""
     conditions = [one for one in (found or {}).get("status", {}).get("conditions", []) if one.get("status") == "True"]
     ends = [one for one in conditions if one["type"] in ("Complete", "Failed")]
     if not (shown := (ends or conditions)[-1:]):
@@ -223,7 +223,7 @@ class _Kubectl:
 
     def __init__(self, cluster: Cluster):
         settings = read_settings(cluster)
-        self.cluster, self.kind, self.namespace = cluster, settings["kind"], settings["namespace"]
+        self.cluster, self.namespace = cluster, settings["namespace"]
         context = [f"--context={settings['context']}"] if "context" in settings else []
         self.words = ["kubectl", *context, f"--namespace={self.namespace}"]
 
@@ -260,11 +260,11 @@ class _Kubectl:
         return json.loads(text) if output == "json" else {}
 
     def name_of(self, job: Job) -> str:
-        """Return TYPE/NAME of the TrainJob or Job of a job."""
-        return f"{_TYPES[self.kind]}/{object_name(job.name, len(self.cluster.nodes), self.kind)}"
+        """Return TYPE/NAME of the TrainJob of a job."""
+        return f"{_TRAIN_JOB}/{object_name(job.name, len(self.cluster.nodes))}"
 
     def find(self, job: Job) -> dict[str, Any]:
-        """Return the TrainJob or Job of a job. Raises UserError if it does not exist."""
+        """Return the TrainJob of a job. Raises UserError if it does not exist."""
         if (found := self.get(self.name_of(job))) is None:
             raise UserError(
                 f"there is no {self.name_of(job)} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
@@ -272,7 +272,7 @@ class _Kubectl:
         return found
 
     def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the newest pod of each node of a TrainJob or Job, in the order of the nodes. Pods that were replaced remain."""
+        """Return the newest pod of each node of a TrainJob, in the order of the nodes. Pods that were replaced remain."""
         text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
         oldest_first = sorted(json.loads(text)["items"], key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
         newest = {_index(pod): pod for pod in oldest_first}
@@ -286,8 +286,8 @@ class _Kubectl:
         if "no matches for kind" in error or "the server doesn't have a resource type" in error:
             return (
                 f"{where}: the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). Install it, "
-                "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how, or write "
-                f"`kubernetes: {{kind: Job}}` in {self.cluster.file}, which needs nothing. kubectl printed: {shown}"
+                "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how. "
+                f"kubectl printed: {shown}"
             )
         unreachable = (
             r"was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
@@ -299,7 +299,9 @@ class _Kubectl:
             return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
         # Without credentials, kubectl asks for a user, and reads the end of its input.
         if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
-            return f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create jobs`. {shown}"
+            return (
+                f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create trainjobs`. {shown}"
+            )
         if re.search(r"context .* does not exist|no context exists", error):
             return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
         if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook

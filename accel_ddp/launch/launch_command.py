@@ -7,8 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from accel_ddp.errors import UserError
-from accel_ddp.launch.cluster_keys import NAME
-from accel_ddp.launch.description import Cluster, read_description
+from accel_ddp.launch.description import NAME, Cluster, read_description
 from accel_ddp.launch.job_commands import Job, make_job
 from accel_ddp.nodes import recipe_files
 from accel_ddp.text import did_you_mean

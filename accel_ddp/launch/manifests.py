@@ -1,4 +1,4 @@
-"""The manifests of a job on Kubernetes: a TrainJob of Kubeflow Trainer, or an indexed Job with a headless Service.
+"""The manifests of a job on Kubernetes: a TrainJob of Kubeflow Trainer, and the TrainingRuntime that it uses.
 
 Manifests contain references to secrets, and never their values.
 """
@@ -32,8 +32,8 @@ REPORT_SECONDS = 15
 # The port that Kubeflow Trainer announces in PET_MASTER_PORT.
 TRAINER_PORT = 29500
 DEFAULTS = {
-    "namespace": "default", "kind": "TrainJob", "mount": "/data", "shared_memory": "16Gi", "grace_seconds": 300, "secrets": [],
-    "labels": {}, "pod": {}, "resources": {},
+    "namespace": "default", "mount": "/data", "shared_memory": "16Gi", "grace_seconds": 300, "secrets": [], "labels": {}, "pod": {},
+    "resources": {},
 }  # fmt: skip
 
 
@@ -52,8 +52,7 @@ def render(cluster: Cluster, job: Job) -> str:
     text = yaml.dump_all(make_objects(cluster, job), Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=True)
     settings = read_settings(cluster)
     notes = [f"# {job.name}: {len(cluster.nodes)} nodes x {cluster.nodes[0].processes} processes, from {cluster.file.name}."]
-    if settings["kind"] == "TrainJob":
-        notes += ["# Needs Kubeflow Trainer v2 in the cluster."]
+    notes += ["# Needs Kubeflow Trainer v2 in the cluster."]
     notes += [f"# Needs the volume claim {settings['volume_claim']} (ReadWriteMany) in the namespace {settings['namespace']}."]
     notes += [f"# Needs the secret {secret} there. Its values are variables of the ranks." for secret in settings["secrets"]]
     return "\n".join(notes) + f"\n{text}"
@@ -62,24 +61,21 @@ def render(cluster: Cluster, job: Job) -> str:
 def make_objects(cluster: Cluster, job: Job) -> list[dict[str, Any]]:
     """Return the objects of a job, in the order in which they must be created. Raises UserError if a job cannot run like this."""
     settings = read_settings(cluster)
-    name = object_name(job.name, len(cluster.nodes), settings["kind"])
+    name = object_name(job.name, len(cluster.nodes))
     _refuse_secrets(cluster, settings)
     if not cluster.image:
         raise UserError(f"{cluster.file}: the key image is missing. Write the container image that has accel_ddp and the recipe.")
-    job = _place_on_volume(cluster, settings, job)
-    if settings["kind"] == "TrainJob":
-        return _train_job(cluster, settings, job, name)
-    return _indexed_job(cluster, settings, job, name)
+    return _train_job(cluster, settings, _place_on_volume(cluster, settings, job), name)
 
 
-def object_name(name: str, num_nodes: int, kind: str) -> str:
+def object_name(name: str, num_nodes: int = 1) -> str:
     """Return the name of a job's objects: lower case, with `-` in the place of `_` and `.`, as own-model for own_model."""
     result = re.sub(r"[._]", "-", name.lower())
-    # A pod is called NAME-node-0-INDEX-abcde (TrainJob) or NAME-INDEX-abcde (Job). A label has at most 63 characters.
-    longest = 63 - len(f"-{num_nodes - 1}-abcde") - (len("-node-0") if kind == "TrainJob" else 0)
+    # A pod is called NAME-node-0-INDEX-abcde. A label has at most 63 characters.
+    longest = 63 - len(f"-node-0-{num_nodes - 1}-abcde")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", result) or len(result) > longest:
         raise UserError(
-            f"the name {name!r} cannot be the name of a {kind} in Kubernetes. It must begin with a letter, end with a letter or a "
+            f"the name {name!r} cannot be the name of a TrainJob in Kubernetes. It must begin with a letter, end with a letter or a "
             f"digit, and have at most {longest} characters. Choose another one with --name, or with the key name."
         )
     return result
@@ -104,13 +100,9 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
     own = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes", "subdomain", "shareProcessNamespace"}
     if taken := sorted(own & settings["pod"].keys()):
         wrong("pod", ", ".join(taken), "is set by accel-ddp. Print the manifest with --print and change it there")
-    if settings["kind"] == "TrainJob" and cluster.main_port != TRAINER_PORT:
-        fail(
-            cluster,
-            "main_port",
-            cluster.main_port,
-            f"has no effect on a TrainJob. Kubeflow Trainer uses {TRAINER_PORT}. Remove it",
-        )
+    if cluster.main_port != TRAINER_PORT:
+        reason = f"has no effect on a TrainJob. Kubeflow Trainer uses {TRAINER_PORT}. Remove it"
+        fail(cluster, "main_port", cluster.main_port, reason)
     if reserved := [name for name in cluster.nodes[0].env if name.startswith("PET_")]:
         fail(cluster, "env", reserved[0], "is reserved for torchrun and Kubeflow Trainer. Remove it")
     return settings
@@ -123,7 +115,7 @@ def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
 
 def _refuse_secrets(cluster: Cluster, settings: dict[str, Any]) -> None:
     """Raise UserError if values of secrets would be part of a manifest, which everybody with access to the namespace can read."""
-    secret, namespace = f"{object_name(cluster.name or 'training', 1, 'Job')}-env", shlex.quote(settings["namespace"])
+    secret, namespace = f"{object_name(cluster.name or 'training')}-env", shlex.quote(settings["namespace"])
     advice = f"Then write `kubernetes: {{secrets: [{secret}]}}`."
     for file in cluster.env_files:
         create = f"kubectl --namespace {namespace} create secret generic {secret} --from-env-file={shlex.quote(file)}"
@@ -200,27 +192,6 @@ def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) 
     ]
 
 
-def _indexed_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) -> list[dict[str, Any]]:
-    """Return a headless Service, which gives the pods names, and an indexed Job."""
-    address = f"{name}-0.{name}"  # the pod with index 0; a Job sets the host name, and the Service is the domain
-    words = launcher_words(cluster, job, node_rank=Shell("$JOB_COMPLETION_INDEX"), address=address, port=cluster.main_port)
-    container = {**_container(cluster, settings), "image": cluster.image, "command": _command(cluster, job, words)}
-    container["ports"] = [{"name": "main", "containerPort": cluster.main_port}]
-    spec = {
-        "completionMode": "Indexed",
-        "completions": len(cluster.nodes),
-        "parallelism": len(cluster.nodes),
-        **_job_spec(cluster, settings, name, container),
-    }
-    spec["template"]["spec"]["subdomain"] = name
-    # Ranks look for each other before any pod is ready.
-    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {INSTANCE: name}}
-    return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(settings, name), "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(settings, name), "spec": spec},
-    ]
-
-
 def _metadata(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return {"name": name, "namespace": settings["namespace"], "labels": {**settings["labels"], **_labels(name)}}
 
@@ -230,7 +201,7 @@ def _labels(name: str) -> dict[str, str]:
 
 
 def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Job that decide what is started again, and its pods.
+    """Return the fields of the Job inside the TrainingRuntime that decide what is started again, and its pods.
 
     A launcher starts its ranks again by itself (`restarts`, --max_restarts). A pod is started again
     - after it was evicted, drained or preempted, and after exit code 75: the run has saved a checkpoint, and continues from it;

@@ -1,17 +1,179 @@
-"""Compares and checks what the nodes report about themselves, before anything is started."""
+"""The checks before a job starts: what each node reports about itself, and what is wrong or differs.
 
+The guards collect the facts of their nodes, and the launching machine compares them. Then every node must reach the main node at
+the main address and port, because torch waits up to 15 minutes for a node that cannot connect: the guard of the main node listens
+at the port for a moment, and the guards of all nodes connect. These checks are the earliest ones, and the only ones for a script
+that does not use accel_ddp. The preflight in the launchers (`doctor.at_launch`) adds the paths between all nodes, and the preflight
+of the ranks (`doctor.cluster`) adds the options of the recipe.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_ddp import __version__
 from accel_ddp.doctor import compare_nodes
+from accel_ddp.doctor import facts as doctor_facts
 from accel_ddp.doctor.findings import ERROR, format_findings
+from accel_ddp.errors import UserError
 from accel_ddp.launch.code_files import compare_code, describe_code
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.job_commands import Job, config_word, uses_torchrun
+from accel_ddp.launch.job_record import Record, find_record
 from accel_ddp.nodes import recipe_files
 from accel_ddp.text import counted, did_you_mean
+
+CONNECT_SECONDS = 5.0
+
+# ---- on a node
+
+
+def collect(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of this node that the launching machine compares and checks.
+
+    `request` has the script, the config, the run folder and the host as in the description.
+    """
+    present, driver, gpu_error = doctor_facts.query_driver() if request["gpus"] else ([], {}, "")
+    script = find_file(request["script"], "recipes")
+    return {
+        "host": socket.gethostname(),
+        "machine": machine_identity(),
+        "address": os.environ.get("SSH_CONNECTION", "").split()[2:3],
+        "versions": doctor_facts.package_versions(),
+        "code": describe_code(Path.cwd(), script),
+        "driver": driver,
+        "gpus": None if present is None else len(present),
+        "gpu_error": gpu_error,
+        "has_script": bool(script),
+        "has_config": not request["config"] or bool(find_file(request["config"], "accelerate_configs")),
+        "programs": {name: bool(shutil.which(name, path=path_of_programs(os.environ))) for name in ("accelerate", "torchrun")},
+        "running": _running(request),
+        "disk_error": check_folder(Path(request["run_folder"]).expanduser()),
+        "version": __version__,
+        "time": time.time(),
+        "folder": str(Path.cwd()),
+    }
+
+
+def path_of_programs(env: Mapping[str, str]) -> str:
+    """Return PATH with the folder of this Python first, so that `accelerate` is that of the same environment."""
+    return os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+
+
+def find_file(word: str, kind: str) -> str:
+    """Return the path of a script or config on this node, or "". The code folder comes first, then the installed package."""
+    if Path(word).expanduser().is_file():
+        return str(Path(word).expanduser())
+    if word != f"{kind}/{Path(word).name}":
+        return ""
+    try:
+        folder = recipe_files.recipes_folder() if kind == "recipes" else recipe_files.configs_folder()
+    except UserError:
+        return ""
+    path = folder / Path(word).name
+    return str(path) if path.is_file() else ""
+
+
+def machine_identity() -> str:
+    """Return a text that two nodes have in common only if they are the same machine with the same network."""
+    parts = []
+    for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        try:
+            parts.append(Path(file).read_text().strip())
+        except OSError:
+            parts.append("")
+    try:
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))  # containers on one host are different nodes
+    except OSError:
+        parts.append(socket.gethostname())
+    return " ".join(parts)
+
+
+def check_folder(folder: Path) -> str:
+    """Return why a file of 1 MiB cannot be written into a folder, or "". The folder is made, and the file is removed."""
+    test = folder / "launch" / f".test-{os.getpid()}"
+    try:
+        test.parent.mkdir(parents=True, exist_ok=True)
+        with test.open("wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return str(error.strerror)
+    finally:
+        with contextlib.suppress(OSError):
+            test.unlink(missing_ok=True)
+    return ""
+
+
+def _running(request: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state of a job with this name or this folder that is running."""
+    for record in (find_record(request), Record(request["run_folder"], request["host"])):
+        if record.is_running():
+            return record.read()
+    return None
+
+
+class Listener:
+    """Listens at the main port and sends a word to each node that connects, which shows that the address is that of this node."""
+
+    def __init__(self) -> None:
+        self.server: asyncio.Server | None = None
+
+    async def open(self, port: int, word: str) -> str:
+        """Listen. Return an error, or ""."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                writer.write(word.encode() + b"\n")
+                # The other side closes first, so that this port is free at once.
+                await asyncio.wait_for(reader.read(), CONNECT_SECONDS)
+            writer.close()
+
+        try:
+            self.server = await asyncio.start_server(answer, None, port)
+        except OSError as error:
+            return "it is in use by another program" if error.errno == errno.EADDRINUSE else _reason(error)
+        return ""
+
+    def close(self) -> None:
+        if self.server:
+            self.server.close()
+
+
+async def connect(address: str, port: int, word: str) -> str:
+    """Return why this node does not reach the main node, or ""."""
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_SECONDS)
+    except asyncio.TimeoutError:
+        return f"no answer within {CONNECT_SECONDS:.0f} s. A firewall may drop the packets"
+    except socket.gaierror:
+        return "this name cannot be resolved there"
+    except OSError as error:
+        return _reason(error)
+    try:
+        line = await asyncio.wait_for(reader.readline(), CONNECT_SECONDS)
+        return "" if line == word.encode() + b"\n" else "another machine or program answers there"
+    except (OSError, asyncio.TimeoutError):
+        return "another machine or program answers there"
+    finally:
+        writer.close()
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)  # asyncio puts the address into strerror
+
+
+# ---- on the launching machine
 
 
 def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -94,11 +256,6 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         errors.append(
             f"{host}: {job.run_folder}: cannot be written: {found['disk_error']}. Make room there, or change `output` in {file}."
         )
-    if found["port_error"] and not found["running"]:
-        errors.append(
-            f"{host}: main_port {cluster.main_port}: {found['port_error']}. Write another main_port into {file}, or type "
-            f"--set main_port={cluster.main_port + 1}."
-        )
     return errors
 
 
@@ -122,3 +279,22 @@ def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
                 f"{cluster.file}, and write its number of processes."
             )
     return errors
+
+
+async def check_reach(connections: list[Any], address: str, port: int) -> list[str]:
+    """Return the errors of the nodes that do not reach the main node. `connections` are those to the guards of all nodes."""
+    word, main = secrets.token_hex(8), connections[0].node.host
+    file = connections[0].cluster.file
+    opened = await connections[0].ask("listen", "listening", port=port, word=word)
+    if opened["error"]:
+        advice = f"Write another main_port into {file}, or type --set main_port={port + 1}."
+        return [f"{main}: main_port {port}: {opened['error']}. {advice}"]
+    ask = lambda connection: connection.ask("connect", "connected", address=address, port=port, word=word)
+    answers = await asyncio.gather(*map(ask, connections))
+    await connections[0].ask("unlisten", "unlistened")
+    advice = f"Write an address of {main} that all nodes reach into main_address in {file}, and allow all TCP between the nodes."
+    return [
+        f"{connection.node.host}: does not reach {main} at main_address {address}, main_port {port}: {answer['error']}. {advice}"
+        for connection, answer in zip(connections, answers)
+        if answer["error"]
+    ]

@@ -1,19 +1,40 @@
-"""Receives the output of each rank of a node separately. The other side is `accel_ddp.nodes.terminal`."""
+"""The output of the ranks: a node receives the output of each rank separately, and the launching machine prints all of it.
 
+The other side of a rank is `accel_ddp.nodes.terminal`.
+"""
+
+import asyncio
 import codecs
 import contextlib
 import fcntl
 import os
+import queue
+import re
 import struct
+import sys
 import termios
+import threading
 import tty
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
-from accel_ddp.nodes.terminal import split_incomplete_frame, without_controls, without_frames
+from accel_ddp.nodes.terminal import erase_before_line, split_incomplete_frame, without_controls, without_frames
 
 _PIPE_BYTES = 1 << 20  # a guard that is busy does not delay the ranks; more than this needs privileges
 _READ_BYTES = 1 << 16
+_CAUSE = re.compile(r"^(?:\[rank \d+\] )?error: ")
+_RESTART = re.compile(r"^restart \d+")  # the job continues after the errors before it
+_KIND = re.compile(r"error: [A-Z][A-Z_]+: ")
+_MOST_LINES = 20  # of a cause
+_MOST_WAITING = 1000  # texts that are not printed yet
+# Scripts that do not use this package print only a traceback, and torch then prints a report with the exit code of the rank.
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
+_REPORT = re.compile(r"^Root Cause \(first observed failure\)")
+_EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
+
+
+# ---- on a node
 
 
 class RankOutputs:
@@ -74,7 +95,7 @@ class RankOutputs:
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all).
 
-        Descriptors of others are ignored, so that the result of `select` can be given. Nothing is waited for.
+        Descriptors of others are ignored: the result of `select` can be given. Nothing is waited for.
         """
         for descriptor in self.filenos() if ready is None else ready:
             if descriptor in self._ranks:
@@ -98,13 +119,11 @@ class RankOutputs:
             self.folder.rmdir()
 
 
-# Splits the output of a process into lines. A progress bar, which returns to the start of its line, counts as one line.
-#
-# The live panel of the main rank is not part of any line.
-
-
 class Lines:
-    """Collects bytes of one stream and returns complete lines."""
+    """Collects bytes of one stream and returns complete lines.
+
+    A progress bar, which returns to the start of its line, counts as one line. The live panel of the main rank is not part of any line.
+    """
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
@@ -129,3 +148,117 @@ class Lines:
 def visible(line: str) -> str:
     """Return what a terminal shows after this line, without colours: a carriage return starts the line again."""
     return without_controls(line).rstrip("\r").rpartition("\r")[2]
+
+
+# ---- on the launching machine
+
+
+def _erase_before_line(stream: TextIO) -> str:
+    try:
+        return erase_before_line(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # a stream without a descriptor
+        return ""
+
+
+class Console:
+    """Prints lines of the main rank as they are, and lines of others with their node and rank, above the panel of the main rank.
+
+    A thread prints, because a terminal that the user has stopped with Ctrl-S, or a pager that does not read, blocks a program that
+    prints. The heartbeats must go on, or all nodes would stop the job.
+    """
+
+    def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
+        self.stream = stream or sys.stdout
+        self.erase = _erase_before_line(self.stream)  # of the panel of the main rank
+        self.frame = ""  # the part of a frame that has arrived
+        self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
+        self.at_line_start = True
+        self.failure: OSError | None = None  # of printing
+        self._waiting: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._print_waiting, name="console", daemon=True).start()
+        self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
+        self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
+        self.exceptions: dict[str, str] = {}  # host -> the last exception before the report of torch
+        self.exit_codes: dict[str, int | None] = {}  # host -> exit code in the report of torch; None: the report has begun
+
+    def show(self, host: str, rank: int | None, lines: list[str]) -> None:
+        """Print lines of a rank, or of the launcher of a node if `rank` is None."""
+        prefix = "" if rank == 0 else f"[{host}] " if rank is None else f"[{host} rank {rank}] "
+        for line in lines:
+            self._remember(host, rank, line)
+            self._print(f"{prefix}{line}\n")
+
+    def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
+        """Print what the main rank has written to its terminal, including its panel. `lines` are those that are complete."""
+        for line in lines:
+            self._remember(host, 0, line)
+        # A frame arrives in several parts. No other line may be printed between them.
+        text, self.frame = split_incomplete_frame(self.frame + text)
+        self._write(text)
+        if outside := without_controls(text):
+            self.at_line_start = outside.endswith(("\n", "\r"))
+
+    def note(self, text: str) -> None:
+        """Print a message of the launching machine itself."""
+        self._print(f"accel-ddp: {text}\n")
+
+    def first_cause(self, host: str = "") -> str:
+        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred.
+
+        `host` is the node that ended first. Without any error, its last exception is returned.
+        """
+        named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
+        for where, lines in named:
+            return f"[{where}] " + "\n".join(lines)
+        return f"[{host}] {self.exceptions[host]}" if host in self.exceptions else ""
+
+    def _remember(self, host: str, rank: int | None, line: str) -> None:
+        key = (host, rank)
+        if _RESTART.match(line):
+            self.causes.clear(), self._open.clear(), self.exceptions.clear(), self.exit_codes.clear()
+        if _EXCEPTION.match(line) and "ChildFailedError" not in line and host not in self.exit_codes:
+            self.exceptions[host] = line
+        elif _REPORT.match(line):
+            self.exit_codes.setdefault(host)
+        elif self.exit_codes.get(host, 0) is None and (found := _EXIT_CODE.match(line)):
+            self.exit_codes[host] = int(found[1]) if int(found[1]) >= 0 else 128 - int(found[1])
+        if _CAUSE.match(line):
+            if all(line != lines[0] for _, lines in self.causes):
+                self._open[key] = [line]
+                self.causes.append((host, self._open[key]))
+            else:
+                self._open.pop(key, None)
+        elif key in self._open:
+            if line.strip() and len(self._open[key]) < _MOST_LINES and line[:1] in " \tEW":
+                self._open[key].append(line)
+            else:
+                del self._open[key]
+
+    def _print(self, text: str) -> None:
+        self._write(f"{self.erase}{text}" if self.at_line_start else f"\n{self.erase}{text}")
+        self.at_line_start = True
+
+    def _write(self, text: str) -> None:
+        if self.failure and self.ends_with_reader:
+            raise self.failure
+        self._waiting.put(text)
+
+    def _print_waiting(self) -> None:
+        while True:
+            text = self._waiting.get()
+            try:
+                self.stream.write(text)
+                self.stream.flush()
+            except OSError as error:  # nobody reads the output any more; the logs have it
+                self.failure = error
+            finally:
+                self._waiting.task_done()
+
+    async def wait_until_printed(self, most: int = 0) -> None:
+        """Wait until at most `most` texts are left to print."""
+        while self._waiting.unfinished_tasks > most:
+            await asyncio.sleep(0.01)
+
+    async def wait_for_room(self) -> None:
+        """Wait while much is left to print. Call it before more output is received from a node."""
+        await self.wait_until_printed(_MOST_WAITING)

@@ -1,4 +1,4 @@
-"""Runs a job on all nodes from this machine: checks, start, output, stop, and the end."""
+"""A job on all nodes, run from this machine: checks, start, output, stop, and the end."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.launch import job_commands, node_checks, reach
+from accel_ddp.launch import job_commands, node_checks
+from accel_ddp.launch.code_files import copy_code, find_source
 from accel_ddp.launch.connection import Connection, Lost, join_reasons, open_all, ssh_words
-from accel_ddp.launch.console import Console
-from accel_ddp.launch.copying import copy_code, find_source
 from accel_ddp.launch.description import Cluster, Node, shown_value
 from accel_ddp.launch.host_jobs import stop_all
 from accel_ddp.launch.job_commands import Job
 from accel_ddp.launch.job_record import Record
+from accel_ddp.launch.node_output import Console
 from accel_ddp.text import counted, listed
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
@@ -98,7 +98,7 @@ class Session:
     def interrupt(self, number: int) -> None:
         """Stop the job. Before the job runs, end at once. The second time, kill everything.
 
-        If the terminal was closed, nobody can ask for an end of a job that does not stop, so that it is killed later.
+        If the terminal was closed, nobody can ask for an end of a job that does not stop, so it is killed later.
         A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
         """
         if number == signal.SIGHUP and self.is_stopping:
@@ -126,8 +126,7 @@ class Session:
     async def _run(self) -> int:
         cluster, job = self.cluster, self.job
         if cluster.copy != "none":
-            source = find_source(job.script, cluster.copy)
-            await copy_code(cluster, source, lambda node: ssh_words(cluster, node), self.console.note)
+            await copy_code(cluster, find_source(job.script), lambda node: ssh_words(cluster, node), self.console.note)
         self.connections = await open_all(cluster)
         facts = await self._collect_facts()
         errors, warnings = node_checks.find_errors(cluster, job, facts)
@@ -137,11 +136,10 @@ class Session:
             self.console.note(text)
         _refuse(errors)
         address = cluster.main_address or self._address_of_main(facts)
-        if len(self.connections) > 1:
-            try:
-                _refuse(await reach.check(self.connections, address, cluster.main_port))
-            except Lost as error:
-                raise UserError(str(error)) from None
+        try:
+            _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
+        except Lost as error:
+            raise UserError(str(error)) from None
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -162,7 +160,7 @@ class Session:
             sent = time.time()
             found = await connection.ask(
                 "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
-                job=self.job.name, output=self.cluster.output, gpus=node.gpus, port=self.cluster.main_port if node.rank == 0 else 0,
+                job=self.job.name, output=self.cluster.output, gpus=node.gpus,
             )  # fmt: skip
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
@@ -257,6 +255,8 @@ class Session:
                 elif message["is"] == "end":
                     self.codes[node.rank] = message["code"]
                     self.reasons[node.host] = message["why"]
+                    if message["left"]:
+                        self.console.note(message["left"])
                     break
         except Lost as error:
             self.lost.append(str(error))
@@ -327,10 +327,9 @@ class Session:
         return listed((f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes), 2)
 
     def _explain_detached(self) -> None:
-        file, name = self.cluster.file, self.job.name
-        self.console.note(f"job {name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
-        for verb in ("status", "logs -f", "stop"):
-            self.console.note(f"  accel-ddp {verb} {file} --name {name}")
+        self.console.note(f"job {self.job.name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
+        for line in job_commands.follow_lines(self.cluster, self.job):
+            self.console.note(line)
 
 
 def _refuse(errors: list[str]) -> None:

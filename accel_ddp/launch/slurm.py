@@ -1,4 +1,4 @@
-"""Submits jobs to Slurm, and finds, shows and stops them. Inside an allocation, the job runs there in the foreground.
+"""Jobs on Slurm: submitted, found, shown and stopped. Inside an allocation, the job runs there in the foreground.
 
 Only sbatch, srun, squeue, scontrol, scancel and sinfo are used, which work without Slurm's accounting database.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job
+from accel_ddp.launch.job_commands import Job, follow_lines
+from accel_ddp.launch.job_record import skip_to_last_lines
 from accel_ddp.launch.slurm_script import code_folder, is_array, launch_folder, render, split_environment
 from accel_ddp.text import counted
 
@@ -115,11 +116,10 @@ def launch(cluster: Cluster, job: Job) -> int:
         raise UserError(_explain_refusal(cluster, done.stderr))
     number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
     ranks = counted(cluster.nodes[0].processes, "rank")
-    name = "" if cluster.name == job.name else f" --name {job.name}"
     log = file.parent / (f"slurm-{number}_TASK.log" if is_array(cluster) else f"slurm-{number}.log")
     print(f"job {number} ({job.name}) is submitted: {counted(len(cluster.nodes), 'node')} with {ranks} each")
-    print(f"script:  {file}\nlog:     {log}")
-    print(f"follow:  accel-ddp logs -f {cluster.file}{name}\nstop:    accel-ddp stop {cluster.file}{name}", flush=True)
+    print(f"  script:  {file}\n  log:     {log}")
+    print("\n".join(follow_lines(cluster, job)), flush=True)
     return _report_start(number)
 
 
@@ -154,13 +154,13 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
         raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
     readers = {file: _read_on(file, lines) for file in files}
     while True:
-        # The state is read before the log, so that the last lines of a job that has ended are printed too.
+        # The state is read before the log. Otherwise the last lines of a job that has just ended would be missed.
         now = [_show(one.number) for one in jobs] if follow else []
         for file, reader in readers.items():
             if text := next(reader):
                 header = f"==> {file.name} <==\n" if len(files) > 1 else ""
                 print(header + text, end="", flush=True)
-        if not any(one and one.is_active for one in now):
+        if not _active(now):
             return max([one.code for one in now if one] or [0])
         time.sleep(1)
 
@@ -170,31 +170,36 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     jobs = _find_jobs(cluster, job.name)
     if not jobs:
         raise UserError(f"Slurm has no job named {job.name!r} of this user. `accel-ddp status {cluster.file}` lists the jobs.")
-    deadline = time.monotonic() + (CALL_SECONDS if is_now else STOP_SECONDS)
     for one in jobs:
         if is_now or one.state == "PENDING":
             _call("scancel", one.number)
         else:
             # First, because the batch script reads this when the ranks have stopped.
             _call("scontrol", "update", f"JobId={one.number}", "Requeue=0")
-    signalled_at = -RESEND_SECONDS
-    while (now := [_show(one.number) for one in jobs]) and any(one and one.is_active for one in now):
-        if time.monotonic() > deadline:
-            break
+    deadline, signalled_at = time.monotonic() + (CALL_SECONDS if is_now else STOP_SECONDS), -RESEND_SECONDS
+    while _active(now := [_show(one.number) for one in jobs]) and time.monotonic() <= deadline:
         if not is_now and time.monotonic() - signalled_at >= RESEND_SECONDS:
             signalled_at = time.monotonic()
-            for one in now:
-                if one and one.state == "RUNNING":
-                    _call("scancel", "--signal=USR2", one.number)
-                elif one and one.state == "PENDING":  # it was queued again a moment before
-                    _call("scancel", one.number)
+            _ask_to_save(_active(now))
         time.sleep(0.5)
     for before, one in zip(jobs, now):
-        more = (
-            ". It has saved a checkpoint, and --resume continues it." if one and one.code == STOPPED and not one.is_active else ""
-        )
+        has_saved = one and one.code == STOPPED and not one.is_active
+        more = ". It has saved a checkpoint, and --resume continues it." if has_saved else ""
         print(f"job {before.number} ({before.name}): {one.describe() if one else 'ended'}{more}")
-    return 1 if any(one and one.is_active for one in now) else 0
+    return 1 if _active(now) else 0
+
+
+def _active(jobs: list[SlurmJob | None]) -> list[SlurmJob]:
+    return [one for one in jobs if one and one.is_active]
+
+
+def _ask_to_save(jobs: list[SlurmJob]) -> None:
+    """Signal the ranks of running jobs. A job that was queued again a moment before is cancelled."""
+    for one in jobs:
+        if one.state == "RUNNING":
+            _call("scancel", "--signal=USR2", one.number)
+        elif one.state == "PENDING":
+            _call("scancel", one.number)
 
 
 # ---- submitting
@@ -256,24 +261,13 @@ def _explain_refusal(cluster: Cluster, text: str) -> str:
 def _report_start(number: str) -> int:
     """Print whether the job runs or why it waits. Return 1 if it may never start, and its exit code if it has failed at once."""
     began = time.monotonic()
-    while True:
-        one = _show(number)
-        waited = time.monotonic() - began
-        is_usual = one is None or _ends_by_itself(one.reason)
-        if one is None or waited > SUBMIT_SECONDS:
-            break
-        if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
-            is_known = not is_usual and waited > SUBMIT_SECONDS / 2
-        else:  # the checks of the nodes at the begin of the script take less than a second
-            is_known = not one.is_active or (one.state == "RUNNING" and one.run_time >= "00:00:02")
-        if is_known:
-            break
+    while (one := _show(number)) and not _has_started(one, time.monotonic() - began):
         time.sleep(0.25)
     if one is None:
         return 0
     if one.state == "PENDING":
-        if is_usual:
-            print(f"state:   {one.describe()}")
+        if _ends_by_itself(one.reason):
+            print(f"  state:   {one.describe()}")
             return 0
         print(
             f"warning: job {number} waits and may never start: {one.reason}.{_unavailable_nodes()} The job stays in the queue. "
@@ -282,7 +276,7 @@ def _report_start(number: str) -> int:
         )
         return 1
     if one.is_active or one.code == 0:
-        print(f"state:   {one.describe()}")
+        print(f"  state:   {one.describe()}")
         return 0
     print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
     if one.log.exists():
@@ -292,13 +286,23 @@ def _report_start(number: str) -> int:
     return one.code
 
 
+def _has_started(one: SlurmJob, waited: float) -> bool:
+    """Return whether it is known how a job starts, `waited` seconds after it was submitted."""
+    if waited > SUBMIT_SECONDS:
+        return True
+    if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
+        return not _ends_by_itself(one.reason) and waited > SUBMIT_SECONDS / 2
+    # The checks of the nodes at the begin of the script take less than a second.
+    return not one.is_active or (one.state == "RUNNING" and one.run_time >= "00:00:02")
+
+
 def _ends_by_itself(reason: str) -> bool:
     return reason.split(",")[0] in USUAL_REASONS or USUAL_LIMITS.match(reason) is not None
 
 
 def _unavailable_nodes() -> str:
     lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
-    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.count("|") >= 2]
+    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.counted("|") >= 2]
     found = [f"{name} is {state} ({why})" for name, state, why in rows]
     return f" Nodes that are not available (`sinfo -R`): {', '.join(found)}." if found else ""
 
@@ -360,7 +364,7 @@ def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
     done = _call(*words, f"--name={name}") if name else _call(*words)
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
-    # The number of the last task of an array is that of the whole array, so that a task may be found twice.
+    # The number of the last task of an array is that of the whole array, so a task may be found twice.
     found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
     folder = code_folder(cluster)
     return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
@@ -413,17 +417,12 @@ def _job_of(log: Path) -> SlurmJob | None:
 
 
 def _read_on(file: Path, lines: int) -> Iterator[str]:
-    """Yield the last lines of a file, and then what was added to it. The file need not exist yet."""
-    position = None
+    """Yield the last lines of a file, and then what was added to it. A file that does not exist yet is read from its beginning."""
+    position = None if file.exists() else 0
     while True:
-        text = ""
+        text = b""
         if file.exists():
             with file.open("rb") as opened:
-                if position is None:
-                    kept = b"".join(opened.readlines()[-lines:] if lines else opened.readlines())
-                else:
-                    opened.seek(position)
-                    kept = opened.read()
-                position = opened.tell()
-            text = kept.decode(errors="replace")
-        yield text
+                skip_to_last_lines(opened, lines) if position is None else opened.seek(position)
+                text, position = opened.read(), opened.tell()
+        yield text.decode(errors="replace")

@@ -1,8 +1,8 @@
-"""Renders the batch script of a job for Slurm, and the same script for an allocation that already exists.
+"""The batch script of a job for Slurm, and the same script for an allocation that already exists.
 
 The script starts one launcher on each node with srun. Preemption and the end of the time limit signal every process of the job: the
-ranks save and return 75, and so do the launchers and srun. The script then queues the job again, and Slurm starts the same script
-with SLURM_RESTART_COUNT set, which adds `--resume`. A stop on request first forbids Slurm to queue the job again.
+ranks save and return 75, and so do the launchers and srun. The script then requeues the job, and Slurm starts the same script
+with SLURM_RESTART_COUNT set, which adds `--resume`. A stop on request first forbids Slurm to requeue the job.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ def _check_of_sent(cluster: Cluster, sent: Iterable[str]) -> list[str]:
 
 def _nodes_and_port(cluster: Cluster, is_batch: bool) -> list[str]:
     address = _quote(cluster.main_address) if cluster.main_address else "${nodes%%,*}"
-    # One allocation may run several jobs at the same time, so that its id is not enough there.
+    # One allocation may run several jobs at the same time, so its id is not enough there.
     number = "SLURM_JOB_ID" if is_batch else "(SLURM_JOB_ID + $$)"
     port = str(cluster.main_port) if cluster.has_main_port else f"$(({FIRST_PORT} + {number} % {NUM_PORTS}))"
     return [

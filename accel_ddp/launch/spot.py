@@ -1,4 +1,4 @@
-"""Watches for the interruption notice of an EC2 spot instance, which AWS publishes two minutes before it ends the instance.
+"""The interruption notice of an EC2 spot instance, which AWS publishes two minutes before it ends the instance.
 
 The notice is read from the instance metadata service (IMDSv2). Spot instances of other clouds have other services.
 """

@@ -1,19 +1,40 @@
-"""What `accelerate launch` was asked to start, and whether that world is the one that is running."""
+"""What `accelerate launch` or mpirun was asked to start, and whether that world is the one that is running.
+
+torch does not read the variables of mpirun, and Accelerate reads them only on CPUs. `adopt_mpi_world` translates them: without it,
+each rank would train alone on its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
+
+`python -m accel_ddp.nodes.launcher accelerate.commands.launch OPTIONS RECIPE` runs `accelerate launch` and waits for its rank after
+a Ctrl-C. Without this, `accelerate launch` of a single process ends with a traceback at Ctrl-C. The traceback overwrites the panel of
+the rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler.
+"""
 
 import argparse
 import logging
 import os
+import runpy
+import signal
+import sys
 import zlib
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from accel_ddp.errors import UserError
+from accel_ddp.errors import INTERRUPTED, UserError
 from accel_ddp.words import find_options, script_at
 
-# Ranks that mpirun has started: their variables are translated into those of torch.
-#
-# torch does not read these variables, and Accelerate reads them only on CPUs. Without the translation each rank would train alone on
-# its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
+logger = logging.getLogger(__name__)
+
+# Settings of an accelerate config that may differ between nodes. A difference in any other setting starts a different training.
+PER_NODE_SETTINGS = frozenset({
+    "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
+    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment", "num_cpu_threads_per_process",
+})  # fmt: skip
+# Options of `accelerate launch` that replace distributed_type of the config.
+DISTRIBUTED_TYPES = {
+    "multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"
+}  # fmt: skip
+# The accelerate config of ranks that torchrun starts. `accel-ddp launch` sets it where Accelerate cannot start the ranks.
+CONFIG_FILE = "ACCEL_DDP_CONFIG_FILE"
 # Names of the rank, the number of ranks, the local rank and the number of local ranks.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -52,23 +73,6 @@ def remove_mpi_variables(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment for processes that are not ranks of the world that mpirun has started."""
     known = {*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK}
     return {name: value for name, value in environment.items() if name not in known}
-
-
-logger = logging.getLogger(__name__)
-
-# Settings of an accelerate config that may differ between nodes. A difference in any other setting starts a different training.
-PER_NODE_SETTINGS = frozenset({
-    "machine_rank", "main_process_ip", "gpu_ids", "enable_cpu_affinity", "debug", "same_network", "downcast_bf16",
-    "main_training_function", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "compute_environment", "num_cpu_threads_per_process",
-})  # fmt: skip
-# Options of `accelerate launch` that replace distributed_type of the config.
-DISTRIBUTED_TYPES = {
-    "multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"
-}  # fmt: skip
-
-
-# The accelerate config of ranks that torchrun starts. `accel-ddp launch` sets it where Accelerate cannot start the ranks.
-CONFIG_FILE = "ACCEL_DDP_CONFIG_FILE"
 
 
 def cpu_is_wanted() -> bool:
@@ -174,7 +178,7 @@ def check_rank_variables() -> None:
         return
     if is_world_of_mpi():
         raise UserError(
-            f"mpirun has started {num_ranks} ranks on several nodes, but {missing[0]} is not set, so that they cannot find the node of "
+            f"mpirun has started {num_ranks} ranks on several nodes, but {missing[0]} is not set, so they cannot find the node of "
             "rank 0. Type mpirun -x MASTER_ADDR=10.0.0.1 with the address of the first host."
         )
     raise UserError(
@@ -220,3 +224,17 @@ def warn_about_independent_tasks() -> None:
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set. To train together, run one `accelerate launch` per node.",
             tasks,
         )
+
+
+def _wait_for_the_rank(number: int, frame: FrameType | None) -> None:
+    import psutil
+
+    if not psutil.Process().children():  # the rank gets the Ctrl-C too, and ends by itself
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background of a shell ignores Ctrl-C
+        signal.signal(signal.SIGINT, _wait_for_the_rank)
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

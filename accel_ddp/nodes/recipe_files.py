@@ -1,7 +1,7 @@
-"""Find the recipes and the accelerate configs, in the repository and in an installed wheel.
+"""The places of the recipes and the accelerate configs, in the repository and in an installed wheel.
 
 In the repository both are folders beside `accel_ddp/`. The wheel contains them as folders inside the package (see
-`[tool.hatch.build.targets.wheel]` in pyproject.toml). This module uses the standard library only, so that listing the
+`[tool.hatch.build.targets.wheel]` in pyproject.toml). This module uses the standard library only, so listing the
 recipes does not wait for torch.
 """
 

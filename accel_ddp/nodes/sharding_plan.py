@@ -1,6 +1,6 @@
-"""Reads from the environment how `accelerate launch` asks for a model to be sharded. It does not import torch.
+"""How `accelerate launch` asks for a model to be sharded, as its variables state. This module does not import torch.
 
-`accelerate launch` passes an accelerate config to its ranks in variables. The launcher has them too, so that a config that is not
+`accelerate launch` passes an accelerate config to its ranks in variables. The launcher has them too, so a config that is not
 supported is reported once for each node, before a rank starts (`doctor.at_launch`).
 """
 

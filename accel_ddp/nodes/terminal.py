@@ -1,4 +1,14 @@
-"""Connects the output of a rank to the guard of its node, which then receives the lines of each rank separately."""
+"""The output of a rank: how processes share a terminal with the live panel, and the connection to the guard of the node.
+
+The panel of the main rank is below the cursor. Its process draws it with one write, between BEGIN_FRAME and END_FRAME, and returns
+the cursor to where it was: to an empty line above the panel, or behind an incomplete line. Monitors, other ranks and launchers print
+to the same terminal. Their lines begin at the cursor, therefore above the panel, and the next frame is drawn below them. ERASE_BELOW
+before a line removes the panel, so nothing of it remains beside a text of several lines. No terminal mode is changed, so a killed
+process leaves only its last panel, which the next line of a monitor removes.
+
+Under `accel-ddp launch`, `connect_output` lets a rank write to the guard of its node, which receives the lines of each rank separately.
+This module uses the standard library only.
+"""
 
 import contextlib
 import io
@@ -9,17 +19,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# How processes share a terminal in which the main rank shows a live panel. It depends on nothing but the standard library.
-#
-# The panel is below the cursor. Its process draws it with one write, between BEGIN_FRAME and END_FRAME, and returns the cursor
-# to where it was: to an empty line above the panel, or behind an incomplete line. Monitors, other ranks and launchers print to
-# the same terminal. Their lines begin at the cursor, therefore above the panel, and the next frame is drawn below them.
-# ERASE_BELOW before a line removes the panel, so nothing of it remains beside a text of several lines. No terminal mode is
-# changed, so a killed process leaves only its last panel, which the next line of a monitor removes.
 ERASE_BELOW = "\x1b[J"
 # Terminals that support synchronized output show a frame at once. Others ignore it. It also marks what does not belong into a log.
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 
+VARIABLE = "ACCEL_DDP_OUTPUT"  # a folder with one FIFO, or one link to a terminal, for each local rank
+_DROPPED = b"\n(some output is missing here, because it was not read in time)\n"
 _FRAME = re.compile(f"{re.escape(BEGIN_FRAME)}.*?{re.escape(END_FRAME)}", re.DOTALL)
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-Z\\^_78=>])")
 
@@ -76,10 +81,6 @@ class SharedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-VARIABLE = "ACCEL_DDP_OUTPUT"  # a folder with one FIFO, or one link to a terminal, for each local rank
-_DROPPED = b"\n(some output is missing here, because it was not read in time)\n"
 
 
 def connect_output() -> bool:
