@@ -53,7 +53,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     launcher.check_requested_world()
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
-        signals.signal_on_parent_exit(signal.Signals[f"SIG{cfg.stop_signal}"])
+        signals.die_with_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     trackers = _tracker_names(cfg)
     cfg.split(process.num_ranks)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
