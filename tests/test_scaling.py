@@ -172,7 +172,7 @@ def test_the_prediction_is_the_doctors():
     one = Comparison(base, result_of(2, 8, size=100_000_000, forward=[0.02], backward=[0.02], communication=[0.1]))
     printed = "bandwidth: 8 MB in 8 ms (..): algorithm 1 GB/s, bus 1 GB/s\nlatency: all-reduce of 8 bytes in 200 us"
     links = scaling_analysis.links_of_text(printed, 1, 2)
-    assert links == scaling_analysis.Links(1, 2, 1e9, pytest.approx(2e-4))
+    assert links == scaling_analysis.MeasuredLinks(1, 2, 1e9, pytest.approx(2e-4))
     found = scaling_analysis.predict(one, links, "none")
     assert found
     sent = 0.1 + 4 * 2e-4  # 100 MB in 4 buckets
@@ -188,7 +188,7 @@ def test_the_prediction_is_the_doctors():
     assert scaling_analysis.predict(one, None, "none") is None
     assert scaling_analysis.links_of_report('warning\n{"collective": {}}\n', 1, 2) is None
     report = json.dumps({"collective": {"bus_bytes_per_second": 5.0, "latency_seconds": 1.0}})
-    assert scaling_analysis.links_of_report(f"progress\n{report}\n", 1, 2) == scaling_analysis.Links(1, 2, 5.0, 1.0)
+    assert scaling_analysis.links_of_report(f"progress\n{report}\n", 1, 2) == scaling_analysis.MeasuredLinks(1, 2, 5.0, 1.0)
 
 
 def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(tmp_path):
@@ -199,7 +199,7 @@ def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(t
         Result(Setting(Place(1, 4), 8, 2, ("strong",)), None, "failed with exit code 1: <script>"),
     ]
     summary = Summary(
-        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.Links(1, 2, 1e9, 1e-4)], left_out=[],
+        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.MeasuredLinks(1, 2, 1e9, 1e-4)], left_out=[],
         places=[Place(1, 1), Place(1, 2)], on_gpu=False, threads=1, hook="none", steps=5, warmup=1, is_complete=True,
     )  # fmt: skip
     text = format_summary(summary)

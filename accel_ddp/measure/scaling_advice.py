@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accel_ddp.doctor.collective_process import format_si
+from accel_ddp.doctor.collectives import format_si
 from accel_ddp.measure.scaling_analysis import Comparison, Result, slowest_rank
 from accel_ddp.measure.scaling_plan import STRONG
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.doctor.collective_process import expected_step
 from accel_ddp.measure.scaling_plan import Setting
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
@@ -177,12 +176,13 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
 
 # The doctor's prediction for each setting, from the bandwidth and latency that it measures on the same ranks.
 # Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
+BUCKET_BYTES = 25e6  # of DDP
 HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """What the doctor has measured with all-reduces on `ranks` ranks of `nodes` nodes."""
 
     nodes: int
@@ -190,9 +190,10 @@ class Links:
     bus: float  # bytes per second
     latency: float  # seconds
 
-    @property
-    def hop(self) -> float:
-        return self.latency / (2 * (self.ranks - 1))
+    def all_reduce_seconds(self, ranks: int, size: float) -> float:
+        """Return the expected time of a ring all-reduce of `size` bytes on `ranks` ranks, in the buckets of DDP."""
+        hop = self.latency / (2 * (self.ranks - 1))
+        return 2 * (ranks - 1) / ranks * size / self.bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -204,40 +205,40 @@ class Prediction:
     communication: float  # seconds of the all-reduce
 
 
-def links_of_report(text: str, nodes: int, ranks: int) -> Links | None:
+def links_of_report(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
     """Return what `accel-ddp doctor --json` has measured. None: it has found an error, or has not measured."""
     for line in text.splitlines():
         if line.startswith("{"):
             try:
                 found: dict[str, Any] = json.loads(line)["collective"]
-                return Links(nodes, ranks, found["bus_bytes_per_second"], found["latency_seconds"])
+                return MeasuredLinks(nodes, ranks, found["bus_bytes_per_second"], found["latency_seconds"])
             except (ValueError, KeyError):
                 continue
     return None
 
 
-def links_of_text(text: str, nodes: int, ranks: int) -> Links | None:
+def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
     """Return what the doctor has printed, as `accel-ddp launch` with `doctor: full` shows it. None: it has not measured."""
     buses = re.findall(r"bandwidth: \d+ MB in .*bus ([\d.e+]+) ([TGMkmu]?)B/s", text)
     latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
     if not buses or not latencies:
         return None
     value = lambda found: float(found[0]) * _UNITS[found[1]]
-    return Links(nodes, ranks, value(buses[-1]), value(latencies[-1]))
+    return MeasuredLinks(nodes, ranks, value(buses[-1]), value(latencies[-1]))
 
 
-def predict(comparison: Comparison, links: Links | None, hook: str) -> Prediction | None:
+def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> Prediction | None:
     """Return the prediction for a setting from the base and the links. None: nothing is sent, or something is not known."""
     base, setting = comparison.base.known, comparison.result.setting
     gradients = base.gradient_bytes
     if links is None or setting.ranks == 1 or not gradients or hook not in HOOK_SHARES:
         return None
     ideal = comparison.share * base.seconds
-    # The backward pass of the last micro-batch can hide communication. The doctor takes two thirds of the computing for it.
+    # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
     compute = base.mean("forward", "backward") / base.accumulation
     compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    step = expected_step(setting.place.nodes, setting.ranks, gradients * HOOK_SHARES[hook], compute, links.bus, links.hop)
-    exposed = compute / step["best"] - compute
+    communication = links.all_reduce_seconds(setting.ranks, gradients * HOOK_SHARES[hook])
+    exposed = max(0.0, communication - compute * 2 / 3)
     sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
     alone = ideal - comparison.share * sent_in_base
-    return Prediction(ideal / (alone + step["communication_seconds"]), ideal / (alone + exposed), step["communication_seconds"])
+    return Prediction(ideal / (alone + communication), ideal / (alone + exposed), communication)

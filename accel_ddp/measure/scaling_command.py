@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import Links, Result, combine, measure
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, combine, measure
 from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary, write_page
 from accel_ddp.measure.scaling_plan import (
     ScalingOptions,
@@ -100,7 +100,7 @@ class Scaling:
         self.options, self.show, given = options, show, options.given
         numbers = parse_ranks(given.ranks) if given.ranks else []
         self.results: list[Result] = []
-        self.links: list[Links] = []
+        self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
         self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.collective_process import format_si
+from accel_ddp.doctor.collectives import format_si
 from accel_ddp.errors import UserError
 from accel_ddp.measure.scaling_advice import Advice, advise, describe_advice, find_limits, format_seconds
-from accel_ddp.measure.scaling_analysis import PARTS, Comparison, Links, Prediction, Result, compare, predict
+from accel_ddp.measure.scaling_analysis import PARTS, Comparison, MeasuredLinks, Prediction, Result, compare, predict
 from accel_ddp.measure.scaling_plan import STRONG, WEAK, Place
 from accel_ddp.report.markup import escape, generator, safe_json, tag
 
@@ -32,7 +32,7 @@ class Summary:
     recipe: str
     modes: Sequence[str]
     results: Sequence[Result]
-    links: Sequence[Links]
+    links: Sequence[MeasuredLinks]
     left_out: Sequence[str]
     places: Sequence[Place]
     on_gpu: bool
@@ -45,7 +45,7 @@ class Summary:
     def table(self, mode: str) -> list[Comparison]:
         return compare(self.results, mode)
 
-    def links_of(self, place: Place) -> Links | None:
+    def links_of(self, place: Place) -> MeasuredLinks | None:
         """Return the links that were measured for this number of nodes: one, or several."""
         found = [links for links in self.links if (links.nodes > 1) == (place.nodes > 1)]
         return found[-1] if found else None

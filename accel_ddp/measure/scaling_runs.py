@@ -21,7 +21,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import ssh_words
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.job_commands import config_word, shell_path
-from accel_ddp.measure.scaling_analysis import Links, links_of_report, links_of_text
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, links_of_report, links_of_text
 from accel_ddp.measure.scaling_plan import Place
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config, remove_mpi_variables
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
     text: str  # its output
     events: list[dict[str, Any]]  # of its log
     seconds: float
-    links: Links | None = None  # if the doctor has measured them before the run
+    links: MeasuredLinks | None = None  # if the doctor has measured them before the run
 
 
 class LocalRuns:
@@ -76,7 +76,7 @@ class LocalRuns:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
         return Ended(code, text, events, time.monotonic() - began)
 
-    def measure_links(self, place: Place) -> Links | None:
+    def measure_links(self, place: Place) -> MeasuredLinks | None:
         """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
         given = [word for at, word in enumerate(self.launch) if "--config_file" in (word, *self.launch[max(0, at - 1) : at])]
         words = [sys.executable, "-m", "accel_ddp.cli", "doctor", "--json", *given, "--num_processes", str(place.ranks)]

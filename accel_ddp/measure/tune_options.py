@@ -22,7 +22,7 @@ and the address of the main node come from the same options and environment vari
 
 DEFAULT_OUT = "accelerate_configs"
 OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
-_DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
+_DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "output_dir", "json")
 _LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
                    "--mixed_precision", "--rdzv_backend")  # fmt: skip
 _TORCHRUN_OPTIONS = ("--nnodes", "--nproc_per_node", "--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
