@@ -9,8 +9,11 @@ from pathlib import Path
 from accel_ddp.nodes import launcher
 
 
-def choose_num_threads(option: int, local_ranks: int) -> int:
-    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores."""
+def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
+    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores.
+
+    `cores` is the number of cores of another node. By default it is the number that this process may use.
+    """
     if option:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -21,7 +24,7 @@ def choose_num_threads(option: int, local_ranks: int) -> int:
             and not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
         ):
             return int(value)
-    return max(1, usable_cores() // local_ranks)
+    return max(1, (cores or usable_cores()) // local_ranks)
 
 
 def _is_set_by_launcher(local_ranks: int) -> bool:
