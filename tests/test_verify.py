@@ -1,6 +1,7 @@
 """Tests of `accel-ddp verify` on a recipe that keeps the promises, and on one that does not."""
 
 import math
+import subprocess
 import sys
 
 import pytest
@@ -59,7 +60,7 @@ if __name__ == "__main__":
 """)
     record = tmp_path / "record"
     record.mkdir()
-    run_all([[sys.executable, RECORDED, record, recipe, "--lr", "1"]], [clean_environment(RANK="1")]).well()
+    subprocess.run([sys.executable, RECORDED, record, recipe, "--lr", "1"], env=clean_environment(RANK="1"), check=True)
     (file,) = record.iterdir()
     assert file.name.startswith("1-")
     assert file.read_text() == "0 1\n1 3\n2 0\n"
