@@ -1,4 +1,4 @@
-"""`accel-ddp verify`: tests the promises on the user's own machine or cluster, with the user's model and data.
+"""`accel-ddp verify`: a test of the promises on the user's own machine or cluster, with the user's model and data.
 
 Every run launches the recipe unchanged and stops it after a few steps. `training.recorded` starts the recipe and records which
 samples its data loaders read. Then these samples and the files of the last checkpoint are compared.
@@ -309,7 +309,7 @@ def _samples(folder: Path, end: int) -> dict[int, set[int]]:
 
 
 def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) -> tuple[bool, str]:
-    """Return whether each position of the stream got the same sample. `is_share`: `b` contains only those of this node."""
+    """Return whether each position of the stream got the same sample. `is_share`: `b` contains only the samples of this node."""
     if is_share and 0 < len(b) < len(a):
         same = sum(len(found) == 1 and a.get(position) == found for position, found in b.items())
         return same == len(b), f"{same} of {len(a)}, on this node"

@@ -1,4 +1,4 @@
-"""The workers of one node that measure collectives with those of other nodes, and what the doctor reads from their reports."""
+"""The worker processes that measure collectives on one node, and what the doctor reads from their reports."""
 
 import asyncio
 import contextlib

@@ -52,12 +52,18 @@ class CollectiveWorker:
         if device.type == "cuda":
             self.torch.cuda.set_device(device)
 
-    def open_group(self, seconds: float, **options: Any) -> None:
+    def connect_store(self, starts: bool, seconds: float) -> Any:
+        """Return a connection to the store of rank 0, which `starts` starts. A request fails after `seconds`."""
+        host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
+        return self.dist.TCPStore(host, port, is_master=starts, timeout=timeout, wait_for_workers=False)
+
+    def open_group(self, store: Any, seconds: float) -> None:
         """Create the process group: NCCL for GPUs, gloo for CPUs. A collective fails after `seconds`."""
         on_gpu = self.device.type == "cuda"
-        # With device_id NCCL connects here, not in the first collective.
-        options |= {"timeout": timedelta(seconds=seconds), "device_id": self.device if on_gpu else None}
-        self.dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+        self.dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=self.dist.PrefixStore("group", store), rank=self.rank, world_size=self.num_ranks,
+            timeout=timedelta(seconds=seconds), device_id=self.device if on_gpu else None,  # NCCL then connects here, not later
+        )  # fmt: skip
 
     def nccl_version(self) -> str:
         return ".".join(map(str, self.torch.cuda.nccl.version()))

@@ -16,7 +16,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -208,20 +207,18 @@ class CollectiveChecks(MonitoredRank):
     """The steps of the checks. torch is imported in the first step, because importing it may hang."""
 
     def steps(self) -> tuple[Callable[[], None], ...]:
-        first = (self.import_torch, self.initialise, self.check_sums, self.measure_bandwidth, self.find_transport)
+        first = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
         return (*first, self.check_gradients)
 
-    def initialise(self) -> None:
+    def connect(self) -> None:
         """Connect to the store of rank 0, choose the backend and create the process group."""
-        torch, dist, (host, port) = self.torch, self.dist, self.address.rsplit(":", 1)
-        seconds = self.seconds + 60  # later than the time limits here, which report more
+        torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
         if self.rank > 0:
-            self._wait_for_store(host, int(port))
-        options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
-        self.store = dist.TCPStore(host, int(port), is_master=self.rank == 0, **options)
+            self._wait_for_store()
+        self.store = self.connect_store(self.rank == 0, seconds)
         for rank in range(self.num_ranks if self.rank == 0 else 0):
             self.store.compare_set(f"beat/{rank}", "", "")  # multi_get would wait for keys that do not exist
-        self.monitor_store = dist.TCPStore(host, int(port), is_master=False, **options)
+        self.monitor_store = self.connect_store(False, seconds)
         self.start_monitor()
 
         num_gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
@@ -238,19 +235,19 @@ class CollectiveChecks(MonitoredRank):
         actual = torch.zeros(1, device=self.device.type).device
         if actual != self.device:
             self.add_finding("E_GPU_PLACEMENT", f"a tensor of local rank {self.local_rank} is on {actual}, not on {self.device}")
-        store = dist.PrefixStore("group", self.store)
-        self.open_group(seconds, store=store, rank=self.rank, world_size=self.num_ranks)
+        self.open_group(self.store, seconds)
         hosts, num_nodes = sorted({fact["host"] for fact in self.facts}), len(set(self.nodes))
         nccl = f" {self.nccl_version()}" if backend == "nccl" else ""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         nodes = f"{num_nodes} node{'s' * (num_nodes > 1)}"
         self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(hosts)})")
 
-    def _wait_for_store(self, host: str, port: int) -> None:
+    def _wait_for_store(self) -> None:
         """Wait until rank 0's store listens. TCPStore itself would print a warning for every attempt."""
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while True:
             try:
-                socket.create_connection((host, port), timeout=2).close()
+                socket.create_connection(address, timeout=2).close()
                 return
             except OSError as error:
                 if time.monotonic() > self.give_up_at():
@@ -346,7 +343,7 @@ class CollectiveChecks(MonitoredRank):
         self.figures["transport"] = "; ".join(dict.fromkeys(transports))
 
     def check_gradients(self) -> None:
-        """Run one step of a small DDP model, and compare weights, buffers and gradients with those of a single process."""
+        """Run one step of a small DDP model, and compare its weights, buffers and gradients with a single process."""
         torch, nn, device = self.torch, self.torch.nn, self.device
 
         def make_model(rank: int) -> Any:

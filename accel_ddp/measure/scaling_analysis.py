@@ -28,14 +28,13 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one run after the warm-up. Seconds are those of one step."""
+    """The steps of one run after the warm-up. Seconds are the seconds of one step."""
 
     seconds: float  # median
     spread: float  # interquartile range divided by the median
-    parts: dict[
-        str, list[float]
-    ]  # part -> seconds of each rank; their sum over the parts is `seconds`, on average over the ranks
-    exposed: float  # in which communication is not hidden: that of the rank that is ready last, which waits for no other rank
+    # Part -> seconds of each rank. Their sum over the parts is `seconds`, on average over the ranks.
+    parts: dict[str, list[float]]
+    exposed: float  # seconds of communication on the rank that is ready last, which waits for no other rank
     steps: list[dict[str, Any]] = field(repr=False)  # the lines of the log that were used, to combine repeated runs
     tokens: float = 0.0  # per step; 0 if items are not texts
     ranks: list[dict[str, Any]] = field(default_factory=list)  # host and device of each rank
@@ -286,9 +285,9 @@ def find_batch(base: Result, result: Result) -> Advice:
 
 
 def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Advice]:
-    """Return the advice for each number of ranks above that of the base.
+    """Return the advice for each number of ranks above the base.
 
-    The measurement of weak scaling is preferred, because its micro-batch is that of the base. In strong scaling it shrinks if the
+    The measurement of weak scaling is preferred, because it has the micro-batch of the base. In strong scaling it shrinks if the
     items of a rank do.
     """
     by_ranks = {one.result.setting.ranks: one for one in strong} | {one.result.setting.ranks: one for one in weak}

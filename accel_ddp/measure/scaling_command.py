@@ -1,4 +1,4 @@
-"""`accel-ddp scaling`: runs the settings one after the other and shows what they have measured."""
+"""`accel-ddp scaling`: the runs of the settings one after the other, and what they have measured."""
 
 import re
 import signal
@@ -45,7 +45,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 
 
 class FirstRunFailed(Exception):
-    """A run has failed, so that the others make no sense. The arguments are the message and the exit code."""
+    """The first run has failed, and there is nothing to compare with. The arguments are the message and the exit code."""
 
 
 def main(words: list[str]) -> int:

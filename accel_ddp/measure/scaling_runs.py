@@ -1,4 +1,4 @@
-"""Launches the recipe for one setting and reads the log of the run: on this machine, or on nodes through `accel-ddp launch`."""
+"""One run of the recipe for a setting, and its log: on this machine, or on nodes through `accel-ddp launch`."""
 
 import contextlib
 import functools
@@ -82,7 +82,7 @@ class LocalRuns:
 class ClusterRuns:
     """Runs on the first nodes of a cluster, each by its own `accel-ddp launch`.
 
-    One program decides what runs when, so that nodes that do not take part need not wait and nothing must be agreed between nodes.
+    One program decides what runs when. Nodes that do not take part need not wait, and nodes need not agree on anything.
     The guards of `launch` end the processes of all nodes if one node fails or this program is killed.
     """
 
@@ -163,7 +163,7 @@ def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = 
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     with output.open("w") as file:
-        # In a session of its own the command does not receive the Ctrl-C of the terminal, so that this process decides its end.
+        # In a session of its own the command does not receive the Ctrl-C of the terminal. This process decides when it ends.
         process = subprocess.Popen(
             words, env={**env, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),

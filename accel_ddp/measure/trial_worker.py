@@ -54,7 +54,7 @@ class TrialWorker(CollectiveWorker):
         report("imported")
         self.connect()
         {"all_reduce": self.measure_all_reduce, "ddp": self.measure_ddp}[self.spec["measure"]]()
-        self.wait_until_all_left(self.dist.distributed_c10d._get_default_store(), LEAVE_SECONDS)
+        self.wait_until_all_left(self.store, LEAVE_SECONDS)
         report("done")
 
     def connect(self) -> None:
@@ -68,7 +68,9 @@ class TrialWorker(CollectiveWorker):
         self.use_device(torch.device("cuda", self.local_rank) if gpus else torch.device("cpu"))
         if not gpus:
             torch.set_num_threads(max(1, usable_cores() // self.num_local))
-        self.open_group(self.spec["seconds"] + 30)
+        seconds = self.spec["seconds"] + 30
+        self.store = self.connect_store(self.rank == 0, seconds)
+        self.open_group(self.store, seconds)
         self.all_reduce(torch.ones(1 << 18, device=self.device))  # NCCL writes to its log which transport it chooses here
         paths, network, interfaces = read_nccl_log(self.read_log()) if gpus else ([], "", [])
         device = torch.cuda.get_device_name() if gpus else f"CPU, {torch.get_num_threads()} threads"
