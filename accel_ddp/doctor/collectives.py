@@ -402,11 +402,13 @@ def find_infiniband_devices() -> list[str]:
     return devices
 
 
+SI_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
 def format_si(value: float) -> str:
     """Return a number with three digits and the letter of a unit, for example `12.3 G`."""
-    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1, "m": 1e-3, "u": 1e-6}
-    letter = next((letter for letter, unit in units.items() if value >= unit), "u")
-    return f"{value / units[letter]:.3g} {letter}"
+    letter = next((letter for letter, unit in SI_UNITS.items() if value >= unit), "u")
+    return f"{value / SI_UNITS[letter]:.3g} {letter}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.doctor.collectives import format_si
+from accel_ddp.doctor.collectives import SI_UNITS, format_si
 from accel_ddp.measure.scaling_plan import STRONG, Setting
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
@@ -23,7 +23,6 @@ STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
 # Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
 HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 BUCKET_BYTES = 25e6  # of DDP
-_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
     latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
     if not buses or not latencies:
         return None
-    value = lambda found: float(found[0]) * _UNITS[found[1]]
+    value = lambda found: float(found[0]) * SI_UNITS[found[1]]
     return MeasuredLinks(nodes, ranks, value(buses[-1]), value(latencies[-1]))
 
 
