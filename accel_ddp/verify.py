@@ -1,13 +1,12 @@
-"""`accel-ddp verify`: tests the promises on the user's own machine or cluster, with the user's model and data.
+"""`accel-ddp verify`: a test of the promises on the user's own machine or cluster, with the user's model and data.
 
-Every run launches the recipe unchanged and stops it after a few steps. The samples that its data loaders fetched and the files of
-its last checkpoint are compared.
+Every run launches the recipe unchanged and stops it after a few steps. `training.recorded` starts the recipe and records which
+samples its data loaders read. Then these samples and the files of the last checkpoint are compared.
 """
 
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,22 +18,27 @@ from typing import Any
 import psutil
 
 from accel_ddp.errors import USER_ERROR, UserError
-from accel_ddp.nodes.launcher import remove_mpi_variables
+from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command
+from accel_ddp.nodes.messages import find_free_port
+from accel_ddp.nodes.spawn import clean_environment, rank_environment
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
 from accel_ddp.text import counted, table
-from accel_ddp.words import script_at, value_of
+from accel_ddp.words import script_at
 
 # SGD without dropout: AdamW makes full steps of rounding errors where a gradient is zero, and dropout draws other values for other
 # micro-batches. With gradients clipped to 1, a step moves the weights by at most this learning rate.
 EXACT = ["--no_dropout", "--no_tf32", "--optimizer", "sgd", "--lr", "0.01", "--lr_schedule", "constant", "--warmup_steps", "1"]
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as `accelerate launch` sets it for accelerate_configs/fsdp.yaml
 TWO_COPIES = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+RECORDED = str(Path(__file__).parent / "training" / "recorded.py")  # runs in the ranks: it is in a higher layer
 ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by the precision of computation
 
 
 @dataclass
-class Line:
+class ComparedRow:
+    """One row of the table."""
+
     what: str
     ranks: int
     micro: int
@@ -78,19 +82,17 @@ class _Verification:
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
         self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
-        self.node = int(value_of(launch, "machine_rank") or os.environ.get("NODE_RANK", 0))
-        self.port = int(value_of(launch, "main_process_port") or 29500)
+        request = (parse_accelerate_command(["accelerate", "launch", *launch]) or {}) if launch else {}
+        self.node = int(request.get("machine_rank") or os.environ.get("NODE_RANK", 0))
+        self.port = int(request.get("main_process_port") or 29500)
         self.runs = 0
 
     def compare_all(self) -> int:
         import torch
 
-        gpus = torch.cuda.device_count() if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true") else 0
-        lines: list[Line] = []
-        several = (
-            0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)
-        )  # a power of 2, which divides most batches
-
+        gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
+        # A power of 2, which divides most batches. With options of a launcher, they decide.
+        several = 0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)
         if self.shards and several < 2:
             raise UserError(
                 "--fsdp: needs two GPUs, and there is one. ACCELERATE_USE_CPU=true accel-ddp verify --fsdp uses CPUs instead."
@@ -105,29 +107,34 @@ class _Verification:
             print(f"node {self.node} has finished its runs. The table is printed on node 0.")
             return 0
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
-        smaller = None if self.shards else self.smaller_micro_batch(one)
-
-        precision, device = one.run["precision"], torch.cuda.get_device_name() if gpus else "CPU"
-        micro = lambda run: min(run.run["config"]["micro_batch_size"], run.run["config"]["global_batch_size"])
-        lines += [self.within(f"micro-batch {micro(smaller)} and {micro(one)}", one, smaller)] if smaller else []
-        lines += [self.within(f"{_describe(ranks)} and 1 rank", one, ranks)] if ranks else []
-        if ranks and self.shards:
-            lines += self.compare_sharded(one, ranks, gpus)
-        lines += [self.identical(straight, killed)]
+        lines = self.compare_with(one, ranks, gpus)
+        lines.append(self.identical(straight, killed))
         last_two = checkpoint_format.list_checkpoints(one.path.parent)[-2:]
-        self.show(lines, precision, device, moved=largest_difference(last_two[0], last_two[-1])[0])
+        device = torch.cuda.get_device_name() if gpus else "CPU"
+        self.show(lines, one.run["precision"], device, moved=largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Another number of ranks was not compared, because there is only one GPU.")
         return 1 if any(line.problem for line in lines) else 0
 
-    def smaller_micro_batch(self, one: "_Run") -> "_Run | None":
+    def compare_with(self, one: "VerifiedRun", ranks: "VerifiedRun | None", gpus: int) -> list[ComparedRow]:
+        """Compare the run on one rank with a smaller micro-batch, more ranks, and a sharded model."""
+        lines = []
+        micro = lambda run: min(run.run["config"]["micro_batch_size"], run.run["config"]["global_batch_size"])
+        smaller = None if self.shards else self.smaller_micro_batch(one)
+        if smaller:
+            lines.append(self.within(f"micro-batch {micro(smaller)} and {micro(one)}", one, smaller))
+        if ranks:
+            lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
+        return lines + (self.compare_sharded(one, ranks, gpus) if ranks and self.shards else [])
+
+    def smaller_micro_batch(self, one: "VerifiedRun") -> "VerifiedRun | None":
         """Return a run on one rank with half of its micro-batch, or None if the micro-batch is a single item."""
         share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
         other = share // 2 if share % 2 == 0 else 1
         options = [*EXACT, "--micro_batch_size", str(other)]
         return self.run("micro", 1, self.steps, *options, alone=True) if other < share else None
 
-    def compare_sharded(self, one: "_Run", ddp: "_Run", gpus: int) -> list[Line]:
+    def compare_sharded(self, one: "VerifiedRun", ddp: "VerifiedRun", gpus: int) -> list[ComparedRow]:
         """Run with FSDP, with two copies of the model (HSDP), and resumed from FSDP to DDP and back. Compare each with one rank."""
         several = ddp.run["num_ranks"]
         fsdp = self.run("fsdp", several, self.steps, *EXACT, env=FSDP)
@@ -149,30 +156,25 @@ class _Verification:
     def command(
         self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
     ) -> tuple[list[list[str]], list[dict[str, str]]]:
-        words = [self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
+        """Return the command and the environment of each process that this node starts for a run."""
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
-        # A launcher of this program is not that of the runs.
-        launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        env = {n: v for n, v in os.environ.items() if n not in launched and not n.startswith("TORCHELASTIC_")}
-        env = remove_mpi_variables(env) | (sharded or {})
-        env |= {"ACCEL_DDP_RECORD_SAMPLES": str(record), "PYTHONUNBUFFERED": "1"}
+        words = [RECORDED, str(record), self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
+        env = clean_environment() | (sharded or {}) | {"PYTHONUNBUFFERED": "1"}
         self.runs += 1
         if self.launch and not alone:
             launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
             port = ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
             return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *port, *words]], [env]
         if ranks == 1:
-            return [[sys.executable, *words]], [
-                {**env, **({"CUDA_VISIBLE_DEVICES": "0"} if "CUDA_VISIBLE_DEVICES" not in env else {})}
-            ]
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return [[sys.executable, *words]] * ranks, [{**env, **world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+            return [[sys.executable, *words]], [{"CUDA_VISIBLE_DEVICES": "0", **env}]
+        port = find_free_port("127.0.0.1")
+        environments = [env | rank_environment([ranks], 0, rank, "127.0.0.1", port) for rank in range(ranks)]
+        return [[sys.executable, *words]] * ranks, environments
 
-    def run(self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None) -> "_Run":
+    def run(
+        self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None
+    ) -> "VerifiedRun":
         print(f"running: {name} ...", flush=True)
         started = self.start(name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
         for process in started:
@@ -186,7 +188,7 @@ class _Verification:
             for command, env in zip(commands, environments, strict=True)
         ]
 
-    def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["_Run", int]:
+    def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["VerifiedRun", int]:
         """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
 
         The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
@@ -213,10 +215,10 @@ class _Verification:
         result.killed_at = at
         return result, end
 
-    def result(self, name: str, started: list[subprocess.Popen], end: int) -> "_Run":
+    def result(self, name: str, started: list[subprocess.Popen], end: int) -> "VerifiedRun":
         found = checkpoint_format.list_checkpoints(self.place / name)
         if self.node > 0:
-            return _Run(Path(), {}, {})
+            return VerifiedRun(Path(), {}, {})
         problem = checkpoint_format.find_problem(found[-1]) if found else "there is no checkpoint"
         run = checkpoint_format.read_run(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
@@ -229,11 +231,13 @@ class _Verification:
             if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
                 raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
             raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
-        return _Run(found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"]))
+        return VerifiedRun(
+            found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
+        )
 
     # ---- comparisons
 
-    def within(self, what: str, a: "_Run", b: "_Run", since: int = 0) -> Line:
+    def within(self, what: str, a: "VerifiedRun", b: "VerifiedRun", since: int = 0) -> ComparedRow:
         """Compare the weights up to rounding. `since` is the step from which `b` was resumed."""
         difference, name = largest_difference(a.path, b.path)
         allowed = ALLOWED[a.run["precision"]]
@@ -241,11 +245,11 @@ class _Verification:
         samples = {position: found for position, found in a.samples.items() if position >= first}
         same, seen = _compared(samples, b.samples, is_share=bool(self.launch))
         problem = seen if not same else f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
-        return Line(
+        return ComparedRow(
             what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", f"{allowed:.0e}", problem
         )
 
-    def identical(self, a: "_Run", b: "_Run") -> Line:
+    def identical(self, a: "VerifiedRun", b: "VerifiedRun") -> ComparedRow:
         files = [
             name for name in (checkpoint_format.MODEL, checkpoint_format.OPTIMIZER) if not is_identical(a.path, b.path, name)
         ]
@@ -257,9 +261,9 @@ class _Verification:
         if not 0 < b.killed_at < a.run["step"]:
             problem = problem or "the run ended before it could be killed. Use more data or more --steps"
         what = f"{'FSDP, ' * bool(b.run.get('shards'))}killed at step {b.killed_at}, resumed"
-        return Line(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
+        return ComparedRow(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
 
-    def show(self, lines: list[Line], precision: str, device: str, moved: float) -> None:
+    def show(self, lines: list[ComparedRow], precision: str, device: str, moved: float) -> None:
         head = ("what", "ranks", "micro", "samples", "difference", "allowed", "")
         rows = [
             (x.what, str(x.ranks), str(x.micro), x.samples, x.difference, x.allowed, "FAIL" if x.problem else "PASS")
@@ -280,14 +284,14 @@ class _Verification:
 
 
 @dataclass
-class _Run:
+class VerifiedRun:
     path: Path
     run: dict[str, Any]
     samples: dict[int, set[int]]  # position in the stream: the samples that were fetched for it
     killed_at: int = 0
 
 
-def _describe(run: _Run) -> str:
+def _describe(run: VerifiedRun) -> str:
     """Return `2 ranks`, `FSDP on 2 ranks`, or `2 copies (HSDP) on 4 ranks`."""
     ranks, shards = run.run["num_ranks"], run.run.get("shards", 0)
     copies = ranks // shards if shards else 0
@@ -305,7 +309,7 @@ def _samples(folder: Path, end: int) -> dict[int, set[int]]:
 
 
 def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) -> tuple[bool, str]:
-    """Return whether each position of the stream got the same sample. `is_share`: `b` contains only those of this node."""
+    """Return whether each position of the stream got the same sample. `is_share`: `b` contains only the samples of this node."""
     if is_share and 0 < len(b) < len(a):
         same = sum(len(found) == 1 and a.get(position) == found for position, found in b.items())
         return same == len(b), f"{same} of {len(a)}, on this node"

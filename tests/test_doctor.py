@@ -490,7 +490,7 @@ def test_the_doctor_runs_under_accelerate_launch(nodes):
     for text in ended.texts.values():
         assert "gloo: 2 ranks on 2 nodes (node0, node1)" in text
         assert "DDP: gradients are the average of all ranks'" in text
-        assert re.search(r"^ +16 +16 ", text, re.MULTILINE), "expected scaling up to 16 nodes"
+        assert re.search(r"bandwidth: 8 MB in .* bus [\d.]+ [GMk]B/s\n", text)
     assert ended.verdict(0) == ended.verdict(1) == "verdict: healthy\n"
 
 

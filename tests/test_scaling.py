@@ -12,10 +12,10 @@ import pytest
 
 from accel_ddp import cli
 from accel_ddp.errors import UserError
-from accel_ddp.measure import scaling_advice, scaling_analysis, scaling_plan
+from accel_ddp.measure import scaling_analysis, scaling_plan
 from accel_ddp.measure.scaling_analysis import Comparison, Result
 from accel_ddp.measure.scaling_output import Summary, as_json, format_summary, write_page
-from accel_ddp.measure.scaling_plan import Place, Setting
+from accel_ddp.measure.scaling_plan import Placement, Setting
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, run_all
 
 LINK = str(PROGRAMS / "slow_link.py")
@@ -39,7 +39,7 @@ def result_of(
     facts = {"micro": micro, "accumulation": batch // ranks // micro, "gradient_bytes": size, "tokens": 100.0}
     facts["ranks"] = [{"rank": rank, "host": f"host{rank}", "device": "<b>CPU"} for rank in range(ranks)]
     measured = scaling_analysis.summarize([step_of(1, **wide), step_of(2, **wide)], **facts)
-    return Result(Setting(Place(nodes, ranks), batch, micro, modes), measured)
+    return Result(Setting(Placement(nodes, ranks), batch, micro, modes), measured)
 
 
 # ---- which settings are measured
@@ -47,15 +47,21 @@ def result_of(
 
 def test_the_default_is_powers_of_two_up_to_the_gpus_and_nodes_are_used_as_a_whole():
     assert [place.ranks for place in scaling_plan.local_places([], 6, 6)] == [1, 2, 4]
-    assert scaling_plan.cluster_places([4, 4, 4, 4, 4], []) == [Place(1, 1), Place(1, 4), Place(2, 8), Place(4, 16), Place(5, 20)]
-    assert scaling_plan.cluster_places([1, 1], []) == [Place(1, 1), Place(2, 2)]
-    assert scaling_plan.cluster_places([2, 1, 1], [1, 2, 4]) == [Place(1, 1), Place(1, 2), Place(3, 4)]
+    assert scaling_plan.cluster_places([4, 4, 4, 4, 4], []) == [
+        Placement(1, 1),
+        Placement(1, 4),
+        Placement(2, 8),
+        Placement(4, 16),
+        Placement(5, 20),
+    ]
+    assert scaling_plan.cluster_places([1, 1], []) == [Placement(1, 1), Placement(2, 2)]
+    assert scaling_plan.cluster_places([2, 1, 1], [1, 2, 4]) == [Placement(1, 1), Placement(1, 2), Placement(3, 4)]
     with pytest.raises(UserError, match=r"--ranks 6: 6 ranks are not .* Use some of: 1, 2, 3, 4, 8"):
         scaling_plan.cluster_places([4, 4], [6])
 
 
 def test_the_batch_stays_in_strong_scaling_and_grows_in_weak_scaling():
-    settings, left_out = scaling_plan.make_plan([Place(1, 1), Place(1, 2), Place(1, 3)], 32, 8, ("strong", "weak"))
+    settings, left_out = scaling_plan.make_plan([Placement(1, 1), Placement(1, 2), Placement(1, 3)], 32, 8, ("strong", "weak"))
     found = [(one.ranks, one.batch, one.micro, one.modes) for one in settings]
     assert found == [
         (1, 32, 8, ("strong", "weak")),  # measured once
@@ -69,14 +75,14 @@ def test_the_batch_stays_in_strong_scaling_and_grows_in_weak_scaling():
 
 
 def test_a_micro_batch_that_does_not_divide_or_fit_becomes_smaller():
-    (setting,), _ = scaling_plan.make_plan([Place(1, 2)], 24, 8, ("strong",))
+    (setting,), _ = scaling_plan.make_plan([Placement(1, 2)], 24, 8, ("strong",))
     assert (setting.micro, setting.note) == (6, "--micro_batch_size 8 does not divide 12 items per rank, so 6 is used")
     less = scaling_plan.smaller(setting, 6)
     assert less
     assert less.micro == 3
     assert "6 does not fit in memory" in less.note
     assert scaling_plan.smaller(setting, 1) is None
-    (auto,), _ = scaling_plan.make_plan([Place(1, 2)], 24, None, ("strong",))
+    (auto,), _ = scaling_plan.make_plan([Placement(1, 2)], 24, None, ("strong",))
     assert auto.micro is None, "the run finds it"
 
 
@@ -143,16 +149,16 @@ def test_the_base_may_have_several_ranks():
 def test_the_largest_limit_is_named_first_with_its_numbers(ranks, parts, expected):
     base = result_of(1, 8, forward=[0.08])
     one = Comparison(base, result_of(ranks, 8, min(4, 8 // ranks), **parts))
-    texts = scaling_advice.find_limits(one, "strong", on_gpu=False)
+    texts = scaling_analysis.find_limits(one, "strong", on_gpu=False)
     assert expected in texts[0], texts
     assert re.search(r"[\d.]+ ms of each step \(\d+%\)", texts[0])
-    assert not scaling_advice.find_limits(Comparison(base, base), "strong", on_gpu=False)
+    assert not scaling_analysis.find_limits(Comparison(base, base), "strong", on_gpu=False)
 
 
 def test_the_advised_batch_reaches_90_percent_and_a_smaller_one_does_not():
     """The efficiency of a batch is computed here from the durations, and not by the formula."""
     base = result_of(1, 8, forward=[0.08], optimizer=[0.004])
-    found = scaling_advice.find_batch(base, result_of(4, 8, 2, forward=[0.02], optimizer=[0.004], communication=[0.03]))
+    found = scaling_analysis.find_batch(base, result_of(4, 8, 2, forward=[0.02], optimizer=[0.004], communication=[0.03]))
 
     def efficiency(batch: int) -> float:
         return (batch * 0.01 + 0.004) / (4 * (batch / 4 * 0.01 + 0.004 + 0.03))
@@ -162,9 +168,9 @@ def test_the_advised_batch_reaches_90_percent_and_a_smaller_one_does_not():
     assert found.efficiency == pytest.approx(efficiency(found.batch))
     slower = result_of(2, 8, forward=[0.04, 0.044], communication=[0.034, 0.03])
     assert slower.known.straggling == pytest.approx(0.002), "the mean rank waits 2 ms for the slow one in each step"
-    slow = scaling_advice.find_batch(base, result_of(2, 8, forward=[0.05], communication=[0.01]))
+    slow = scaling_analysis.find_batch(base, result_of(2, 8, forward=[0.05], communication=[0.01]))
     assert (slow.batch, slow.efficiency) == (0, pytest.approx(0.8)), "items that take 1.25 times as long"
-    assert "no global batch reaches 90%" in scaling_advice.describe_advice(slow, 8)
+    assert "no global batch reaches 90%" in scaling_analysis.describe_advice(slow, 8)
 
 
 def test_the_prediction_is_the_doctors():
@@ -172,7 +178,7 @@ def test_the_prediction_is_the_doctors():
     one = Comparison(base, result_of(2, 8, size=100_000_000, forward=[0.02], backward=[0.02], communication=[0.1]))
     printed = "bandwidth: 8 MB in 8 ms (..): algorithm 1 GB/s, bus 1 GB/s\nlatency: all-reduce of 8 bytes in 200 us"
     links = scaling_analysis.links_of_text(printed, 1, 2)
-    assert links == scaling_analysis.Links(1, 2, 1e9, pytest.approx(2e-4))
+    assert links == scaling_analysis.MeasuredLinks(1, 2, 1e9, pytest.approx(2e-4))
     found = scaling_analysis.predict(one, links, "none")
     assert found
     sent = 0.1 + 4 * 2e-4  # 100 MB in 4 buckets
@@ -188,7 +194,7 @@ def test_the_prediction_is_the_doctors():
     assert scaling_analysis.predict(one, None, "none") is None
     assert scaling_analysis.links_of_report('warning\n{"collective": {}}\n', 1, 2) is None
     report = json.dumps({"collective": {"bus_bytes_per_second": 5.0, "latency_seconds": 1.0}})
-    assert scaling_analysis.links_of_report(f"progress\n{report}\n", 1, 2) == scaling_analysis.Links(1, 2, 5.0, 1.0)
+    assert scaling_analysis.links_of_report(f"progress\n{report}\n", 1, 2) == scaling_analysis.MeasuredLinks(1, 2, 5.0, 1.0)
 
 
 def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(tmp_path):
@@ -196,11 +202,12 @@ def test_the_summary_has_tables_limits_advice_and_a_page_that_needs_no_network(t
         result_of(1, 8, modes=("strong", "weak"), size=10**8, forward=[0.08]),
         result_of(2, 8, modes=("strong",), size=10**8, forward=[0.04], communication=[0.03]),
         result_of(2, 16, modes=("weak",), size=10**8, forward=[0.08], communication=[0.03]),
-        Result(Setting(Place(1, 4), 8, 2, ("strong",)), None, "failed with exit code 1: <script>"),
+        Result(Setting(Placement(1, 4), 8, 2, ("strong",)), None, "failed with exit code 1: <script>"),
     ]
     summary = Summary(
-        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.Links(1, 2, 1e9, 1e-4)], left_out=[],
-        places=[Place(1, 1), Place(1, 2)], on_gpu=False, threads=1, hook="none", steps=5, warmup=1, is_complete=True,
+        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.MeasuredLinks(1, 2, 1e9, 1e-4)],
+        left_out=[], places=[Placement(1, 1), Placement(1, 2)], on_gpu=False, threads=1, hook="none",
+        steps=5, warmup=1, is_complete=True,
     )  # fmt: skip
     text = format_summary(summary)
     assert re.search(r"^ +2 +1 +8 +4 x 1 +70 ms +0% +114.3 +1,429 +1.14 of 2 +57%", text, flags=re.MULTILINE), text

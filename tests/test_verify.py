@@ -1,6 +1,8 @@
 """Tests of `accel-ddp verify` on a recipe that keeps the promises, and on one that does not."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from safetensors.torch import save_file
 from accel_ddp.errors import UserError
 from accel_ddp.saving import checkpoint_format, pieces
 from accel_ddp.saving.pieces import is_identical, largest_difference
+from accel_ddp.verify import RECORDED
 from accel_ddp.verify import verify as run_verify
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
@@ -37,6 +40,30 @@ def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
     assert "no such file" in broken.texts[1]
     assert "needs a recipe" in broken.texts[2]
     assert "Traceback" not in broken.text
+
+
+def test_a_recorded_recipe_runs_as_if_it_was_started_itself(tmp_path):
+    """Items are recorded as soon as the recipe reads them from the stream, also in data workers. A trial batch is not recorded."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("""
+import pathlib, sys
+if __name__ == "__main__":
+    assert "torch" not in sys.modules, "the recorder has imported torch before the recipe"
+    import torch
+    from accel_ddp.training.stream import TrainBatches, _SeededItems
+    assert __file__ == sys.argv[0] and sys.argv[1:] == ["--lr", "1"], sys.argv
+    assert sys.path[0] == str(pathlib.Path(__file__).parent), sys.path
+    batches = TrainBatches([10, 20, 30, 40], list)
+    _SeededItems(batches.dataset, 0).__getitems__([(0, 3)])
+    keys, workers = [[(0, 1), (1, 3)], [(2, 0)]], {"num_workers": 1, "multiprocessing_context": "spawn"}
+    assert list(torch.utils.data.DataLoader(batches.items(0), batch_sampler=keys, collate_fn=list, **workers)) == [[20, 40], [10]]
+""")
+    record = tmp_path / "record"
+    record.mkdir()
+    subprocess.run([sys.executable, RECORDED, record, recipe, "--lr", "1"], env=clean_environment(RANK="1"), check=True)
+    (file,) = record.iterdir()
+    assert file.name.startswith("1-")
+    assert file.read_text() == "0 1\n1 3\n2 0\n"
 
 
 def test_a_weight_that_is_not_a_number_is_the_largest_difference(tmp_path):

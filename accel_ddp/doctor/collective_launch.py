@@ -1,78 +1,170 @@
-"""Starts the rank processes of the collective checks on this node and reads their report."""
+"""The worker processes that measure collectives on one node, and what the doctor reads from their reports."""
 
+import asyncio
+import contextlib
 import json
 import os
-import subprocess
+import re
+import shutil
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from accel_ddp.doctor.findings import Finding, Outcome
 from accel_ddp.doctor.host import HOST, socket_interface_variables
 from accel_ddp.doctor.paths import clean_finding
+from accel_ddp.nodes.messages import printable
+from accel_ddp.nodes.spawn import clean_environment, rank_environment
 
+CHECKS = "accel_ddp.doctor.collectives"
 _GRACE_SECONDS = 15  # after the time limit of the ranks, until they are killed
+_LONGEST_REPORT = 1 << 22  # bytes of a line
 _FIX = "python -c 'import torch; print(torch.cuda.is_available())' shows whether torch works there; see dmesg and nvidia-smi"
 
+SendEvent = Callable[[dict[str, Any]], None]
 
-def run_collectives(outcome: Outcome, options: list[str], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
-    """Run a process for each rank of this node with these options. Returns (lines, findings, figures) of their report.
 
-    The ranks of all nodes write the same report. `seconds` is their time limit.
+class WorkerProcesses:
+    """Starts the workers of this node, forwards their reports, and kills them. `module` runs a `CollectiveWorker`.
+
+    `environment` is the environment of the workers, to which `start` may add only the variables in `allowed_variables`.
     """
-    main = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])
-    node_rank, counts = outcome.node_rank or 0, outcome.ranks_of_nodes
-    num_local, first_rank = counts[node_rank], sum(counts[:node_rank])
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "PET_"))}
-    base |= socket_interface_variables(outcome.interface, main["ip"])  # as the preflight of a recipe sets them
-    processes, results = [], []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+
+    def __init__(
+        self, module: str, node: int, ranks_of_nodes: list[int], main_ip: str, environment: dict[str, str],
+        allowed_variables: Set[str] = frozenset(),
+    ):  # fmt: skip
+        self.module, self.node, self.ranks_of_nodes, self.main_ip = module, node, ranks_of_nodes, main_ip
+        self.first_rank = sum(ranks_of_nodes[:node])
+        self.environment, self.allowed_variables = environment, allowed_variables
+        self.processes: list[asyncio.subprocess.Process] = []
+        self.running: asyncio.Future | None = None
+
+    def start(self, trial: int, port: int, variables: dict[str, str], spec: dict[str, Any], send_event: SendEvent) -> None:
+        """Start the workers, which measure what `spec` describes. Their reports and exits are given to `send_event`."""
+        if not variables.keys() <= self.allowed_variables:
+            forbidden = ", ".join(variables.keys() - self.allowed_variables)
+            raise ValueError(f"the variables {forbidden} are not tuned and not given with --try on this node")
+        self.running = asyncio.ensure_future(self._run(trial, port, variables, spec, send_event))
+
+    async def _run(self, trial: int, port: int, variables: dict[str, str], spec: dict[str, Any], send_event: SendEvent) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="accel_ddp_workers_"))
         try:
-            for local_rank in range(num_local):
-                results.append(folder / f"{local_rank}.json")
-                env = {
-                    **base, "RANK": str(first_rank + local_rank),
-                    "WORLD_SIZE": str(sum(counts)), "LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(num_local), "GROUP_RANK": str(node_rank), "MASTER_ADDR": main["ip"],
-                    "MASTER_PORT": str(outcome.deep_port),
-                }  # fmt: skip
-                command = [sys.executable, "-m", "accel_ddp.doctor.collectives", "--result", str(results[-1])]
-                command += ["--seconds", str(seconds), "--ranks_of_nodes", ",".join(map(str, counts)), *options]
-                with open(folder / f"{local_rank}.txt", "w") as output:
-                    processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
-            deadline = time.monotonic() + seconds + _GRACE_SECONDS
-            for process in processes:
-                process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+            (folder / "spec").write_text(json.dumps(spec))
+            self.processes, readers = [], []
+            for local_rank in range(self.ranks_of_nodes[self.node]):
+                env = self.environment | variables
+                env |= rank_environment(self.ranks_of_nodes, self.node, local_rank, self.main_ip, port)
+                if spec["nccl_debug"]:
+                    env |= {"NCCL_DEBUG": spec["nccl_debug"], "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV"}
+                    env["NCCL_DEBUG_FILE"] = str(folder / f"nccl.{local_rank}")
+                command = [sys.executable, "-m", self.module, str(folder / "spec"), str(os.getpid())]
+                with open(folder / f"stderr.{local_rank}", "w") as stderr:
+                    process = await asyncio.create_subprocess_exec(
+                        *command, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,
+                        limit=_LONGEST_REPORT, start_new_session=True,  # Ctrl-C reaches this process alone, which kills the workers
+                    )  # fmt: skip
+                self.processes.append(process)
+                source = {"trial": trial, "rank": self.first_rank + local_rank}
+                readers.append(asyncio.ensure_future(_forward_reports(process, source, folder, local_rank, send_event)))
+            await asyncio.gather(*readers)
+        except OSError as error:
+            self.kill()
+            failed = {"trial": trial, "rank": self.first_rank, "code": 1, "output": f"cannot be started: {error}"}
+            send_event({"event": "worker_exit", **failed})
         finally:
-            ends = [_end_process(process) for process in processes]
-        for file in results:
-            try:
-                report = json.loads(file.read_text())
-                findings = [clean_finding(finding) for finding in report["findings"]]
-                return [str(line) for line in report["lines"]], findings, report["figures"]
-            except (OSError, ValueError, KeyError):
-                continue
-        findings = []
-        for local_rank, end in enumerate(ends):
-            output = (folder / f"{local_rank}.txt").read_text(errors="replace").strip().splitlines()
-            saw = f"its process {end} and wrote no report{f'; its last line of output: {output[-1][:300]}' if output else ''}"
-            rank = first_rank + local_rank
-            findings.append(Finding("E_COLLECTIVE_FAILED", saw, _FIX, host=HOST, node=node_rank, rank=rank))
-        return [], findings, {}
+            self.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+        send_event({"event": "node_done", "trial": trial})
+
+    def states(self) -> dict[int, str]:
+        """Return the states of the workers that are still running, for example `stopped`, by their ranks."""
+        found = {}
+        for rank, process in enumerate(self.processes, self.first_rank):
+            if process.returncode is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found[rank] = psutil.Process(process.pid).status()
+        return found
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    async def close(self) -> None:
+        """Kill the workers and wait at most 5 s for their end."""
+        self.kill()
+        if self.running:
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.shield(self.running), 5)
 
 
-def _end_process(process: subprocess.Popen) -> str:
-    """Kill the process if it is still running. Returns how it ended."""
-    if process.poll() is not None:
-        return f"ended with exit code {process.returncode}"
-    import psutil
+async def _forward_reports(
+    process: asyncio.subprocess.Process, source: dict[str, Any], folder: Path, local_rank: int, send_event: SendEvent
+) -> None:
+    """Send an event for every report of a worker and for its exit."""
+    async for line in process.stdout:
+        with contextlib.suppress(ValueError):  # a library may print other lines
+            report = json.loads(line)
+            if isinstance(report, dict):
+                send_event({"event": "worker_report", **source, "report": report})
+    code = await process.wait()
+    output = _last_error(folder, local_rank) if code else ""
+    send_event({"event": "worker_exit", **source, "code": code, "output": output})
 
-    state = psutil.Process(process.pid).status()
-    process.kill()
-    process.wait()
-    return f"was still running at the time limit ({state})"
+
+def _last_error(folder: Path, local_rank: int) -> str:
+    """Return the first warning of NCCL, or the last line of the worker's stderr."""
+    with contextlib.suppress(OSError):
+        if warnings := re.findall("NCCL WARN (.*)", (folder / f"nccl.{local_rank}").read_text(errors="replace")):
+            return printable(f"NCCL: {warnings[0]}", 300)
+    with contextlib.suppress(OSError):
+        text = (folder / f"stderr.{local_rank}").read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return printable(lines[-1], 300) if lines else ""
+    return ""
+
+
+def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
+    """Run the doctor's checks on the ranks of this node with these options. Return (lines, findings, figures) of their report.
+
+    The ranks of all nodes have the same report. `seconds` is their time limit.
+    """
+    main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
+    # The interfaces are those that the preflight of a recipe sets. A user who has set NCCL_DEBUG wants the log.
+    environment = clean_environment() | socket_interface_variables(outcome.interface, main_ip)
+    workers = WorkerProcesses(CHECKS, outcome.node_rank or 0, outcome.ranks_of_nodes, main_ip, environment)
+    spec = {"seconds": seconds, "ranks_of_nodes": outcome.ranks_of_nodes, **options}
+    spec["nccl_debug"] = "" if "NCCL_DEBUG" in environment else "INFO"
+    events, states = asyncio.run(_run_until(workers, outcome.deep_port, spec, seconds + _GRACE_SECONDS))
+    events.sort(key=lambda event: event.get("rank", 0))
+    for report in [event["report"] for event in events if event["event"] == "worker_report"]:
+        with contextlib.suppress(ValueError, KeyError):
+            findings = [clean_finding(finding) for finding in report["findings"]]
+            return [str(line) for line in report["lines"]], findings, report["figures"]
+    findings = []
+    for rank, code, output in [(one["rank"], one["code"], one["output"]) for one in events if one["event"] == "worker_exit"]:
+        end = f"was still running at the time limit ({states[rank]})" if rank in states else f"ended with exit code {code}"
+        saw = f"its process {end} and wrote no report{f'; its last line of output: {output}' if output else ''}"
+        findings.append(Finding("E_COLLECTIVE_FAILED", saw, _FIX, host=HOST, node=workers.node, rank=rank))
+    return [], findings, {}
+
+
+async def _run_until(
+    workers: WorkerProcesses, port: int, spec: dict[str, Any], seconds: float
+) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return the events of the workers, and the states of those that had to be killed after these seconds."""
+    events: list[dict[str, Any]] = []
+    workers.start(0, port, {}, spec, events.append)
+    states = {}
+    try:
+        await asyncio.wait({workers.running}, timeout=seconds)
+        states = workers.states()
+    finally:
+        await workers.close()
+    return events, states

@@ -1,100 +1,253 @@
-"""The collective checks of one rank: `python -m accel_ddp.doctor.collectives --result FILE`.
+"""The doctor's collective checks on one rank: `python -m accel_ddp.doctor.collectives SPEC PARENT`, see `collective_worker`.
 
-The process writes FILE within --seconds, whatever the other ranks do. FILE is the same on every rank as long as the store of
-rank 0 answers.
+The main thread runs the steps. A second thread, with its own connection to the store of rank 0, publishes the progress of this
+rank, receives the report and ends the process. A third thread ends the process if the store does not answer either. The process
+reports within the time limit, whatever the other ranks do. Every rank has the same report as long as the store of rank 0 answers.
 """
 
-import argparse
-import ctypes
+import contextlib
 import hashlib
 import json
+import math
 import os
-import signal
+import re
 import socket
 import statistics
-import sys
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor.collective_process import (
-    ITEMS,
-    PARAMETERS,
-    TOKENS,
-    UTILISATION,
-    CheckFailed,
-    RankProcess,
-    expected_step,
-    find_infiniband_devices,
-    read_nccl_log,
-)
+from accel_ddp.doctor import collective_worker
+from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
+from accel_ddp.doctor.findings import CODES
 from accel_ddp.doctor.host import HOST
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import counted, format_si
 
+STEPS = ("import torch", "initialise", "all-reduce is right", "bandwidth", "transport", "gradient synchronisation", "report")
+REPORT = len(STEPS) - 1
+POLL_SECONDS = 0.5
+SILENT_SECONDS = 2.0  # without progress messages, until a rank is reported as silent
+FAILURE_SECONDS = 3.0  # a rank that failed waits this long before it reports, because a rank that died may be the cause
+LEAVE_SECONDS = 10.0  # for all ranks to fetch the report from rank 0's store
+FIX_DEAD_RANK = "find out on that host why the rank died or hangs: its output, dmesg (out of memory), nvidia-smi"
 FIX_EFA = "install aws-ofi-nccl and libfabric, with its folder in LD_LIBRARY_PATH: without it NCCL does not use EFA"
 
 
-class CollectiveChecks(RankProcess):
+class CheckFailed(Exception):
+    """A check has found what is wrong, and the steps end. The argument is the finding as a dictionary."""
+
+
+class MonitoredRank(CollectiveWorker):
+    """Runs the steps of a subclass and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
+
+    def __init__(self, spec: dict[str, Any]):
+        super().__init__(spec)
+        self.seconds, self.began = spec["seconds"], time.monotonic()
+        self.nodes = [node for node, count in enumerate(spec["ranks_of_nodes"]) for _ in range(count)]  # of each rank
+        self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self.step, self.step_began = 0, self.began
+        self.store = None  # connection of the main thread, which may block in it
+        self.monitor_store = None  # connection of the monitor thread
+        self.failure, self.report_failure_at = None, math.inf
+        self.ending, self.exit_code = threading.Lock(), 1
+        # On rank 0: the facts of each rank, and lines as (step, code of the finding that contradicts the line, text).
+        self.facts, self.lines, self.figures = [], [], {}
+        self.beats, self.beat_times = [b""] * self.num_ranks, [self.began] * self.num_ranks
+
+    def steps(self) -> tuple[Callable[[], None], ...]:
+        raise NotImplementedError
+
+    def finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> dict[str, Any]:
+        """Return a finding about a rank, by default this one. Only rank 0 has the hosts of the other ranks."""
+        rank = self.rank if rank is None else rank
+        host = HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"]
+        about = {"host": host, "node": self.nodes[rank]}
+        about |= {name: self.facts[rank][name] for name in about} if self.facts else {}
+        severity = "error" if code.startswith("E_") else "warning"
+        return {"code": code, "severity": severity, **about, "rank": rank, "saw": saw, "fix": fix or CODES[code].fix}
+
+    def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> None:
+        """Store a finding, and continue with the steps."""
+        self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
+
+    def add_line(self, text: str, unless: str = "") -> None:
+        """Add a line to the report, unless it has a finding with the code `unless`."""
+        self.lines.append((self.step, unless, text))
+
+    def run(self) -> None:
+        """Run the steps. This function does not return: the monitor thread ends the process."""
+        threading.Thread(target=self._enforce_deadline, daemon=True).start()
+        try:
+            for number, do in enumerate((*self.steps(), lambda: None)):
+                self.step, self.step_began = number, time.monotonic()
+                do()
+        except CheckFailed as failed:
+            self.failure, self.report_failure_at = failed.args[0], 0.0
+        except Exception as error:
+            causes = [f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]]
+            causes += re.findall("NCCL WARN (.*)", self.read_log())
+            self.failure = self.finding("E_COLLECTIVE_FAILED", f"step '{STEPS[self.step]}': {' | '.join(causes[:2])}")
+            self.report_failure_at = time.monotonic() + FAILURE_SECONDS
+        if self.monitor_store is None:  # there is no connection over which to report
+            self._end({"findings": [self.failure], "lines": [], "figures": {}}, uses_store=False)
+        threading.Event().wait()
+
+    def give_up_at(self) -> float:
+        """Return the time at which waiting for other ranks ends. The rest of the time limit is for sending the report."""
+        return self.began + self.seconds - min(3.0, self.seconds / 4)
+
+    def start_monitor(self) -> None:
+        threading.Thread(target=self._monitor, daemon=True).start()
+
+    def _monitor(self) -> None:
+        """Publish progress and failures of this rank until there is a report, then end the process."""
+        try:
+            for beat in range(1 << 40):
+                now = time.monotonic()
+                self.monitor_store.set(f"beat/{self.rank}", json.dumps([beat, self.step, self.num_collectives]))
+                # Importing torch may take long on some ranks. Until all ranks are initialised, only the total time counts.
+                is_late = now > self.give_up_at() or (self.step > 1 and now - self.step_began > self.seconds / 3)
+                if self.failure and now > self.report_failure_at:
+                    self.monitor_store.compare_set("failed", "", json.dumps(self.failure))
+                elif is_late and not self.failure:
+                    self.monitor_store.compare_set("late", "", f"{now - self.step_began:.0f}")
+                if self.rank == 0:
+                    self._compose_report_if_over(now)
+                if self.monitor_store.check(["report"]):
+                    self._end(json.loads(self.monitor_store.get("report")))
+                time.sleep(0.05 if self.step == REPORT else POLL_SECONDS)
+        except Exception as error:
+            text = "died without an error message, and its store with it" if self.rank else f"{type(error).__name__}: {error}"
+            self._end({"findings": [self.finding("E_COLLECTIVE_FAILED", text, 0)], "lines": [], "figures": {}}, uses_store=False)
+
+    def _compose_report_if_over(self, now: float) -> None:
+        """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
+        store = self.monitor_store
+        for rank, beat in enumerate(store.multi_get([f"beat/{rank}" for rank in range(self.num_ranks)])):
+            if beat != self.beats[rank]:
+                self.beats[rank], self.beat_times[rank] = beat, now
+        reached = [json.loads(beat)[1:] if beat else [-1, 0] for beat in self.beats]  # step and collectives; -1: not connected
+        silent = [rank for rank in range(self.num_ranks) if reached[rank][0] < 0 or now - self.beat_times[rank] > SILENT_SECONDS]
+        findings = []
+        if store.check(["failed"]):
+            findings = [self._explain_failure(json.loads(store.get("failed")), reached, silent)]
+        elif min(reached)[0] < REPORT and store.check(["late"]):
+            findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
+        elif min(reached)[0] < REPORT:
+            return
+        findings += self._merge_findings([json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))])
+        codes = {finding["code"] for finding in findings}
+        lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
+        store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
+
+    def _explain_failure(self, finding: dict[str, Any], reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
+        """Return the finding of a rank that failed, or one about a rank that is silent, which is the cause."""
+        if not silent or finding["code"] != "E_COLLECTIVE_FAILED":
+            return finding
+        text = f"{self._describe_progress(silent[0], reached)}; rank {finding['rank']} saw: {finding['saw']}"
+        return self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)
+
+    def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
+        """Return a finding about the ranks that the others have waited for."""
+        behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
+        ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
+        text = f"stuck in step '{STEPS[max(reached)[0]]}' for {seconds} s: "
+        text += ranks or "every rank has entered the collective, and none returns"
+        found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
+        return found if behind else found | {"host": "every host", "node": None, "rank": None}
+
+    @staticmethod
+    def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the findings, with those that several ranks made merged into one."""
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for finding in sorted(findings, key=lambda finding: (finding["severity"], finding["rank"])):
+            groups.setdefault((finding["code"], finding["saw"]), []).append(finding)
+        merged = []
+        for (_, saw), group in groups.items():
+            ranks = ", ".join(str(finding["rank"]) for finding in group)
+            merged.append({**group[0], "saw": f"{saw} (on ranks {ranks})" if len(group) > 1 else saw})
+        return merged
+
+    def _describe_progress(self, rank: int, reached: list[list[int]]) -> str:
+        (step, calls), name = reached[rank], f"rank {rank} on {self.facts[rank]['host']}" if self.facts else f"rank {rank}"
+        if step < 0:
+            return f"{name} has not connected to rank 0's store at {self.address}"
+        silence = time.monotonic() - self.beat_times[rank]
+        last = f"step '{STEPS[step]}' after {calls} collectives"
+        if silence > SILENT_SECONDS:
+            return f"{name} has sent nothing for {silence:.0f} s, since {last}"
+        return f"{name} is still in {last}"
+
+    def _enforce_deadline(self) -> None:
+        """End the process at the time limit. A store that is stopped, but not closed, blocks the monitor thread."""
+        time.sleep(self.seconds - 0.7)  # starting the interpreter takes a part of the limit
+        if not self.ending.locked():
+            waits = f": the store of rank 0 at {self.address} does not answer" if self.step else ""
+            stuck = self.finding("E_COLLECTIVE_STUCK", f"stuck in step '{STEPS[self.step]}'{waits}", 0 if self.step else None)
+            self._end({"findings": [self.failure or stuck], "lines": [], "figures": {}}, uses_store=False)
+        time.sleep(0.4)
+        os._exit(self.exit_code)
+
+    def _end(self, found: dict[str, Any], uses_store: bool = True) -> None:
+        """Print the report and end the process. Rank 0 first waits until the other ranks have fetched the report."""
+        self.ending.acquire()  # never released: only one thread ends the process
+        self.exit_code = int(any(finding["severity"] == "error" for finding in found["findings"]))
+        try:
+            report("report", **found)
+            if uses_store:
+                limit = self.began + self.seconds - 0.8 - time.monotonic()
+                self.wait_until_all_left(self.monitor_store, min(LEAVE_SECONDS, limit))
+        finally:
+            os._exit(self.exit_code)
+
+
+class CollectiveChecks(MonitoredRank):
     """The steps of the checks. torch is imported in the first step, because importing it may hang."""
 
     def steps(self) -> tuple[Callable[[], None], ...]:
-        first = (self.import_torch, self.initialise, self.check_sums, self.measure_bandwidth, self.find_transport)
-        return (*first, self.check_gradients, self.estimate_share)
+        first = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
+        return (*first, self.check_gradients)
 
-    def import_torch(self) -> None:
-        import torch  # takes seconds; a minute from a cold network disk
-
-        self.torch, self.dist = torch, torch.distributed
-
-    def initialise(self) -> None:
+    def connect(self) -> None:
         """Connect to the store of rank 0, choose the backend and create the process group."""
-        torch, dist, (host, port) = self.torch, self.dist, self.address.rsplit(":", 1)
-        timeout = timedelta(seconds=self.options.seconds + 60)  # later than the time limits here, which report more
+        torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
         if self.rank > 0:
-            self._wait_for_store(host, int(port))
-        connect = lambda is_server: dist.TCPStore(host, int(port), is_master=is_server, timeout=timeout, wait_for_workers=False)
-        self.store = connect(self.rank == 0)
+            self._wait_for_store()
+        self.store = self.connect_store(self.rank == 0, seconds)
         for rank in range(self.num_ranks if self.rank == 0 else 0):
             self.store.compare_set(f"beat/{rank}", "", "")  # multi_get would wait for keys that do not exist
-        self.monitor_store = connect(False)
+        self.monitor_store = self.connect_store(False, seconds)
         self.start_monitor()
 
         num_gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
         index = self.local_rank % max(num_gpus, 1)
         gpu = str(torch.cuda.get_device_properties(index).uuid) if num_gpus else None
         # NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ: then it takes them for two nodes.
-        mine = {"host": HOST, "node": self.node, "gpu": gpu, "nccl_sees": [os.environ.get("NCCL_HOSTID", HOST), gpu]}
+        mine = {"host": HOST, "node": self.nodes[self.rank], "gpu": gpu, "nccl_sees": [os.environ.get("NCCL_HOSTID", HOST), gpu]}
         self.store.set(f"facts/{self.rank}", json.dumps({**mine, "infiniband": find_infiniband_devices()}))
         if self.rank == 0:
             self.facts = self._gather("facts")
             self.store.set("backend", self._choose_backend())
         backend = self.figures["backend"] = self.store.get("backend").decode()
-        self.device = torch.device("cuda", index) if backend == "nccl" else torch.device("cpu")
-        if backend == "nccl":
-            torch.cuda.set_device(self.device)
+        self.use_device(torch.device("cuda", index) if backend == "nccl" else torch.device("cpu"))
         actual = torch.zeros(1, device=self.device.type).device
         if actual != self.device:
             self.add_finding("E_GPU_PLACEMENT", f"a tensor of local rank {self.local_rank} is on {actual}, not on {self.device}")
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", self.store),
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timeout,
-            device_id=self.device if backend == "nccl" else None,  # NCCL then connects here, not in the first collective
-        )
-        self.hosts, self.num_nodes = sorted({fact["host"] for fact in self.facts}), len({fact["node"] for fact in self.facts})
-        nccl = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-        ranks, nodes = counted(self.num_ranks, "rank"), counted(self.num_nodes, "node")
-        self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(self.hosts)})")
+        self.open_group(self.store, seconds)
+        hosts, num_nodes = sorted({fact["host"] for fact in self.facts}), len(set(self.nodes))
+        nccl = f" {self.nccl_version()}" if backend == "nccl" else ""
+        ranks, nodes = counted(self.num_ranks, "rank"), counted(num_nodes, "node")
+        self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(hosts)})")
 
-    def _wait_for_store(self, host: str, port: int) -> None:
+    def _wait_for_store(self) -> None:
         """Wait until rank 0's store listens. TCPStore itself would print a warning for every attempt."""
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while True:
             try:
-                socket.create_connection((host, port), timeout=2).close()
+                socket.create_connection(address, timeout=2).close()
                 return
             except OSError as error:
                 if time.monotonic() > self.give_up_at():
@@ -106,7 +259,7 @@ class CollectiveChecks(RankProcess):
         return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.num_ranks)]
 
     def _choose_backend(self) -> str:
-        requested, first = self.options.backend, {}
+        requested, first = self.spec["backend"], {}
         without = [rank for rank, fact in enumerate(self.facts) if not fact["gpu"]]
         if requested == "gloo" or (requested == "auto" and len(without) == self.num_ranks):
             return "gloo"
@@ -119,21 +272,6 @@ class CollectiveChecks(RankProcess):
         has_own_gpus = len({tuple(fact["nccl_sees"]) for fact in self.facts}) == self.num_ranks
         return "nccl" if requested == "nccl" or has_own_gpus else "gloo"
 
-    def _all_reduce(self, tensor: Any, operation: str = "SUM") -> Any:
-        self._collective(lambda: self.dist.all_reduce(tensor, op=getattr(self.dist.ReduceOp, operation)))
-        return tensor
-
-    def _collective(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns when it is complete, also on a GPU. Calls are counted to find ranks that lag behind."""
-        self.num_collectives += 1
-        result = call()
-        self._synchronize()
-        return result
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize()
-
     def check_sums(self) -> None:
         """Compare all-reduces of several sizes and types with the known sums."""
         torch, n, sizes, wrong = self.torch, self.num_ranks, (1, 1023, 65536, 1_000_003), []
@@ -144,7 +282,7 @@ class CollectiveChecks(RankProcess):
                 # all ranks, or from 100 of them, so that sums are small whole numbers, which are exact in bf16 too.
                 single, expected_single = (at % n == self.rank) * (at % 5 + 1), at % 5 + 1
                 for mine, expected in ((single, expected_single), ((at + self.rank) % n < 100, at * 0 + min(n, 100))):
-                    got = self._all_reduce(mine.to(getattr(torch, dtype)))
+                    got = self.all_reduce(mine.to(getattr(torch, dtype)))
                     for i in (got != expected).nonzero().flatten().tolist()[:1]:
                         origin = f"rank {i % n} alone" if mine is single else "all ranks"
                         text = f"all-reduce of {size} {dtype}: element {i}, from {origin}"
@@ -156,18 +294,13 @@ class CollectiveChecks(RankProcess):
 
     def _time_all_reduces(self, buffer: Any, times: int) -> list[float]:
         """Return the seconds of each all-reduce on the rank where it took longest."""
-        durations = []
-        for _ in range(times):
-            began = time.perf_counter()
-            self._all_reduce(buffer)
-            durations.append(time.perf_counter() - began)
-        return self._all_reduce(self.torch.tensor(durations, dtype=self.torch.float64, device=self.device), "MAX").tolist()
+        return [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
 
     def measure_bandwidth(self) -> None:
         """Measure the latency and the bandwidth of all-reduces, defined as in nccl-tests."""
-        largest, seconds = self.options.megabytes or (64 if self.device.type == "cuda" else 8), self.options.seconds
+        largest, seconds = self.spec["megabytes"] or (64 if self.device.type == "cuda" else 8), self.seconds
         ring = 2 * (self.num_ranks - 1) / self.num_ranks  # bytes that each link carries, per byte of the buffer
-        self.latency = statistics.median(self._time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
+        latency = statistics.median(self._time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
         per_byte, rows = 0.0, []
         for size in sorted({size * 1_000_000 for size in (1, 8, largest) if size <= largest}):
             if per_byte * size * 7 > seconds / 8:  # 2 warm-ups and 5 measurements; all ranks decide the same
@@ -185,10 +318,9 @@ class CollectiveChecks(RankProcess):
             took = f"{size // 1_000_000} MB in {format_si(per_byte * size)}s (median of {len(durations)}, slowest rank)"
             rates = f"algorithm {format_si(1 / per_byte)}B/s, bus {format_si(ring / per_byte)}B/s"
             self.add_line(f"bandwidth: {took}: {rates}")
-        self.bus = ring / per_byte
-        self.add_line(f"latency: all-reduce of 8 bytes in {format_si(self.latency)}s")
-        self.figures |= {"bus_bytes_per_second": self.bus, "algorithm_bytes_per_second": 1 / per_byte}
-        self.figures |= {"latency_seconds": self.latency, "bandwidth": rows}
+        self.add_line(f"latency: all-reduce of 8 bytes in {format_si(latency)}s")
+        self.figures |= {"bus_bytes_per_second": ring / per_byte, "algorithm_bytes_per_second": 1 / per_byte}
+        self.figures |= {"latency_seconds": latency, "bandwidth": rows}
 
     def find_transport(self) -> None:
         """Report which transport and interface each rank uses, and warn about sockets where there is InfiniBand."""
@@ -211,7 +343,7 @@ class CollectiveChecks(RankProcess):
         self.figures["transport"] = "; ".join(dict.fromkeys(transports))
 
     def check_gradients(self) -> None:
-        """Run one step of a small DDP model, and compare weights, buffers and gradients with those of a single process."""
+        """Run one step of a small DDP model, and compare its weights, buffers and gradients with a single process."""
         torch, nn, device = self.torch, self.torch.nn, self.device
 
         def make_model(rank: int) -> Any:
@@ -228,15 +360,15 @@ class CollectiveChecks(RankProcess):
 
         reference, mine = make_model(0), make_model(self.rank)
         devices = [device] if device.type == "cuda" else None
-        ddp = self._collective(lambda: nn.parallel.DistributedDataParallel(mine, device_ids=devices))
+        ddp = self.collective(lambda: nn.parallel.DistributedDataParallel(mine, device_ids=devices))
         if not all(map(torch.equal, mine.parameters(), reference.parameters())):
             self.add_finding("E_WEIGHTS", "the weights are not those of rank 0 after DDP has sent them")
         fill_buffers(reference, 0)
         fill_buffers(mine, self.rank)
-        loss = self._collective(lambda: compute_loss(ddp, self.rank))
+        loss = self.collective(lambda: compute_loss(ddp, self.rank))
         if not all(map(torch.equal, mine.buffers(), reference.buffers())):
             self.add_finding("E_BUFFERS", "the buffers (BatchNorm) are not those of rank 0 after a forward pass")
-        self._collective(lambda: torch.autograd.backward([loss]))
+        self.collective(lambda: torch.autograd.backward([loss]))
         weights = list(reference.parameters())
         local = [torch.autograd.grad(compute_loss(reference, rank), weights) for rank in range(self.num_ranks)]
         errors = []
@@ -257,73 +389,18 @@ class CollectiveChecks(RankProcess):
         text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e})"
         self.add_line(text, unless="E_GRADIENTS")
 
-    def estimate_share(self) -> None:
-        """Report which share of a step communication would take on 2 to 16 nodes."""
-        on_gpu, step_ms = self.device.type == "cuda", self.options.step_ms
-        side, flops = self._measure_flops(on_gpu)
-        if self.rank or self.num_ranks == 1:
-            self.add_line("one rank alone: nothing is sent, so there is no table of efficiency")
-            return
-        parameters = (self.options.model_bytes or 4 * PARAMETERS) / 4
-        compute = step_ms / 1000 if step_ms else 6 * parameters * ITEMS * TOKENS / (UTILISATION * flops)
-        hop = self.latency / (2 * (self.num_ranks - 1))
-        table = self.figures["table"] = [
-            expected_step(num_nodes, round(num_nodes * self.num_ranks / self.num_nodes), 4 * parameters, compute, self.bus, hop)
-            for num_nodes in sorted({self.num_nodes, 2, 4, 8, 16})
-        ]
-        sizes = f"{format_si(4 * parameters)}B of gradients, {format_si(compute)}s of computing"
-        self.add_line(f"expected share of a step in which a rank computes; {sizes}:")
-        self.add_line("  nodes  ranks  communication  nothing overlaps  hidden behind the backward pass")
-        for row in table:
-            text = f"  {row['nodes']:5}  {row['ranks']:5}  {format_si(row['communication_seconds']) + 's':>13}"
-            marker = "  <- this cluster" * (row["nodes"] == self.num_nodes)
-            self.add_line(f"{text}  {row['worst']:16.0%}  {row['best']:31.0%}{marker}")
-        kind = f"{'bf16' if on_gpu else 'float32'} matmul of {side}: {format_si(flops)}FLOP/s on the slowest rank"
-        self.add_line(f"  measured: bus bandwidth, latency, {kind}.")
-        assumed = [] if self.options.model_bytes else [f"{PARAMETERS // 10**6} M parameters in fp32, as BERT-base"]
-        assumed += [] if step_ms else [f"{ITEMS} items of {TOKENS} tokens per rank and step at {UTILISATION:.0%} of these FLOP/s"]
-        self.add_line(f"  assumed: {'; '.join([*assumed, 'a ring with the same bandwidth at every size'])}.")
-        if len(self.hosts) == 1:
-            text = f"All ranks are on {self.hosts[0]}: the table assumes links between nodes as fast as those measured here."
-            self.add_line(f"  {text}")
-        if next(row for row in table if row["nodes"] == self.num_nodes)["worst"] < 0.8:
-            hook = f"--comm_hook {'bf16' if on_gpu else 'fp16'} (half the bytes)"
-            text = "To improve it: a larger --global_batch_size in more micro-batches (fewer synchronisations per item)"
-            self.add_line(f"  {text}; {hook}.")
 
-    def _measure_flops(self, on_gpu: bool) -> tuple[int, float]:
-        """Return (size of the matrices, FLOP/s of their product on the slowest rank)."""
-        torch = self.torch
-        side, times = (4096, 20) if on_gpu else (512, 5)
-        matrix = torch.randn(side, side, device=self.device, dtype=torch.bfloat16 if on_gpu else torch.float32)
-        durations = []
-        # The first repetitions select a kernel and raise the clock. Products are launched many at a time, because a single
-        # launch takes as long as a product.
-        for _ in range(5):
-            began = time.perf_counter()
-            for _ in range(times):
-                torch.mm(matrix, matrix)
-            self._synchronize()
-            durations.append((time.perf_counter() - began) / times)
-        slowest = self._all_reduce(torch.tensor([min(durations)], dtype=torch.float64, device=self.device), "MAX").item()
-        flops = self.figures["flops_per_second"] = 2 * side**3 / slowest
-        return side, flops
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--result", required=True)
-    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--model_bytes", type=float)
-    parser.add_argument("--step_ms", type=float)
-    parser.add_argument("--megabytes", type=int)
-    parser.add_argument("--ranks_of_nodes", default="", help="number of ranks of each node, for example 2,1")
-    options = parser.parse_args()
-    if sys.platform == "linux":  # if the doctor is killed, its ranks are killed too
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    CollectiveChecks(options).run()
+def find_infiniband_devices() -> list[str]:
+    """Return the InfiniBand devices with a port that is up, with their drivers. Amazon's EFA is among them."""
+    devices = []
+    for device in sorted(Path("/sys/class/infiniband").glob("*")):
+        ports = []
+        with contextlib.suppress(OSError):  # a container may show the folder but not allow reading it
+            ports = [port.read_text() for port in device.glob("ports/*/state")]
+        if not ports or any("ACTIVE" in port for port in ports):
+            devices.append(f"{device.name} ({(device / 'device' / 'driver').resolve().name})")
+    return devices
 
 
 if __name__ == "__main__":
-    main()
+    collective_worker.main(CollectiveChecks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_ddp.doctor import findings as report
 from accel_ddp.doctor import host
-from accel_ddp.doctor.check_options import CheckOptions, model_bytes, options_of_script
+from accel_ddp.doctor.check_options import CheckOptions, options_of_script
 from accel_ddp.doctor.cluster import check_cluster, print_progress
 from accel_ddp.doctor.collective_launch import run_collectives
 from accel_ddp.doctor.host import HOST
@@ -24,10 +24,11 @@ from accel_ddp.words import script_at
 ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
 
 The checks go from the simple to the complex: this machine alone, the connection to the main node, what differs between
-the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronisation, and the
-share of a step that communication takes. Options of `accelerate launch` and of torchrun are accepted as they are. Values
-that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and those of torchrun, mpirun, Slurm and
-Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
+the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronisation, latency
+and bandwidth (`accel-ddp scaling` measures how a recipe scales with them). Options of `accelerate launch` and of torchrun
+are accepted as they are. Values that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and those of
+torchrun, mpirun, Slurm and Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an
+error, 2 an invalid command line."""
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> Any:
@@ -66,10 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
     checks.add_argument("--data", action="append", default=[], metavar="PATH",
                         help="a file or folder whose content must be the same on every node")  # fmt: skip
-    checks.add_argument("--model", default="", metavar="FOLDER", help="as --data; its size is used for the expected step time")
-    checks.add_argument("--model_bytes", type=int, default=0, help="bytes of the weights in float32, if there is no --model")
-    checks.add_argument("--step_ms", type=float, default=0, help="duration of a step on one rank, for the expected scaling "
-                        "(otherwise estimated)")  # fmt: skip
+    checks.add_argument("--model", default="", metavar="FOLDER", help="as --data")
     checks.add_argument("--output_dir", default="", help="where checkpoints will be written")
     checks.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
@@ -165,8 +163,8 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
     figures: dict[str, Any] = {}
     if outcome.deep_port and is_main and not outcome.has_errors:
         show("collective  importing torch ...")
-        recipe_model = options.files.get("content of --model", "")
-        lines, findings, figures = run_collectives(outcome, _collective_options(given, recipe_model), given.deep_seconds)
+        measured = {"backend": given.backend, "megabytes": given.megabytes}
+        lines, findings, figures = run_collectives(outcome, measured, given.deep_seconds)
         outcome.findings += findings
         show(*(f"            {line}" for line in lines))
     elif options.deep and is_main and outcome.has_errors:
@@ -184,10 +182,3 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
             show(report.format_findings(outcome.findings, report.supports_colour()))
         show(f"verdict: {report.summarize(outcome.findings)}")
     return 1 if outcome.has_errors else 0
-
-
-def _collective_options(given: argparse.Namespace, recipe_model: str) -> list[str]:
-    """Return the command-line options for the rank processes of the collective checks."""
-    size = given.model_bytes or model_bytes(given.model or recipe_model)
-    values = {"backend": given.backend, "megabytes": given.megabytes, "step_ms": given.step_ms, "model_bytes": size}
-    return [argument for name, value in values.items() if value for argument in (f"--{name}", str(value))]

@@ -20,6 +20,7 @@ from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import call_with_timeout, local_finding
 from accel_ddp.doctor.paths import FACT_GROUPS
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, cpu_is_wanted
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
@@ -337,4 +338,4 @@ def describe_node(facts: dict[str, Any]) -> str:
     names = [name for name in ("torch", "accelerate", "nvidia-nccl-cu12", "nvidia-nccl-cu13") if name in facts["versions"]]
     packages = ", ".join(f"{name.replace('nvidia-nccl-', 'NCCL ')} {facts['versions'][name]}" for name in names)
     disk = format_bytes(call_with_timeout(lambda: shutil.disk_usage(Path.cwd()).free, 2, 0))
-    return f"Python {facts['versions']['python']}, {packages}; {devices}{driver}; {os.cpu_count()} cores; {disk} free on disk"
+    return f"Python {facts['versions']['python']}, {packages}; {devices}{driver}; {usable_cores()} cores; {disk} free on disk"

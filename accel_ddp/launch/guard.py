@@ -13,6 +13,7 @@ import asyncio
 import codecs
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ from accel_ddp.launch.connection import PROTOCOL
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
+from accel_ddp.nodes.spawn import die_with_parent
 
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
@@ -40,8 +42,7 @@ LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after thei
 KILL_SECONDS = 30.0  # a killed process with much pinned memory needs seconds; one that waits for a dead disk never ends
 SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
 _MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
-_SUBREAPER, _DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
-_LIBRARY = ctypes.CDLL(None)  # loaded here, because loading takes a lock, which must not be taken between fork and exec
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Channel:
@@ -104,7 +105,7 @@ class JobOnNode:
             self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         except OSError as error:
             return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
-        _LIBRARY.prctl(_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
         words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]
         words = expand_run_folder(words, request["run_folder"])
@@ -121,7 +122,7 @@ class JobOnNode:
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *words, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=_end_with_guard,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # SIGTERM saves and stops as well
             )  # fmt: skip
         except OSError as error:
             self.outputs.close()
@@ -280,11 +281,6 @@ def expand_run_folder(words: list[str], folder: str) -> list[str]:
     """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
     home = os.path.expanduser(folder)
     return [word.replace(folder, home) if word in (folder, f"--output_dir={folder}") else word for word in words]
-
-
-def _end_with_guard() -> None:
-    """Let the kernel send SIGTERM to this process when the guard is killed. SIGTERM saves and stops as well."""
-    _LIBRARY.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 async def serve(is_detached: bool) -> int:

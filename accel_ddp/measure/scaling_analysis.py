@@ -1,4 +1,8 @@
-"""Reads from the log of a run how long its steps take, and on what each rank spends the time."""
+"""What the logs of the runs say: how long steps take and on what, speed-up and efficiency, what limits them, and what would help.
+
+`measure` reads a log, `compare` puts the settings of a table beside its first row, `predict` states what the doctor's measurements
+promise, `find_limits` explains the losses, and `advise` computes the global batch that reaches an efficiency of 90 %.
+"""
 
 import json
 import math
@@ -8,23 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_ddp.doctor.collective_process import expected_step
-from accel_ddp.measure.scaling_plan import Setting
-from accel_ddp.text import SI_UNITS
+from accel_ddp.measure.scaling_plan import STRONG, Setting
+from accel_ddp.text import SI_UNITS, format_seconds, format_si
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
+GOAL = 0.9
+NOTABLE = 0.03  # losses below this share of a step are not reported
+SMALL_BYTES = 1e6
+STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
+# Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
+HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
+BUCKET_BYTES = 25e6  # of DDP
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The steps of one run after the warm-up. Seconds are those of one step."""
+    """The steps of one run after the warm-up. Seconds are the seconds of one step."""
 
     seconds: float  # median
     spread: float  # interquartile range divided by the median
-    parts: dict[
-        str, list[float]
-    ]  # part -> seconds of each rank; their sum over the parts is `seconds`, on average over the ranks
-    exposed: float  # in which communication is not hidden: that of the rank that is ready last, which waits for no other rank
+    # Part -> seconds of each rank. Their sum over the parts is `seconds`, on average over the ranks.
+    parts: dict[str, list[float]]
+    exposed: float  # seconds of communication on the rank that is ready last, which waits for no other rank
     steps: list[dict[str, Any]] = field(repr=False)  # the lines of the log that were used, to combine repeated runs
     tokens: float = 0.0  # per step; 0 if items are not texts
     ranks: list[dict[str, Any]] = field(default_factory=list)  # host and device of each rank
@@ -100,9 +109,6 @@ def _is_complete(event: dict[str, Any]) -> bool:
     return all(isinstance(value, int | float) and math.isfinite(value) for part in PARTS for value in event.get(part, ["?"]))
 
 
-# Compares the measured settings with the ideal: speed-up, efficiency, and what the lost time was spent on.
-
-
 @dataclass(frozen=True)
 class Result:
     """One setting and what was measured, or why nothing was measured."""
@@ -176,13 +182,8 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
     return rank, own[rank] / max(median, 1e-12) - 1
 
 
-# The doctor's prediction for each setting, from the bandwidth and latency that it measures on the same ranks.
-# Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
-HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
-
-
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """What the doctor has measured with all-reduces on `ranks` ranks of `nodes` nodes."""
 
     nodes: int
@@ -190,9 +191,10 @@ class Links:
     bus: float  # bytes per second
     latency: float  # seconds
 
-    @property
-    def hop(self) -> float:
-        return self.latency / (2 * (self.ranks - 1))
+    def all_reduce_seconds(self, ranks: int, size: float) -> float:
+        """Return the expected time of a ring all-reduce of `size` bytes on `ranks` ranks, in the buckets of DDP."""
+        hop = self.latency / (2 * (self.ranks - 1))
+        return 2 * (ranks - 1) / ranks * size / self.bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -204,40 +206,182 @@ class Prediction:
     communication: float  # seconds of the all-reduce
 
 
-def links_of_report(text: str, nodes: int, ranks: int) -> Links | None:
+def links_of_report(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
     """Return what `accel-ddp doctor --json` has measured. None: it has found an error, or has not measured."""
     for line in text.splitlines():
         if line.startswith("{"):
             try:
                 found: dict[str, Any] = json.loads(line)["collective"]
-                return Links(nodes, ranks, found["bus_bytes_per_second"], found["latency_seconds"])
+                return MeasuredLinks(nodes, ranks, found["bus_bytes_per_second"], found["latency_seconds"])
             except (ValueError, KeyError):
                 continue
     return None
 
 
-def links_of_text(text: str, nodes: int, ranks: int) -> Links | None:
+def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
     """Return what the doctor has printed, as `accel-ddp launch` with `doctor: full` shows it. None: it has not measured."""
     buses = re.findall(r"bandwidth: \d+ MB in .*bus ([\d.e+]+) ([TGMkmu]?)B/s", text)
     latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
     if not buses or not latencies:
         return None
     value = lambda found: float(found[0]) * SI_UNITS[found[1]]
-    return Links(nodes, ranks, value(buses[-1]), value(latencies[-1]))
+    return MeasuredLinks(nodes, ranks, value(buses[-1]), value(latencies[-1]))
 
 
-def predict(comparison: Comparison, links: Links | None, hook: str) -> Prediction | None:
+def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> Prediction | None:
     """Return the prediction for a setting from the base and the links. None: nothing is sent, or something is not known."""
     base, setting = comparison.base.known, comparison.result.setting
     gradients = base.gradient_bytes
     if links is None or setting.ranks == 1 or not gradients or hook not in HOOK_SHARES:
         return None
     ideal = comparison.share * base.seconds
-    # The backward pass of the last micro-batch can hide communication. The doctor takes two thirds of the computing for it.
+    # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
     compute = base.mean("forward", "backward") / base.accumulation
     compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    step = expected_step(setting.place.nodes, setting.ranks, gradients * HOOK_SHARES[hook], compute, links.bus, links.hop)
-    exposed = compute / step["best"] - compute
+    communication = links.all_reduce_seconds(setting.ranks, gradients * HOOK_SHARES[hook])
+    exposed = max(0.0, communication - compute * 2 / 3)
     sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
     alone = ideal - comparison.share * sent_in_base
-    return Prediction(ideal / (alone + step["communication_seconds"]), ideal / (alone + exposed), step["communication_seconds"])
+    return Prediction(ideal / (alone + communication), ideal / (alone + exposed), communication)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The smallest global batch with an efficiency of at least GOAL on `ranks` ranks."""
+
+    ranks: int
+    batch: int  # 0: no batch reaches the goal
+    micro: int
+    accumulation: int
+    efficiency: float  # that is expected with `batch`, or the limit for large batches if there is none
+    is_reached: bool  # the measured batch of strong scaling reaches the goal
+
+
+def find_batch(base: Result, result: Result) -> Advice:
+    """Return the smallest global batch G whose speed-up over the base with the same G is GOAL of the ideal one.
+
+    A step of N ranks takes (G / N) (u + w) + K seconds, and a step of the n ranks of the base takes (G / n) v + L. u and v are the
+    seconds per item (data, forward, backward), w is the time per item in which ranks wait for one that is always slower, and K and L
+    are the seconds per step that do not depend on the batch: optimizer, other, exposed communication and the other waiting.
+    """
+    now, then = result.known, base.known
+    ranks, base_ranks, items = result.setting.ranks, base.setting.ranks, result.setting.per_rank
+    u, w = now.mean("data", "forward", "backward") / items, now.straggling / items
+    v = then.mean("data", "forward", "backward") / base.setting.per_rank
+    fixed = now.mean("optimizer", "other") + now.mean("communication") - now.straggling
+    base_fixed = then.mean("optimizer", "other", "communication")
+
+    def efficiency(batch: float) -> float:
+        return (batch / base_ranks * v + base_fixed) * base_ranks / (ranks * (batch / ranks * (u + w) + fixed))
+
+    gain = v - GOAL * (u + w)
+    needed = GOAL * ranks * fixed - base_ranks * base_fixed
+    unit = ranks * now.micro
+    if gain <= 0 and unit * gain < needed:
+        return Advice(ranks, 0, now.micro, 0, v / (u + w), False)
+    accumulation = max(1, math.ceil(needed / gain / unit - 1e-9)) if gain > 0 else 1
+    return Advice(ranks, accumulation * unit, now.micro, accumulation, efficiency(accumulation * unit), False)
+
+
+def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Advice]:
+    """Return the advice for each number of ranks above the base.
+
+    The measurement of weak scaling is preferred, because it has the micro-batch of the base. In strong scaling it shrinks if the
+    items of a rank do.
+    """
+    by_ranks = {one.result.setting.ranks: one for one in strong} | {one.result.setting.ranks: one for one in weak}
+    efficiencies = {one.result.setting.ranks: one.efficiency for one in strong}
+    found = []
+    for ranks, one in sorted(by_ranks.items()):
+        if one.ideal_speedup > 1:
+            advice = find_batch(one.base, one.result)
+            found.append(Advice(**{**vars(advice), "is_reached": efficiencies.get(ranks, 0) >= GOAL}))
+    return found
+
+
+def describe_advice(advice: Advice, batch: int) -> str:
+    """Return the advice as text. `batch` is the global batch of strong scaling."""
+    ranks = f"{advice.ranks} ranks"
+    if advice.is_reached:
+        return f"{ranks}: --global_batch_size {batch} reaches {GOAL:.0%}."
+    if not advice.batch:
+        return (
+            f"{ranks}: no global batch reaches {GOAL:.0%}, because each item takes longer than in the first row. Large batches "
+            f"approach {advice.efficiency:.0%}."
+        )
+    micro = f"{advice.accumulation} micro-batch{'es' * (advice.accumulation > 1)} of {advice.micro} items per rank"
+    return f"{ranks}: --global_batch_size {advice.batch} ({micro}) would reach {advice.efficiency:.0%}."
+
+
+def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
+    """Return what the largest losses are and what to do about them, the largest first."""
+    now = comparison.result.known
+    losses = sorted(comparison.losses().items(), key=lambda item: -item[1])
+    texts = {"communication": _communication, "waiting": _waiting, "data": _data, "compute": _compute}
+    texts |= {"optimizer": _optimizer, "other": _other}
+    found = []
+    for name, seconds in losses:
+        if seconds > NOTABLE * now.seconds:
+            lost = f"{format_seconds(seconds)} of each step ({seconds / now.seconds:.0%})"
+            found.append(texts[name](comparison, mode, on_gpu, lost))
+    return found
+
+
+def _communication(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    now = comparison.result.known
+    sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
+    text = (
+        f"communication: the all-reduce{sent} is not hidden behind the backward pass for {lost}. A larger --global_batch_size needs it "
+        "less often per item."
+    )
+    if now.gradient_bytes < SMALL_BYTES:  # their latency counts, and not their size
+        return text
+    return f"{text} --comm_hook {'bf16' if on_gpu else 'fp16'} halves the bytes. `accel-ddp tune` finds faster settings."
+
+
+def _waiting(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    now = comparison.result.known
+    rank, slower = slowest_rank(now)
+    host = next((one.get("host", "") for one in now.ranks if one.get("rank") == rank), "")
+    if slower > STRAGGLER:
+        where = f"rank {rank}{f' ({host})' if host else ''}"
+        return (
+            f"a slow rank: {where} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. Check this "
+            "host: other processes, temperature, its disk."
+        )
+    return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
+
+
+def _data(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    return f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk."
+
+
+def _compute(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    now, base = comparison.result.known, comparison.base.known
+    items, base_items = comparison.result.setting.per_rank, comparison.base.setting.per_rank
+    ratio = (now.mean("forward", "backward") / items) / max(base.mean("forward", "backward") / base_items, 1e-12)
+    slower = f"n item takes {ratio:.2f} times as long to compute as in the first row, which costs {lost}"
+    if now.micro < base.micro:
+        return (
+            f"too few items per rank: a rank computes {now.micro} items at once instead of {base.micro}. A{slower}, because "
+            "launching the operations takes as long as before. Use a larger --global_batch_size, or fewer ranks."
+        )
+    if not on_gpu:
+        return (
+            f"shared cores: a{slower}, with the same micro-batch. The ranks of a node share its cores, caches and memory bandwidth, "
+            "and gloo uses the same cores. On more nodes, or on GPUs, this loss is smaller."
+        )
+    check = "Check the power limit and the temperature of the GPUs, and other processes."
+    return f"computing: a{slower}, with the same micro-batch. {check}"
+
+
+def _optimizer(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    reason = (
+        "Every rank updates all parameters, so that this time does not shrink with the items of a rank" if mode == STRONG else ""
+    )
+    reason = reason or "It has the same work on every rank, so that other processes or shared cores are the cause"
+    return f"optimizer: clipping and the optimizer step cost {lost}. {reason}."
+
+
+def _other(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+    return f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank."

@@ -1,6 +1,5 @@
-"""`accel-ddp scaling`: runs the settings one after the other and shows what they have measured."""
+"""`accel-ddp scaling`: the runs of the settings one after the other, and what they have measured."""
 
-import os
 import re
 import signal
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import Links, Result, combine, measure
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, combine, measure
 from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary, write_page
 from accel_ddp.measure.scaling_plan import (
     ScalingOptions,
@@ -23,20 +22,21 @@ from accel_ddp.measure.scaling_plan import (
     smaller,
 )
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
+from accel_ddp.nodes.cores import choose_num_threads, usable_cores
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.report.markup import require_page
 from accel_ddp.text import counted
 
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
-NEVER = "1000000000"
+_NEVER = "1000000000"
 FIXED = [
     "--log_every",
     "1",
     "--eval_every",
-    NEVER,
+    _NEVER,
     "--no_eval_first",
     "--save_every",
-    NEVER,
+    _NEVER,
     "--report_to",
     "",
     "--push_to_hub",
@@ -45,24 +45,15 @@ FIXED = [
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
 
 
-class Failed(Exception):
-    """A run has failed, so that the others make no sense. The arguments are the message and the exit code."""
+class FirstRunFailed(Exception):
+    """The first run has failed, and there is nothing to compare with. The arguments are the message and the exit code."""
 
 
 def main(words: list[str]) -> int:
     """Return the exit code: 0, 1 if some runs have failed, 2 for a mistake of the user, 130 if it was interrupted."""
     options = read_options(words)
     show = lambda text: print(text, file=sys.stderr if options.given.json else sys.stdout, flush=True)
-    folder = Path(options.given.folder)
-    if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
-    if options.given.page:  # before minutes are spent on measuring
-        require_page(Path(options.given.page), f"--page {options.given.page}", "--page", "scaling")
-    if options.given.folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
+    _check_outputs(options)
     scaling = Scaling(options, show)
     signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
@@ -73,21 +64,39 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         show("interrupted: the runs were ended.")
         code = INTERRUPTED
-    except Failed as failed:
+    except FirstRunFailed as failed:
         text, code = failed.args
         show(text)
     finally:
         scaling.runs.close()
-    summary = scaling.summary(is_complete=code == 0)
-    has_problems = any(result.problem for result in scaling.results)
-    if options.given.json:
+    _show_summary(options, scaling, show, is_complete=code == 0)
+    return code or int(any(result.problem for result in scaling.results))
+
+
+def _check_outputs(options: ScalingOptions) -> None:
+    """Raise UserError if the folder or the page cannot be written, before minutes are spent on measuring."""
+    folder, page = Path(options.given.folder), options.given.page
+    if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
+    if page:
+        require_page(Path(page), f"--page {page}", "--page", "scaling")
+    if options.given.folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
+
+
+def _show_summary(options: ScalingOptions, scaling: "Scaling", show: Callable[[str], None], is_complete: bool) -> None:
+    given, summary = options.given, scaling.summary(is_complete)
+    has_rows = any(result.measured for result in scaling.results)
+    if given.json:
         print(as_json(summary), flush=True)
-    elif any(result.measured for result in scaling.results):
+    elif has_rows:
         show(format_summary(summary))
-    if options.given.page and any(result.measured for result in scaling.results):
-        write_page(Path(options.given.page), summary)
-        show(f"plots: {options.given.page}" + (f"; logs: {folder}" if options.given.folder else ""))
-    return code or int(has_problems)
+    if given.page and has_rows:
+        write_page(Path(given.page), summary)
+        show(f"plots: {given.page}" + (f"; logs: {Path(given.folder)}" if given.folder else ""))
 
 
 def _raise_interrupt(number: int, frame: Any) -> None:
@@ -101,7 +110,7 @@ class Scaling:
         self.options, self.show, given = options, show, options.given
         numbers = parse_ranks(given.ranks) if given.ranks else []
         self.results: list[Result] = []
-        self.links: list[Links] = []
+        self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
         self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS
@@ -114,10 +123,7 @@ class Scaling:
             local_ranks = max(node.processes for node in self.runs.cluster.nodes)
         else:
             gpus = count_visible()
-            self.on_gpu, cores = (
-                gpus > 0,
-                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            )
+            self.on_gpu, cores = gpus > 0, usable_cores()
             gpus = min(gpus, options.gpu_ids or gpus)
             places = local_places(numbers, options.limit or gpus or cores, gpus)
             self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
@@ -131,20 +137,18 @@ class Scaling:
 
     def _threads(self, cores: int, local_ranks: int) -> int:
         """Return the CPU threads of each rank, which are the same in every run. A rank alone would otherwise use all cores."""
-        if self.on_gpu or self.options.cfg.num_threads:
-            return self.options.cfg.num_threads
-        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-        return int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
+        option = self.options.cfg.num_threads
+        return option if self.on_gpu else choose_num_threads(option, local_ranks, max(1, cores))
 
     def measure_all(self) -> None:
-        """Run all settings. Raise Failed if the first one fails, and KeyboardInterrupt."""
+        """Run all settings. Raise FirstRunFailed if the first one fails, and KeyboardInterrupt."""
         self._announce()
         for number, setting in enumerate(self.plan):
             result, seconds = self._measure(setting, f"[{number + 1}/{len(self.plan)}]")
             self.results.append(result)
             left = len(self.plan) - number - 1
             if not number and not result.measured:
-                raise Failed("The first run has failed, so that there is nothing to compare with.", self.code)
+                raise FirstRunFailed("The first run has failed, so that there is nothing to compare with.", self.code)
             if not number and left:
                 self.show(f"This run took {seconds:.0f} s. About {_duration(seconds * left)} are left.")
             if not number:

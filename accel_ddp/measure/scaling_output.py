@@ -1,4 +1,4 @@
-"""The tables, the chart and the JSON document of the results."""
+"""The results as text, as a JSON document, and as an HTML page that contains plotly itself and opens without a network."""
 
 import json
 import sys
@@ -7,12 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_ddp import text
 from accel_ddp.errors import UserError
-from accel_ddp.measure.scaling_advice import Advice, advise, describe_advice, find_limits
-from accel_ddp.measure.scaling_analysis import PARTS, Comparison, Links, Prediction, Result, compare, predict
-from accel_ddp.measure.scaling_plan import STRONG, WEAK, Place
-from accel_ddp.report.markup import escape, generator, safe_json, tag
+from accel_ddp.measure.scaling_analysis import (
+    PARTS,
+    Advice,
+    Comparison,
+    MeasuredLinks,
+    Prediction,
+    Result,
+    advise,
+    compare,
+    describe_advice,
+    find_limits,
+    predict,
+)
+from accel_ddp.measure.scaling_plan import STRONG, WEAK, Placement
+from accel_ddp.report.markup import Html, escape, generator, safe_json, tag
 from accel_ddp.text import counted, format_seconds, format_si, plural
 
 TITLES = {
@@ -33,9 +43,9 @@ class Summary:
     recipe: str
     modes: Sequence[str]
     results: Sequence[Result]
-    links: Sequence[Links]
+    links: Sequence[MeasuredLinks]
     left_out: Sequence[str]
-    places: Sequence[Place]
+    places: Sequence[Placement]
     on_gpu: bool
     threads: int
     hook: str
@@ -46,7 +56,18 @@ class Summary:
     def table(self, mode: str) -> list[Comparison]:
         return compare(self.results, mode)
 
-    def links_of(self, place: Place) -> Links | None:
+    def rows(self, mode: str) -> list[tuple[str, ...]]:
+        """Return the heading and the cells of a table, without columns that have only a heading."""
+        rows = [HEAD, *(row_of(self, one) for one in self.table(mode))]
+        used = [column for column in range(len(HEAD)) if any(row[column] for row in rows[1:])]
+        return [tuple(row[column] for column in used) for row in rows]
+
+    def remarks(self, mode: str) -> list[str]:
+        """Return what is to be said about settings of a table that have failed or run otherwise than asked."""
+        found = [one for one in self.results if mode in one.setting.modes and (one.problem or one.setting.note)]
+        return [f"{one.setting.describe()}: {one.problem or one.setting.note}" for one in found]
+
+    def links_of(self, place: Placement) -> MeasuredLinks | None:
         """Return the links that were measured for this number of nodes: one, or several."""
         found = [links for links in self.links if (links.nodes > 1) == (place.nodes > 1)]
         return found[-1] if found else None
@@ -93,22 +114,14 @@ def _range(predicted: Prediction) -> str:
 
 def format_summary(summary: Summary) -> str:
     """Return the tables, a chart, what limits scaling, and which batch reaches 90 %."""
-    lines = [
-        f"\n{summary.recipe} on {summary.device()}: medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
-    ]
+    steps = f"medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
+    lines = [f"\n{summary.recipe} on {summary.device()}: {steps}"]
     for mode in summary.modes:
-        compared = summary.table(mode)
-        lines += ["", TITLES[mode]]
-        rows = [HEAD, *(row_of(summary, one) for one in compared)]
-        used = [column for column in range(len(HEAD)) if any(row[column] for row in rows[1:])]
-        lines += text.table(([row[column] for column in used] for row in rows), left=0)
-        for result in summary.results:
-            if mode in result.setting.modes and (result.problem or result.setting.note):
-                lines.append(f"{result.setting.describe()}: {result.problem or result.setting.note}.")
-        lines += ["", *format_chart(compared)]
+        lines += ["", TITLES[mode], *_format_table(summary, mode)]
+        lines += [f"{text}." for text in summary.remarks(mode)]
+        lines += ["", *format_chart(summary.table(mode))]
     lines += ["", *_explain_limits(summary)]
-    advice = summary.advice()
-    if advice:
+    if advice := summary.advice():
         lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
         lines += [f"  {describe_advice(one, summary.batch())}" for one in advice]
         if any(not one.is_reached and one.batch > summary.batch() for one in advice):
@@ -125,6 +138,12 @@ def format_summary(summary: Summary) -> str:
     if not summary.is_complete:
         lines.append("Some settings were not measured.")
     return "\n".join(lines)
+
+
+def _format_table(summary: Summary, mode: str) -> list[str]:
+    rows = summary.rows(mode)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
 
 
 def _explain_limits(summary: Summary) -> list[str]:
@@ -188,10 +207,9 @@ def as_json(summary: Summary) -> str:
     }, allow_nan=False)  # fmt: skip
 
 
-# The HTML page with the plots. It contains plotly itself, so that it opens without a network.
-# The colours of Okabe and Ito, which colour-blind readers can distinguish.
+# The colors of Okabe and Ito, which color-blind readers can distinguish.
 BLUE, ORANGE, GREEN, GREY, SKY, VERMILION = "#0072b2", "#e69f00", "#009e73", "#888888", "#56b4e9", "#d55e00"
-PART_COLOURS = {"data": ORANGE, "forward": SKY, "backward": BLUE, "optimizer": GREEN, "communication": VERMILION, "other": GREY}
+PART_COLORS = {"data": ORANGE, "forward": SKY, "backward": BLUE, "optimizer": GREEN, "communication": VERMILION, "other": GREY}
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">{generator}<meta name="viewport" content="width=device-width, initial-scale=1">
@@ -225,29 +243,30 @@ def write_page(path: Path, summary: Summary) -> None:
     from plotly.offline import get_plotlyjs
 
     figures: dict[str, Any] = {}
-    body = [f"<h1>Scaling of {escape(summary.recipe)}</h1>"]
-    about = f"{summary.device()}. Medians of {summary.steps} steps after {summary.warmup} steps of warm-up."
-    body.append(f"<p>{escape(about)}</p>")
+    title = f"Scaling of {summary.recipe}"
+    steps = f"Medians of {summary.steps} steps after {summary.warmup} steps of warm-up."
+    body = [tag("h1", title), tag("p", f"{summary.device()}. {steps}")]
     for mode in summary.modes:
-        table = summary.table(mode)
-        if not table:
+        if not (table := summary.table(mode)):
             continue
-        figures |= {f"{mode}_{name}": figure for name, figure in _figures(summary, table).items()}
-        body.append(f"<h2>{escape(TITLES[mode].capitalize())}</h2>")
-        plots = "".join(f'<div class="plot" id="{mode}_{name}"></div>' for name in ("speedup", "efficiency", "parts"))
-        body.append(f'<div class="plots">{plots}</div>{_table([HEAD, *(row_of(summary, one) for one in table)])}')
-        problems = [one for one in summary.results if mode in one.setting.modes and (one.problem or one.setting.note)]
-        body += [_list([f"{one.setting.describe()}: {one.problem or one.setting.note}" for one in problems])]
-        body.append(f"<h3>What limits it</h3>{_list(summary.limits(mode)[1] or ['No loss is above 3 % of a step.'])}")
+        found = _figures(summary, table)
+        figures |= {f"{mode}_{name}": figure for name, figure in found.items()}
+        head, *rows = summary.rows(mode)
+        cells = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
+        body += [
+            tag("h2", TITLES[mode].capitalize()),
+            tag("div", *(tag("div", class_="plot", id=f"{mode}_{name}") for name in found), class_="plots"),
+            tag("div", tag("table", tag("tr", *(tag("th", cell) for cell in head)), *cells), class_="wide"),
+            _list(summary.remarks(mode)),
+            tag("h3", "What limits it"),
+            _list(summary.limits(mode)[1] or ["No loss is above 3 % of a step."]),
+        ]
     if advice := summary.advice():
-        body.append("<h2>Which global batch reaches 90 %</h2>" + _list([describe_advice(one, summary.batch()) for one in advice]))
+        body.append(tag("h2", "Which global batch reaches 90 %"))
+        body.append(_list([describe_advice(one, summary.batch()) for one in advice]))
     text = _PAGE.format(
-        generator=generator("scaling"),
-        title=escape(f"Scaling of {summary.recipe}"),
-        body="\n".join(body),
-        plotly=get_plotlyjs(),
-        figures=safe_json(figures),
-    )
+        generator=generator("scaling"), title=escape(title), body="\n".join(body), plotly=get_plotlyjs(), figures=safe_json(figures)
+    )  # fmt: skip
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -255,45 +274,32 @@ def write_page(path: Path, summary: Summary) -> None:
         raise UserError(f"--page {path}: cannot be written: {error.strerror}.") from None
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as a table, without columns that have only a heading."""
-    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    cells = lambda row, name: tag("tr", *(tag(name, row[column]) for column in used))
-    body = tag("tbody", *(cells(row, "td") for row in rows[1:]))
-    return tag("div", tag("table", tag("thead", cells(rows[0], "th")), body), class_="wide")
-
-
-def _list(texts: Sequence[str]) -> str:
-    return tag("ul", *(tag("li", text) for text in texts)) if texts else ""
+def _list(texts: Sequence[str]) -> Html:
+    return tag("ul", *(tag("li", text) for text in texts)) if texts else Html()
 
 
 def _figures(summary: Summary, table: Sequence[Comparison]) -> dict[str, Any]:
     """Return speed-up, efficiency and the parts of a step over the number of ranks, as plotly's JSON."""
     ranks = [one.result.setting.ranks for one in table]
-    line = lambda name, y, colour, **more: {
-        "type": "scatter", "mode": "lines+markers", "name": name, "x": ranks, "y": y,
-        "line": {"color": colour, **more.pop("line", {})},
+    line = lambda name, y, color, dash="solid": {
+        "type": "scatter", "mode": "lines+markers", "name": name, "x": ranks, "y": y, "line": {"color": color, "dash": dash},
     }  # fmt: skip
     axis = {"title": {"text": "ranks"}, "tickvals": ranks, "type": "log" if len(ranks) > 2 else "linear"}
     layout = lambda title, y: {"title": {"text": title}, "xaxis": axis, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}}
-    dash = {"dash": "dash"}
-    ideal = [one.ideal_speedup for one in table]
-    speedup = [line("ideal", ideal, GREY, line=dash), line("measured", [one.speedup for one in table], BLUE)]
-    efficiency = [
-        line("ideal", [100] * len(ranks), GREY, line=dash),
-        line("measured", [100 * one.efficiency for one in table], BLUE),
-    ]
+    speedup = [line("ideal", [one.ideal_speedup for one in table], GREY, "dash")]
+    speedup.append(line("measured", [one.speedup for one in table], BLUE))
+    efficiency = [line("ideal", [100] * len(ranks), GREY, "dash")]
+    efficiency.append(line("measured", [100 * one.efficiency for one in table], BLUE))
     if any(summary.prediction(one) for one in table):
         known = [(one, summary.prediction(one) or Prediction(1.0, 1.0, 0.0)) for one in table]  # one rank sends nothing
         for name, dashes, pick in (("doctor, hidden", "dot", "best"), ("doctor, nothing overlaps", "dashdot", "worst")):
-            style = {"dash": dashes}
-            speedup.append(line(name, [getattr(found, pick) * one.ideal_speedup for one, found in known], ORANGE, line=style))
-            efficiency.append(line(name, [100 * getattr(found, pick) for _, found in known], ORANGE, line=style))
+            speedup.append(line(name, [getattr(found, pick) * one.ideal_speedup for one, found in known], ORANGE, dashes))
+            efficiency.append(line(name, [100 * getattr(found, pick) for _, found in known], ORANGE, dashes))
     labels = [str(number) for number in ranks]
     parts = [
         {"type": "bar", "name": part, "x": labels, "y": [1000 * one.result.known.mean(part) for one in table],
-         "marker": {"color": colour}}
-        for part, colour in PART_COLOURS.items()
+         "marker": {"color": color}}
+        for part, color in PART_COLORS.items()
     ]  # fmt: skip
     bars = {"title": {"text": "A step"}, "barmode": "stack", "xaxis": {"title": {"text": "ranks"}, "type": "category"},
             "yaxis": {"title": {"text": "ms"}}}  # fmt: skip

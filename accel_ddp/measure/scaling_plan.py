@@ -1,4 +1,4 @@
-"""The options of `accel-ddp scaling`, and how its command line is divided."""
+"""What `accel-ddp scaling` measures: its command line, the numbers of ranks and nodes, and how each batch is divided."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,11 +14,10 @@ from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.text import counted, did_you_mean
 from accel_ddp.words import find_options, name_of, script_at, without
 
-# Chooses the settings that are measured: numbers of ranks and nodes, and how each batch is divided.
 STRONG, WEAK = "strong", "weak"
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where a run takes place: on the first `nodes` nodes."""
 
     nodes: int
@@ -29,7 +28,7 @@ class Place(NamedTuple):
 class Setting:
     """What one run measures."""
 
-    place: Place
+    place: Placement
     batch: int  # items per step, over all ranks
     micro: int | None  # items that a rank computes at once; None: the run finds it (auto)
     modes: tuple[str, ...]  # the tables that contain it
@@ -60,7 +59,7 @@ def parse_ranks(text: str) -> list[int]:
     return sorted(set(map(int, words)))
 
 
-def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Place]:
+def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Placement]:
     """Return the places on this machine: `numbers` of ranks, or by default powers of two up to `limit`.
 
     Raise UserError if there are more ranks than GPUs. Ranks on CPUs may share cores.
@@ -71,19 +70,18 @@ def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Place]:
             f"{counted(gpus, 'GPU')}. Use --ranks {','.join(map(str, powers_of_two(gpus)))}, several nodes with --cluster "
             "cluster.yaml, or CPU ranks with ACCELERATE_USE_CPU=true."
         )
-    return [Place(1, number) for number in numbers or powers_of_two(limit)]
+    return [Placement(1, number) for number in numbers or powers_of_two(limit)]
 
 
-def cluster_places(processes: Sequence[int], numbers: Sequence[int]) -> list[Place]:
+def cluster_places(processes: Sequence[int], numbers: Sequence[int]) -> list[Placement]:
     """Return the places in a cluster whose nodes have these numbers of ranks.
 
     The default is one rank, all ranks of the first node, and then 2, 4, 8 ... and all nodes. `numbers` selects others. Raise
     UserError if one of them is not possible: several nodes are used as a whole.
     """
     whole = {sum(processes[:nodes]): nodes for nodes in range(1, len(processes) + 1)}
-    possible = {number: 1 for number in range(1, processes[0] + 1)} | {
-        ranks: nodes for ranks, nodes in whole.items() if nodes > 1
-    }
+    possible = {number: 1 for number in range(1, processes[0] + 1)}
+    possible |= {ranks: nodes for ranks, nodes in whole.items() if nodes > 1}
     if not numbers:
         several = {*powers_of_two(len(processes)), len(processes)}
         numbers = sorted({1, *(ranks for ranks, nodes in whole.items() if nodes in several)})
@@ -93,14 +91,16 @@ def cluster_places(processes: Sequence[int], numbers: Sequence[int]) -> list[Pla
                 f"--ranks {','.join(map(str, numbers))}: {number} ranks are not the ranks of some whole nodes of this cluster. Use "
                 f"some of: {', '.join(map(str, possible))}."
             )
-    return [Place(possible[number], number) for number in numbers]
+    return [Placement(possible[number], number) for number in numbers]
 
 
 def powers_of_two(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(max(1, limit).bit_length())]
 
 
-def make_plan(places: Sequence[Place], batch: int, micro: int | None, modes: Sequence[str]) -> tuple[list[Setting], list[str]]:
+def make_plan(
+    places: Sequence[Placement], batch: int, micro: int | None, modes: Sequence[str]
+) -> tuple[list[Setting], list[str]]:
     """Return the settings to measure, from the fewest to the most ranks, and why some were left out.
 
     With strong scaling every setting has the global batch of the recipe. With weak scaling the first setting has it, and the batch
@@ -232,37 +232,46 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
-    values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
-    found = find_options(words, values)
-    kept = without(words, found)
-    for option in found:
-        if option.value is None:
-            raise UserError(f"{words[option.at]} needs a value.")
-        values[option.name] = option.value
+    values, kept = _read_values(words)
     for word in kept:
-        name = name_of(word)
-        if name in _OF_NODES:
-            raise UserError(
-                f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
-                "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
-            )
-        # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
-        if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
-            raise UserError(f"{word}: there is no such option.{meant}")
-    if values["num_processes"] and not values["num_processes"].isdecimal():
-        raise UserError(f"--num_processes {values['num_processes']}: must be a whole number, the largest number of ranks.")
-    gpu_ids = values["gpu_ids"]
-    if gpu_ids.isdigit():
+        _refuse_if_unknown(word)
+    if values.num_processes and not values.num_processes.isdecimal():
+        raise UserError(f"--num_processes {values.num_processes}: must be a whole number, the largest number of ranks.")
+    if values.gpu_ids.isdigit():
         raise UserError(
-            f"--gpu_ids {gpu_ids}: is one GPU, with which there is nothing to compare. Name several, as in --gpu_ids 0,1."
+            f"--gpu_ids {values.gpu_ids}: is one GPU, with which there is nothing to compare. Name several, as in --gpu_ids 0,1."
         )
-    kept += ["--gpu_ids", gpu_ids] if gpu_ids else []
-    config = str(recipe_files.config_path(values["config_file"]))
+    kept += ["--gpu_ids", values.gpu_ids] if values.gpu_ids else []
+    config = str(recipe_files.config_path(values.config_file))
     if not cluster:  # the options of `accelerate launch` replace the settings of the config
         require_ddp(parse_accelerate_command(["accelerate", "launch", "--config_file", config, *kept]) or {}, "accel-ddp scaling")
     alone = ["--config_file", str(recipe_files.config_path("local.yaml"))]
     if not any(word.startswith(("--mixed_precision", "--mixed-precision")) for word in kept):
         alone += ["--mixed_precision", str(read_accelerate_config(config).get("mixed_precision") or "no")]
     alone += [word for word in kept if word not in ("--multi_gpu", "--multi-gpu")]
-    num_gpus = len(gpu_ids.split(",")) if gpu_ids not in ("", "all") else 0
-    return ["--config_file", config, *kept], alone, int(values["num_processes"] or 0), num_gpus
+    num_gpus = len(values.gpu_ids.split(",")) if values.gpu_ids not in ("", "all") else 0
+    return ["--config_file", config, *kept], alone, int(values.num_processes or 0), num_gpus
+
+
+def _refuse_if_unknown(word: str) -> None:
+    """Raise UserError for an option that describes several nodes, and for a misspelt option of `scaling`."""
+    name = name_of(word)
+    if name in _OF_NODES:
+        raise UserError(
+            f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
+            "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
+        )
+    # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
+    if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
+        raise UserError(f"{word}: there is no such option.{meant}")
+
+
+def _read_values(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `accelerate launch` that `scaling` replaces, and all other words."""
+    values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
+    found = find_options(words, values)
+    for option in found:
+        if option.value is None:
+            raise UserError(f"{words[option.at]} needs a value.")
+        values[option.name] = option.value
+    return argparse.Namespace(**values), without(words, found)

@@ -1,7 +1,7 @@
-"""Launches the recipe for one setting and reads the log of the run: on this machine, or on nodes through `accel-ddp launch`."""
+"""One run of the recipe for a setting, and its log: on this machine, or on nodes through `accel-ddp launch`."""
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import shlex
@@ -21,15 +21,15 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import ssh_words
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.job_commands import config_word, shell_path
-from accel_ddp.measure.scaling_analysis import Links, links_of_report, links_of_text
-from accel_ddp.measure.scaling_plan import Place
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, links_of_report, links_of_text
+from accel_ddp.measure.scaling_plan import Placement
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import read_accelerate_config, remove_mpi_variables
+from accel_ddp.nodes.launcher import read_accelerate_config
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.nodes.spawn import clean_environment, die_with_parent
 from accel_ddp.records.run_log import FILE, read_log
 
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SSH_SECONDS = 60
 TIMED_OUT = 124  # the exit code of `timeout`
 
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
     text: str  # its output
     events: list[dict[str, Any]]  # of its log
     seconds: float
-    links: Links | None = None  # if the doctor has measured them before the run
+    links: MeasuredLinks | None = None  # if the doctor has measured them before the run
 
 
 class LocalRuns:
@@ -53,22 +53,13 @@ class LocalRuns:
         self.launch, self.launch_one, self.recipe, self.limit = list(launch), list(launch_one), recipe, limit
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, name: str, place: Place, options: Sequence[str]) -> Ended:
+    def run(self, name: str, place: Placement, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Only its log and its output are kept."""
         path, began = self.folder / name, time.monotonic()
         port = ["--main_process_port", str(find_free_port("127.0.0.1"))]
         launch = self.launch_one if place.ranks == 1 else [*self.launch, "--num_processes", str(place.ranks), *port]
-        words = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "-q",
-            *launch,
-            self.recipe,
-            *options,
-            "--output_dir",
-            str(path),
-        ]
+        words = [sys.executable, "-m", "accelerate.commands.launch", "-q", *launch]
+        words += [self.recipe, *options, "--output_dir", str(path)]
         code, text = execute(words, self.folder / f"{name}.txt", self.limit)
         events = read_log(path / FILE)
         for entry in path.iterdir() if path.is_dir() else ():
@@ -76,7 +67,7 @@ class LocalRuns:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
         return Ended(code, text, events, time.monotonic() - began)
 
-    def measure_links(self, place: Place) -> Links | None:
+    def measure_links(self, place: Placement) -> MeasuredLinks | None:
         """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
         given = [word for at, word in enumerate(self.launch) if "--config_file" in (word, *self.launch[max(0, at - 1) : at])]
         words = [sys.executable, "-m", "accel_ddp.cli", "doctor", "--json", *given, "--num_processes", str(place.ranks)]
@@ -91,7 +82,7 @@ class LocalRuns:
 class ClusterRuns:
     """Runs on the first nodes of a cluster, each by its own `accel-ddp launch`.
 
-    One program decides what runs when, so that nodes that do not take part need not wait and nothing must be agreed between nodes.
+    One program decides what runs when. Nodes that do not take part need not wait, and nodes need not agree on anything.
     The guards of `launch` end the processes of all nodes if one node fails or this program is killed.
     """
 
@@ -118,7 +109,7 @@ class ClusterRuns:
         self.job = f"scaling-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.without_links = {1, len(self.nodes)} if measures_links else set()  # numbers of nodes
 
-    def run(self, name: str, place: Place, options: Sequence[str]) -> Ended:
+    def run(self, name: str, place: Placement, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Its folder is deleted on all nodes."""
         began, job = time.monotonic(), f"{self.job}-{name}"
         nodes = [dict(node) for node in self.nodes[: place.nodes]]
@@ -145,7 +136,7 @@ class ClusterRuns:
         return sum(node.processes for node in self.cluster.nodes[:nodes])
 
     def cores(self) -> int:
-        """Return the number of cores of the first node. 0: it is not known."""
+        """Return the number of cores of the first node, 0 if it is not known. nproc does not need our code there."""
         text = self._on_node(0, "nproc").strip()
         return int(text) if text.isdigit() else 0
 
@@ -168,15 +159,14 @@ def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = 
 
     If this process is interrupted, or after `limit` seconds, the command is ended first.
     """
-    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    env = {name: value for name, value in remove_mpi_variables(env).items() if not name.startswith("TORCHELASTIC_")}
+    env = clean_environment()
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     with output.open("w") as file:
-        # In a session of its own the command does not receive the Ctrl-C of the terminal, so that this process decides its end.
+        # In a session of its own the command does not receive the Ctrl-C of the terminal. This process decides when it ends.
         process = subprocess.Popen(
             words, env={**env, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            start_new_session=True, preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         try:
             code = process.wait(limit)
@@ -188,11 +178,6 @@ def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = 
             _end(process, is_remote)
             raise
     return code, output.read_text(errors="replace")
-
-
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent ends, also if the parent was killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _end(process: subprocess.Popen, is_remote: bool) -> None:

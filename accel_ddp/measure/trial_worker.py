@@ -1,119 +1,81 @@
-"""One rank of a trial: `python -m accel_ddp.measure.trial_worker SPEC PARENT`, with RANK, WORLD_SIZE and so on in the environment.
+"""One rank of a trial of `accel-ddp tune`: `python -m accel_ddp.measure.trial_worker SPEC PARENT`, see `collective_worker`.
 
-SPEC is a JSON file that describes what to measure, and PARENT is the process id of the agent. The worker prints reports as lines
-of JSON, then exits. It has no time limit of its own: the agent kills it.
+It times all-reduces, or steps of DDP with a model that costs as much as the user's. It has no time limit of its own: the agent
+kills it.
 """
 
 import contextlib
-import ctypes
 import gc
-import json
 import os
-import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import timedelta
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
-from accel_ddp import compat
-from accel_ddp.doctor.collective_process import read_nccl_log
+from accel_ddp.doctor import collective_worker
+from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
 from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Transport, best_choice, best_exact
 from accel_ddp.measure.tune_shapes import Entries, unpack
+from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
 
 WARM_UP_STEPS = 4  # DDP rebuilds its buckets after the first step, and PowerSGD compresses from the third step on
 MAX_REPETITIONS = 40
-ALIVE_SECONDS = 0.5  # a slow worker reports at this interval, so that it is not killed as one that hangs
-
-
-def report(event: str, **values: Any) -> None:
-    """Print a report with one system call, because the agent reads whole lines."""
-    os.write(1, json.dumps({"event": event, **values}).encode() + b"\n")
+LEAVE_SECONDS = 5.0
 
 
 class TrialFailed(Exception):
     """The trial cannot continue. The argument is the reason."""
 
 
-class Worker:
+class TrialWorker(CollectiveWorker):
     """Measures all-reduce or DDP steps together with the other ranks."""
 
-    def __init__(self, spec: dict[str, Any]):
-        self.spec, self.reported_at = spec, time.perf_counter()
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.local_rank, self.local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-
     def run(self) -> None:
-        import torch
-        import torch.distributed as dist
+        code = 1
+        try:
+            self.measure()
+            code = 0
+        except TrialFailed as error:
+            report("failed", reason=str(error))
+        except Exception as error:
+            is_out_of_memory = "OutOfMemory" in type(error).__name__ or "not enough memory" in str(error)
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            report("failed", reason="out of memory" if is_out_of_memory else f"{type(error).__name__}: {first_line}"[:300])
+        sys.stderr.flush()
+        os._exit(code)
 
-        self.torch, self.dist = torch, dist
+    def measure(self) -> None:
+        self.import_torch()
         if self.spec["measure"] == "ddp":
-            import torch._dynamo  # the first DDP imports it, which takes seconds that would count as part of a step
+            import_module("torch._dynamo")  # the first DDP imports it, which takes seconds that would count as part of a step
         report("imported")
         self.connect()
         {"all_reduce": self.measure_all_reduce, "ddp": self.measure_ddp}[self.spec["measure"]]()
-        self.leave()
+        self.wait_until_all_left(self.store, LEAVE_SECONDS)
+        report("done")
 
     def connect(self) -> None:
         """Create the process group and report the transport that it uses."""
-        torch, dist = self.torch, self.dist
+        torch = self.torch
         gpus = 0 if cpu_is_wanted() or self.spec["backend"] == "gloo" else torch.cuda.device_count()
-        if 0 < gpus < self.local_ranks:
-            raise TrialFailed(f"{self.local_ranks} ranks on a node with {gpus} GPU(s): NCCL needs one GPU for each rank")
+        if 0 < gpus < self.num_local:
+            raise TrialFailed(f"{self.num_local} ranks on a node with {gpus} GPU(s): NCCL needs one GPU for each rank")
         if not gpus and self.spec["backend"] == "nccl":
             raise TrialFailed("--backend nccl: torch finds no GPU on this node")
-        self.device = torch.device("cuda", self.local_rank) if gpus else torch.device("cpu")
-        backend = "nccl" if gpus else "gloo"
-        if gpus:
-            torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.local_ranks))
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=self.spec["seconds"] + 30), device_id=self.device if gpus else None
-        )
+        self.use_device(torch.device("cuda", self.local_rank) if gpus else torch.device("cpu"))
+        if not gpus:
+            torch.set_num_threads(max(1, usable_cores() // self.num_local))
+        seconds = self.spec["seconds"] + 30
+        self.store = self.connect_store(self.rank == 0, seconds)
+        self.open_group(self.store, seconds)
         self.all_reduce(torch.ones(1 << 18, device=self.device))  # NCCL writes to its log which transport it chooses here
-        paths, network, interfaces = [], "", []
-        if log := os.environ.get("NCCL_DEBUG_FILE"):
-            with contextlib.suppress(OSError):
-                paths, network, interfaces = read_nccl_log(Path(log).read_text(errors="replace"))
+        paths, network, interfaces = read_nccl_log(self.read_log()) if gpus else ([], "", [])
         device = torch.cuda.get_device_name() if gpus else f"CPU, {torch.get_num_threads()} threads"
-        version = "NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if gpus else "gloo"
-        transport = Transport(
-            backend, device, f"torch {torch.__version__}, {version}", network, paths, list(dict.fromkeys(interfaces))
-        )
-        report("connected", **asdict(transport))
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize()
-
-    def all_reduce(self, tensor: Any, operation: str = "SUM") -> Any:
-        self.dist.all_reduce(tensor, op=getattr(self.dist.ReduceOp, operation))
-        self.synchronize()
-        return tensor
-
-    def time_each(self, function: Callable[[], Any], repetitions: int) -> list[float]:
-        """Return the milliseconds of each call on the slowest rank.
-
-        The numbers are the same on every rank, so all ranks make the same decisions from them.
-        """
-        spans = []
-        for _ in range(repetitions):
-            began = time.perf_counter()
-            function()
-            self.synchronize()
-            spans.append((time.perf_counter() - began) * 1000)
-            if time.perf_counter() - self.reported_at > ALIVE_SECONDS:
-                self.reported_at = time.perf_counter()
-                report("alive")
-        if not spans:
-            return []
-        return self.all_reduce(self.torch.tensor(spans, dtype=self.torch.float64, device=self.device), "MAX").tolist()
+        version = f"torch {torch.__version__}, {f'NCCL {self.nccl_version()}' if gpus else 'gloo'}"
+        report("connected", **asdict(Transport("nccl" if gpus else "gloo", device, version, network, paths, interfaces)))
 
     def median_time(self, function: Callable[[], Any], warm_up: int, seconds: float, best_ms: float = 0.0) -> tuple[float, bool]:
         """Return the median of the milliseconds, and whether the measurement ended early as much slower than `best_ms`."""
@@ -145,12 +107,12 @@ class Worker:
     def check_collectives(self, buffer: Any) -> None:
         """Raise TrialFailed if a sum is wrong, and fail if another collective fails: such settings must not count as fast."""
         buffer.fill_(self.rank + 1)
-        expected, actual = self.ranks * (self.ranks + 1) / 2, self.all_reduce(buffer)
+        expected, actual = self.num_ranks * (self.num_ranks + 1) / 2, self.all_reduce(buffer)
         if actual.min().item() != expected or actual.max().item() != expected:
             raise TrialFailed(f"wrong sums: {actual.min().item()} to {actual.max().item()} instead of {expected}")
         self.dist.broadcast(buffer[:1024], src=0)
-        self.dist.all_gather([self.torch.empty_like(buffer[:64]) for _ in range(self.ranks)], buffer[:64].contiguous())
-        self.synchronize()
+        gathered = [self.torch.empty_like(buffer[:64]) for _ in range(self.num_ranks)]
+        self.collective(lambda: self.dist.all_gather(gathered, buffer[:64].contiguous()))
 
     def measure_ddp(self) -> None:
         """Report the time of a DDP step for each config."""
@@ -243,15 +205,6 @@ class Worker:
             ddp.register_comm_hook(None, getattr(default_hooks, f"{config.comm_hook}_compress_hook"))
         return ddp
 
-    def leave(self) -> None:
-        """Return on rank 0 when all ranks are past the last collective, because rank 0 hosts the store that the others use."""
-        store, deadline = compat.default_store(), time.monotonic() + 5
-        left = store.add("left", 1)
-        while self.rank == 0 and left < self.ranks and time.monotonic() < deadline:
-            time.sleep(0.01)
-            left = store.add("left", 0)
-        report("done")
-
 
 def resolve_config(config: DdpConfig, times: dict[Choice, float]) -> DdpConfig | None:
     """Replace the "best so far" values of a config by what was measured. Return None for a repetition that is not needed.
@@ -305,26 +258,5 @@ def build_proxy_model(torch: Any, entries: Entries, dtype: Any, device: Any) -> 
     return ProxyModel()
 
 
-def main() -> None:
-    spec, parent = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    if sys.platform == "linux":  # the kernel kills this process when the agent dies
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the agent died before the line above
-        os._exit(1)
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # the agent kills this process; torch would print pages about it
-    code = 1
-    try:
-        Worker(spec).run()
-        code = 0
-    except TrialFailed as error:
-        report("failed", reason=str(error))
-    except Exception as error:
-        is_out_of_memory = "OutOfMemory" in type(error).__name__ or "not enough memory" in str(error)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        report("failed", reason="out of memory" if is_out_of_memory else f"{type(error).__name__}: {first_line}"[:300])
-    sys.stderr.flush()
-    os._exit(code)  # without the shutdown of the interpreter, which may wait for ranks that have ended
-
-
 if __name__ == "__main__":
-    main()
+    collective_worker.main(TrialWorker)

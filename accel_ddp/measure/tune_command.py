@@ -15,16 +15,18 @@ import psutil
 from accel_ddp.doctor import findings, host
 from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
+from accel_ddp.doctor.collective_launch import WorkerProcesses
 from accel_ddp.doctor.doctor_command import parse, read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
-from accel_ddp.measure.agent import Agent, WorkerProcesses
+from accel_ddp.measure.agent import WORKER_MODULE, Agent
 from accel_ddp.measure.trials import Coordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
 from accel_ddp.measure.tune_results import TUNED_VARIABLES
 from accel_ddp.measure.tuner import Tuner
 from accel_ddp.nodes.messages import make_token
 from accel_ddp.nodes.sharding_plan import require_ddp
+from accel_ddp.nodes.spawn import clean_environment
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.words import script_at
 
@@ -117,7 +119,7 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
             tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
         allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
         environment = _worker_environment(outcome.interface, main_ip)
-        processes = WorkerProcesses(node, outcome.ranks_of_nodes, main_ip, environment, allowed)
+        processes = WorkerProcesses(WORKER_MODULE, node, outcome.ranks_of_nodes, main_ip, environment, allowed)
         code = await Agent(processes, options.out).run(main_ip, port, token, describe_node(node, options.out), interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)
@@ -145,8 +147,7 @@ def _catch_signals() -> asyncio.Future:
 
 def _worker_environment(interface: str, main_ip: str) -> dict[str, str]:
     """Return the environment of the workers: without a launcher's variables and without the variables that are tuned."""
-    launcher = ("TORCHELASTIC_", "PET_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher) and name not in TUNED_VARIABLES}
+    kept = {name: value for name, value in clean_environment().items() if name not in TUNED_VARIABLES}
     kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # recipes set it too
     return kept | host.socket_interface_variables(interface, main_ip)  # a recipe's preflight sets it too
 

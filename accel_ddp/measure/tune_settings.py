@@ -144,7 +144,7 @@ class SettingsTuner:
     async def _measure(self, trial: Trial, read_nccl_log: bool = False, best_ms: dict[int, float] | None = None) -> None:
         spec: dict[str, Any] = {
             "measure": "all_reduce", "backend": self.options.backend, "seconds": self.options.trial_seconds,
-            "read_nccl_log": read_nccl_log, "sizes": self.sizes,
+            "nccl_debug": "INFO" if read_nccl_log else "WARN", "sizes": self.sizes,
             "best_ms": {str(size): ms for size, ms in (best_ms or {}).items() if size >= tune_results.SIZES[1]},
         }  # fmt: skip
         reports, trial.failure = await self.runner.run(trial, spec)
@@ -242,7 +242,7 @@ class DdpTuner:
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
-            "read_nccl_log": False, "entries": tune_shapes.pack(entries), "dtype": self.gradients.dtype,
+            "nccl_debug": "WARN", "entries": tune_shapes.pack(entries), "dtype": self.gradients.dtype,
             "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
             "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
             "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],

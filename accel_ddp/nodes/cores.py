@@ -1,13 +1,19 @@
-"""How many CPU threads a rank uses, and the variable from which libraries read it."""
+"""How many cores this process may use, how many CPU threads a rank gets, and the variable from which libraries read it."""
 
 import contextlib
+import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 from accel_ddp.nodes import launcher
 
 
-def choose_num_threads(option: int, local_ranks: int) -> int:
-    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores."""
+def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
+    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores.
+
+    `cores` is the number of cores of another node. By default it is the number that this process may use.
+    """
     if option:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -18,7 +24,7 @@ def choose_num_threads(option: int, local_ranks: int) -> int:
             and not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
         ):
             return int(value)
-    return max(1, num_cores() // local_ranks)
+    return max(1, (cores or usable_cores()) // local_ranks)
 
 
 def _is_set_by_launcher(local_ranks: int) -> bool:
@@ -47,9 +53,43 @@ def set_num_threads(option: int, local_ranks: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(choose_num_threads(option, local_ranks))
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(root: str = "/") -> int:
+    """Return the number of cores that this process may use: its affinity, limited by the CPU quota of its cgroups.
+
+    A container with a limit of 4 CPUs on a host with 64 cores sees 64 of them, and the kernel pauses it after it has used its share.
+    `root` is the folder in which /proc and /sys are. Without them, as on macOS, there is no quota.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(root)))]))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            yield from _quotas_along(mounts, path, "cpu.max")
+        elif "cpu" in controllers.split(","):  # version 1
+            for name in ("cpu", controllers):
+                yield from _quotas_along(mounts / name, path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+
+
+def _quotas_along(mount: Path, path: str, *files: str) -> Iterator[float]:
+    """Yield the quota of each cgroup from `path` up to the root of the hierarchy, which is mounted at `mount`.
+
+    Inside a container the root is often the cgroup of the container, and `path` a path of the host, which does not exist here.
+    """
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            quota, period = " ".join(mount.joinpath(*parts[:depth], file).read_text() for file in files).split()
+            if int(quota) > 0 and int(period) > 0:  # -1: no limit
+                yield int(quota) / int(period)
 
 
 def _may_use_gpu() -> bool:

@@ -6,7 +6,6 @@ training the flag travels with the small all-reduce of each step, and during an 
 
 import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.nodes.spawn import die_with_parent
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
 from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
@@ -81,7 +81,7 @@ class IgnoreInWorker:
         if self.has_fork_server:  # it is the parent, and it ends after its last worker
             threading.Thread(target=_exit_after_rank, daemon=True).start()
         else:
-            signal_on_parent_exit(signal.SIGKILL)
+            die_with_parent()
             # If the rank died before the line above, no signal arrives, and this worker would run forever with the rank's
             # connections.
             if self.parent and os.getppid() != self.parent:
@@ -92,13 +92,6 @@ class IgnoreInWorker:
 def _exit_after_rank() -> None:
     multiprocessing.parent_process().join()  # returns at once if the rank has already died
     os._exit(0)
-
-
-def signal_on_parent_exit(number: int) -> None:
-    """Let Linux send this signal to this process when its parent process ends, however it ends."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The training items as an endless shuffled stream. The step determines the position in it, so that no state is saved."""
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -124,13 +123,17 @@ class TrainBatches:
         """The tokens of each item, or None if they are not known."""
         return None if self.part_lengths is None else self.part_lengths.sum(1)
 
+    def items(self, seed: int) -> Dataset:
+        """Return the items of the stream, by (position in the stream, index in the dataset)."""
+        return _SeededItems(self.dataset, seed)
+
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
         micro, count = cfg.split(accelerator.num_processes)
         order = Shuffle(len(self.dataset), cfg.seed)
         stream = _GlobalMicroBatches(order, step, micro, count, accelerator.num_processes, self.lengths)
         loader = DataLoader(
-            _SeededItems(self.dataset, cfg.seed),
+            self.items(cfg.seed),
             batch_sampler=stream,
             collate_fn=CountingCollate(self.collate),
             **loader_options(cfg, accelerator),
@@ -158,7 +161,7 @@ class TrainBatches:
 
     def batch_of(self, indices: list[int], accelerator: Accelerator, cfg: TrainConfig) -> Any:
         """Return a micro-batch of these items of the dataset, for a trial; the same on every rank."""
-        items = _SeededItems(self.dataset, cfg.seed, is_recorded=False)
+        items = _SeededItems(self.dataset, cfg.seed)
         batch = CountingCollate(self.collate)(items.__getitems__(list(enumerate(indices))))
         return with_sizes(send_to_device(batch, accelerator.device))
 
@@ -237,9 +240,8 @@ class _SeededItems(Dataset):
     The collate function is seeded by the position of the first item of the micro-batch.
     """
 
-    def __init__(self, dataset: Any, seed: int, is_recorded: bool = True):
+    def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
-        self.record = os.environ.get("ACCEL_DDP_RECORD_SAMPLES", "") if is_recorded else ""  # a folder; set by `accel-ddp verify`
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         position, index = key
@@ -247,9 +249,6 @@ class _SeededItems(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        if self.record:
-            with open(f"{self.record}/{os.environ.get('RANK', '0')}-{os.getpid()}.txt", "a") as file:
-                file.write("".join(f"{position} {index}\n" for position, index in keys))
         if _has_plain_rows(self.dataset):  # reading rows together is ten times faster
             items = self.dataset.__getitems__([index for _, index in keys])
         else:

@@ -1,0 +1,37 @@
+"""What a process that starts ranks needs: an environment without a launcher, the variables of a rank, and the end of orphans."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from accel_ddp.nodes.launcher import remove_mpi_variables
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
+_PR_SET_PDEATHSIG = 1
+# Loaded here, because loading takes a lock, which must not be taken between fork and exec.
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment of this process without the variables of its own launcher: torchrun, Accelerate or mpirun."""
+    kept = remove_mpi_variables(dict(os.environ))
+    return {name: value for name, value in kept.items() if name not in RANK_VARIABLES and not name.startswith(_OF_TORCHRUN)}
+
+
+def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank. `address` and `port` are where rank 0's store will listen."""
+    values = (
+        sum(ranks_of_nodes[:node]) + local_rank, sum(ranks_of_nodes), local_rank, ranks_of_nodes[node], node, address, port
+    )  # fmt: skip
+    return dict(zip(RANK_VARIABLES, map(str, values), strict=True))
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let Linux send this signal to this process when its parent ends, however the parent ends.
+
+    No signal arrives if the parent has already ended. The function may run between fork and exec.
+    """
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -1,0 +1,68 @@
+"""A recipe whose data loaders record which items they read: `python recorded.py FOLDER RECIPE OPTIONS`, for `accel-ddp verify`.
+
+The recipe runs as if it was started itself. Each process that reads items of the training stream appends to its own file in FOLDER
+one line per item: its position in the stream and its index in the dataset.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+_STREAM = "accel_ddp.training.stream"
+
+
+class RecordedItems:
+    """The items of the training stream, recorded before they are read."""
+
+    def __init__(self, items: Any, folder: str):
+        self.items, self.folder = items, folder
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        with open(f"{self.folder}/{os.environ.get('RANK', '0')}-{os.getpid()}.txt", "a") as file:
+            file.write("".join(f"{position} {index}\n" for position, index in keys))
+        return self.items.__getitems__(keys)
+
+
+class _RecordOnImport:
+    """Lets TrainBatches record as soon as the recipe imports it.
+
+    An import here would be earlier than in other runs: before the preflight, and before the number of CPU threads is set.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _STREAM:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: Any) -> None:
+            execute(module)
+            items_of = module.TrainBatches.items
+            module.TrainBatches.items = lambda batches, seed: RecordedItems(items_of(batches, seed), self.folder)
+
+        spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def run(folder: str, argv: list[str]) -> None:
+    """Run the recipe with its options, and record in this folder."""
+    sys.meta_path.insert(0, _RecordOnImport(folder))
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[2]))  # as `python RECIPE` sets it, instead of the folder of this file
+    from accel_ddp.training import recorded  # data workers find its classes by this name
+
+    recorded.run(sys.argv[1], sys.argv[2:])
