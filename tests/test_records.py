@@ -166,7 +166,9 @@ def test_a_queue_of_a_run_without_a_folder_does_not_grow():
     writer = IncidentWriter()
     for number in range(2 * MOST_WAITING):
         writer.write(Incident("warning", "A", str(number)))
-    assert writer.waiting.qsize() == MOST_WAITING
+    assert [incident.text for incident in writer.writer.waiting] == [
+        str(number) for number in range(MOST_WAITING, 2 * MOST_WAITING)
+    ]
     writer.close()
 
 

@@ -27,7 +27,11 @@ _TQDM = re.compile(r"\d+%\||\d\S* \[\d\d:\d\d")
 
 
 class Terminal:
-    """A terminal with a panel of some rows below the cursor. All methods can be called from any thread."""
+    """A terminal with a panel of some rows below the cursor. All methods can be called from any thread.
+
+    A terminal can be opened for writing without waiting, so a text appears before `print` returns, in the order of what other
+    processes print. A `BackgroundWriter` would print it later, and could not drop frames that are no longer needed.
+    """
 
     def __init__(self, descriptor: int, encoding: str = "utf-8"):
         """Open the terminal again. Each call of `open` has flags of its own, so that other writers still wait as they expect."""

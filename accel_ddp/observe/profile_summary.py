@@ -11,6 +11,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe import traces
 from accel_ddp.observe.profile_advice import ms, recommend
 from accel_ddp.records import run_log
+from accel_ddp.records.files import replace_file
 
 SCHEMA = 1
 # The options that recommendations depend on.
@@ -87,9 +88,7 @@ def _findings(ranks: list[dict[str, Any]]) -> list[str]:
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
     (folder / traces.SUMMARY_TEXT).write_text(text + "\n")
-    part = folder / f".{traces.SUMMARY}"
-    part.write_text(json.dumps(summary, indent=1) + "\n")
-    part.replace(folder / traces.SUMMARY)
+    replace_file(folder / traces.SUMMARY, json.dumps(summary, indent=1) + "\n")
 
 
 # ---- text

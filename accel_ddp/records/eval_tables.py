@@ -6,12 +6,13 @@ A run stores them in OUTPUT_DIR/tables/step_00000120.json, trackers show them, a
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from accel_ddp.records.files import replace_file
 
 FOLDER = "tables"
 KINDS = ("scores", "matrix", "points", "predictions")
@@ -83,16 +84,7 @@ def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
     """
     path = folder / file_of(step)
     path.parent.mkdir(exist_ok=True)
-    new = path.with_name(f".{path.name}.tmp")
-    try:
-        new.write_text(
-            json.dumps({name: table.as_dict() for name, table in tables.items()}, ensure_ascii=False), encoding="utf-8"
-        )
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
+    replace_file(path, json.dumps({name: table.as_dict() for name, table in tables.items()}, ensure_ascii=False))
     return file_of(step)
 
 

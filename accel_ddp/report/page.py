@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp import __version__
+from accel_ddp.records.files import replace_file
 from accel_ddp.report import charts, sections
 from accel_ddp.report.cards import choice, moment, section
 from accel_ddp.report.chart_data import chart_data
@@ -30,7 +31,7 @@ _VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1"
 
 def write_page(runs: list[Run], path: Path) -> None:
     """Write the page of one run, or of several runs that are compared. Raise OSError if the disk does not accept it."""
-    path.write_text(make_page(runs), encoding="utf-8", newline="\n")  # the hashes of the policy are those of these line ends
+    replace_file(path, make_page(runs), has_rivals=True)  # a browser that reloads it sees the old page or the new one
 
 
 def make_page(runs: list[Run]) -> str:

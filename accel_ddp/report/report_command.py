@@ -195,20 +195,15 @@ def _choose_path(out: str, folders: list[Path]) -> Path:
 
 
 def _write_page(runs: list[Run], path: Path) -> None:
-    """Replace the page atomically: a browser that reloads it sees the old page or the new one."""
     from accel_ddp.report.page import write_page
 
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
-            write_page(runs, new)
-        new.replace(path)
+            write_page(runs, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.ranks.process import process
 from accel_ddp.records.eval_tables import IMAGE, Table
-from accel_ddp.saving import checkpoint_format
+from accel_ddp.records.files import replace_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +85,7 @@ class ScoreTable:
         writer.writerows(["" if isinstance(value, float) and math.isnan(value) else value for value in row] for row in self.rows)
         path = Path(output_dir) / FILE
         try:
-            checkpoint_format.write_text(path, file.getvalue())
+            replace_file(path, file.getvalue(), syncs=True)
         except OSError as error:
             return f"{self}\n{path} could not be written on {process.host}: {error.strerror}."
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
