@@ -9,7 +9,6 @@ from pathlib import Path
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
-from accel_ddp.report.csv_files import write_csv
 from accel_ddp.report.markup import require_page
 from accel_ddp.report.run_data import Run
 from accel_ddp.report.run_reader import read_run
@@ -122,18 +121,21 @@ def _suggest_beside(folder: Path) -> str:
 
 # The command `accel-ddp report`.
 _EXAMPLES = """examples:
-  accel-ddp report runs/classify/20260131-120000                 one run: the page is report.html in its folder
-  accel-ddp report runs/classify/* --out compare.html            several runs on one page, with their differences
-  accel-ddp report runs/classify/20260131-120000 --csv numbers   CSV files too, in the folder numbers
+  accel-ddp report runs/classify/20260131-120000        one run: the page is report.html in its folder
+  accel-ddp report runs/classify/* --out compare.html   several runs on one page, with their differences
 
-A run that has not ended is shown as it is now. docs/report.md describes the page and the files."""
+A run that has not ended is shown as it is now. docs/report.md describes the page."""
+_NO_CSV = (
+    "--csv was removed. Read the numbers with pandas: "
+    "pandas.read_json('{}', lines=True).query(\"event == 'update'\"). docs/log.md describes the events."
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="accel-ddp report",
-        usage="accel-ddp report RUN... [--out FILE] [--csv FOLDER] [--open]",
+        usage="accel-ddp report RUN... [--out FILE] [--open]",
         description="Write one HTML file about one or several runs, which opens without a network: curves, the time of\n"
         "each rank, evaluations, checkpoints, incidents, options and versions.",
         epilog=_EXAMPLES,
@@ -142,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its --output_dir)")
     default = "RUN/report.html; for several runs report.html in the current folder"
     parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
-    parser.add_argument("--csv", default="", metavar="FOLDER", help="also write the numbers as CSV files into this folder")
+    parser.add_argument("--csv", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     return parser
 
@@ -150,10 +152,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Write the report of the runs in `words` and return the exit code."""
     given = build_parser().parse_args(words)
+    if given.csv is not None:
+        raise UserError(_NO_CSV.format(Path(given.runs[0], run_log.FILE)))
     folders, left_out = find_runs(given.runs)
     path = _choose_path(given.out, folders)
-    if given.csv and Path(given.csv).exists() and not Path(given.csv).is_dir():
-        raise UserError(f"--csv {given.csv}: is a file. Give a folder.")
     runs = _read_all(folders, left_out)
     for run in runs:
         left_out += [f"{run.name}: {note}" for note in run.notes]
@@ -161,9 +163,6 @@ def main(words: list[str]) -> int:
         print(f"warning: {text}", file=sys.stderr)
     _write_page(runs, path)
     print(f"{path} ({_size(path)})")
-    if given.csv:
-        for one in write_csv(runs, given.csv):
-            print(f"{one} ({_size(one)})")
     if given.open:
         _open(path)
     return 0
