@@ -25,7 +25,7 @@ from accel_ddp.report.cards import (
 )
 from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, slowness
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun
 
 # Column of the log: title, unit of the axis, how to read it.
 CURVES = {
@@ -58,7 +58,7 @@ PARTS = {
 MARKS = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
 
 
-def curves(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
     """Return the section with the curves of all runs, which share their controls."""
     names = list(dict.fromkeys(name for one in data for name in one["curves"]))
     if not names:
@@ -78,7 +78,7 @@ def curves(runs: list[Run], data: list[dict[str, Any]]) -> Html:
     return section("curves", "Curves", _controls(runs, data), zoom, note(reduced) if longest > POINTS else "", marks, grid)
 
 
-def _controls(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+def _controls(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
     axes = {"step": "Step", "time": "Time"} | ({"samples": "Samples"} if all(one["batch"] for one in data) else {})
     smoothing = "0.8" if len(runs) > 1 else "0"  # noisy curves of several runs hide each other
     check = lambda id, text, checked=False, kind="": tag(
@@ -120,7 +120,7 @@ def _controls(runs: list[Run], data: list[dict[str, Any]]) -> Html:
     return tag("div", bar, shown, class_="bar js")
 
 
-def _curve(name: str, runs: list[Run], over: str | None) -> Html:
+def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
     """Return the card of one curve. `over` is another curve in the same chart."""
     plain = name.removeprefix("eval:").replace("_", " ")
     if name.startswith("eval:"):
@@ -135,7 +135,7 @@ def _curve(name: str, runs: list[Run], over: str | None) -> Html:
     return chart("curve", title, text, label[:600], key=key, figures=line, data={"key": name, "unit": unit, "over": over})
 
 
-def _figures(run: Run, name: str, is_short: bool) -> str:
+def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
     """Return the last value of a curve as text, and its lowest and highest value."""
     if name.startswith("eval:"):
         known = [(one["step"], one[name[5:]]) for one in run.evaluations if is_number(one.get(name[5:]))]
@@ -152,7 +152,7 @@ def _figures(run: Run, name: str, is_short: bool) -> str:
     return last if is_short else f"last {last} · min {at(int(values.argmin()))} · max {at(int(values.argmax()))}"
 
 
-def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
+def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
     """Return the section that shows where each rank spends its time."""
     ranks = data["ranks"]
     if not ranks:
@@ -211,7 +211,7 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
     return section("time", "Where the time goes", tag("p", sentence), grid, _slowest(run, level), level=level, prefix=prefix)
 
 
-def _slowest(run: Run, level: int) -> Html:
+def _slowest(run: ReportedRun, level: int) -> Html:
     """Return a table of the ranks with the largest own time."""
     count = run.ranks.num_ranks
     if count < 2:
@@ -264,7 +264,7 @@ _LONGEST_IMAGE = 100_000  # characters
 Rows = list[list[Any]]
 
 
-def evaluations(run: Run, index: int, level: int, prefix: str) -> Html:
+def evaluations(run: ReportedRun, index: int, level: int, prefix: str) -> Html:
     """Return the section, or nothing for a run without evaluations."""
     steps = sorted(run.tables)
     blocks = []
@@ -278,16 +278,16 @@ def evaluations(run: Run, index: int, level: int, prefix: str) -> Html:
     return section("evaluations", "Evaluations", _metrics(run), picker, *blocks, level=level, prefix=prefix)
 
 
-def best_step(run: Run) -> int | None:
+def best_step(run: ReportedRun) -> int | None:
     return (run.summary.get("best") or {}).get("step")
 
 
-def best_name(run: Run) -> str:
+def best_name(run: ReportedRun) -> str:
     """Return what is best, for example "best accuracy": without --keep_best it is the loss, whatever --best_metric is."""
     return f"best {(run.summary.get('best') or {}).get('metric', '')}".replace("_", " ").strip()
 
 
-def _metrics(run: Run) -> Html:
+def _metrics(run: ReportedRun) -> Html:
     """Return a table with a row for each evaluation, or for some of them if there are many. The newest is the first."""
     names = metric_names(run)[:COLUMNS]
     if not names:

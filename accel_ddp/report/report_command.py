@@ -10,7 +10,7 @@ from pathlib import Path
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
 from accel_ddp.report.markup import require_page
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import unique_names
 from accel_ddp.saving import checkpoint_format
@@ -168,7 +168,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _read_all(folders: list[Path], left_out: list[str]) -> list[Run]:
+def _read_all(folders: list[Path], left_out: list[str]) -> list[ReportedRun]:
     """Return the runs. Of several, those that cannot be read are left out."""
     runs = []
     for folder, name in zip(folders, unique_names(folders)):
@@ -193,7 +193,7 @@ def _choose_path(out: str, folders: list[Path]) -> Path:
     return path
 
 
-def _write_page(runs: list[Run], path: Path) -> None:
+def _write_page(runs: list[ReportedRun], path: Path) -> None:
     from accel_ddp.report.page import write_page
 
     try:
