@@ -21,8 +21,7 @@ from accel_ddp.config.option_values import Window, choose_ranks, choose_window, 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
 from accel_ddp.observe.ranges import Ranges
-from accel_ddp.observe.trace_analysis import analyse
-from accel_ddp.observe.traces import Clock
+from accel_ddp.observe.traces import Clock, analyse
 from accel_ddp.phases import PROFILE, Timing
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import process
