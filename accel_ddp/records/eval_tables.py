@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_ddp.records.files import replace_file
+from accel_ddp.records.files import parse, replace_file
 
 FOLDER = "tables"
 KINDS = ("scores", "matrix", "points", "predictions")
@@ -89,13 +89,19 @@ def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
 
 
 def read_tables(path: Path) -> dict[str, Table]:
-    """Return the tables of a file, or {} if it was removed or is damaged. Kinds and fields that are not known are left out."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = [field.name for field in fields(Table)]
-        made = {name: Table(**{field: value[field] for field in known if field in value}) for name, value in found.items()}
-        return {name: table for name, table in made.items() if table.kind in KINDS}
+    """Return the tables of a file, or {} if it was removed or is damaged."""
+    with contextlib.suppress(OSError):
+        return parse_tables(parse(path.read_bytes()) or {})
     return {}
+
+
+def parse_tables(values: dict[str, Any]) -> dict[str, Table]:
+    """Return the tables of a JSON object. Damaged tables, and kinds and fields that are not known, are left out."""
+    tables = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError):
+            tables[name] = _check_table(name, Table(**{one.name: value[one.name] for one in fields(Table) if one.name in value}))
+    return tables
 
 
 def list_steps(folder: Path) -> list[int]:

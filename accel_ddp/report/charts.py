@@ -71,7 +71,7 @@ def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
         class_="js",
     )
     longest = max((len(run.updates.get("step", ())) for run in runs), default=0)
-    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. The CSV files contain all steps."
+    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. log.jsonl contains all steps."
     levels = {mark["level"] for one in data for mark in one["marks"]}
     marks = legend((f"mark {level}", text) for level, text in MARKS.items() if level in levels) if levels else ""
     grid = tag("div", *cards, class_="grid several" if len(runs) > 1 else "grid")
@@ -300,7 +300,7 @@ def _metrics(run: ReportedRun) -> Html:
         for i, one in reversed(list(enumerate(known)))
         if i in kept or one["step"] == best
     ]
-    text = f"{len(rows)} of {len(known):,} evaluations are shown. The CSV files contain all of them."
+    text = f"{len(rows)} of {len(known):,} evaluations are shown. log.jsonl contains all of them."
     shown = table(["step", *(name.replace("_", " ") for name in names)], rows, "Metrics of the evaluations, the newest first")
     return join([shown, note(text) if len(rows) < len(known) else ""])
 

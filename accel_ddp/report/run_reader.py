@@ -319,25 +319,9 @@ def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) ->
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):
         values = _read_object(run.folder / eval_tables.file_of(step), run.notes)
-        valid = {name: table for name, value in values.items() if (table := _table_of(value))}
+        valid = {name: table.as_dict() for name, table in eval_tables.parse_tables(values).items()}
         if len(valid) < len(values):
             run.notes.append(f"{eval_tables.file_of(step)} contains damaged tables. They are left out.")
         if valid:
             found[step] = valid
     return found
-
-
-def _table_of(value: Any) -> dict[str, Any] | None:
-    """Return a table whose rows all have a cell for each column, or None if it is damaged."""
-    if not isinstance(value, dict) or not isinstance(value.get("columns"), list) or not isinstance(value.get("rows"), list):
-        return None
-    width = len(value["columns"])
-    if not all(isinstance(row, list) and len(row) == width for row in value["rows"]):
-        return None
-    columns = [str(name) for name in value["columns"]]
-    return {
-        "columns": columns,
-        "rows": value["rows"],
-        "kind": str(value.get("kind", "scores")),
-        "title": str(value.get("title", "")),
-    }
