@@ -137,7 +137,7 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
             "gradients."
         )
         found.append(Recommendation(f"--comm_hook {hook}", network / 2, text))
-    buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces are those of counts and loss
+    buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
     smaller = max(1, int(min(cap, megabytes) / 4))
     if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
         saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))
@@ -161,7 +161,7 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
     what = "communicates" if on_gpu else "communicates and updates the weights"
     text = (
         f"{why}. It does not grow with the batch: --global_batch_size {2 * batch} with the same --micro_batch_size {what} half "
-        f"as often and saves up to {ms(fixed / 2)} per {batch} items. It changes what is learned, so that --lr may need a change."
+        f"as often and saves up to {ms(fixed / 2)} per {batch} items. It changes what is learned, so --lr may need a change."
     )
     found.append(Recommendation(f"--global_batch_size {2 * batch}", fixed / 2, text))
     return found
@@ -197,7 +197,7 @@ def _host(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
         return found
     why = f"the GPU waits for the host to launch kernels during {_of(late, step)}"
     if not run.get("compiled") and options.get("compile") != "on":
-        text = f"{why}. --compile on fuses kernels, so that the host launches fewer, and saves up to {ms(late)}."
+        text = f"{why}. --compile on fuses kernels, so the host launches fewer, and saves up to {ms(late)}."
         found.append(Recommendation("--compile on", late, text))
     micro, count = run["micro_batch_size"], run["accumulation"]
     if count % 2 == 0 and options.get("micro_batch_size") != "auto":
@@ -211,7 +211,7 @@ def _host(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
         text = (
             f"{why}, with one micro-batch of {micro} per step. --global_batch_size {2 * batch} --micro_batch_size {2 * micro} computes "
             f"twice as many items with the same number of kernels and saves up to {ms(late / 2)} per {batch} items. It changes what "
-            "is learned, so that --lr may need a change."
+            "is learned, so --lr may need a change."
         )
         found.append(Recommendation(f"--global_batch_size {2 * batch}", late / 2, text))
     return found

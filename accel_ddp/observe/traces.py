@@ -109,7 +109,7 @@ def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> lis
     shift = (trace.get("baseTimeNanoseconds", 0) + clock.offset - zero) / 1000
     found: list[dict[str, Any]] = []
     names: dict[Any, str] = {}
-    threads: dict[Any, int] = {}  # a number for each thread, because those of torch are unique on one device only
+    threads: dict[Any, int] = {}  # a number for each thread, because the numbers of torch are unique on one device only
     order: dict[int, int] = {}
     for event in trace["traceEvents"]:
         kind, key = event.get("ph"), (str(event.get("pid")), str(event.get("tid")))

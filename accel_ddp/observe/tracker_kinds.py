@@ -105,7 +105,7 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so that a resumed run continues the same run."""
+    """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so a resumed run continues the same run."""
 
     def make(self, step: int) -> GeneralTracker:
         known = _read(self._id_file) if self.cfg.resume else ""
@@ -140,8 +140,8 @@ class MLflow(Tracker):
 class _WandbRun(WandBTracker):
     """Logs each row under a number of its own, with the step of the training as a value.
 
-    wandb ignores a row whose own step is not larger than that of the row before. A resumed run repeats steps, and a checkpoint is
-    reported after later steps, so that such rows would be lost. The x axis of every panel is the value `step`.
+    wandb ignores a row whose own step is not larger than the step of the row before. A resumed run repeats steps, and a checkpoint is
+    reported after later steps, so such rows would be lost. The x axis of every panel is the value `step`.
     """
 
     row = 0
@@ -227,7 +227,7 @@ class Wandb(Tracker):
 
 
 def make_tracker(name: str, cfg: TrainConfig, folder: str, wandb_id: str) -> Tracker:
-    """Return the tracker of a name in `--report_to`. `folder` is that of trackers which write files."""
+    """Return the tracker of a name in `--report_to`. Trackers that write files write into `folder`."""
     if name == "wandb":
         return Wandb(name, cfg, folder, wandb_id)
     kinds: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": MLflow}

@@ -264,7 +264,7 @@ def _log_save(tracker: Tracker, step: int, path: Path) -> None:
 
 
 def _wandb_id(cfg: TrainConfig) -> str:
-    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed or restarted, or a new one."""
+    """Return the id of the wandb run: WANDB_RUN_ID, the id of the run that is resumed or restarted, or a new one."""
     path = Path(cfg.output_dir) / "wandb_id.txt"
     known = os.environ.get("WANDB_RUN_ID", "")
     with contextlib.suppress(OSError):
@@ -307,7 +307,7 @@ def _row_of_times(before: Sequence[RankSample], ranks: Sequence[RankSample]) -> 
         own = [sum(split) - split.communication for split in splits]
         slowest = max(range(len(own)), key=own.__getitem__)
         row["speed/slowest_rank"] = slowest
-        # The median is that of the faster half, so that with two ranks it is the other one.
+        # The lower median: of two ranks it is the faster one.
         row["speed/slowest_rank_costs_seconds"] = own[slowest] - statistics.median_low(own)
     return row
 

@@ -26,7 +26,7 @@ class Table:
 
     `scores` have the name of a row in their first column. A `matrix` has a row for each true class and a column for each predicted
     class, after a first column with the names of the rows. `points` have two columns of numbers, the true and the predicted ones.
-    `predictions` contain data of the user, so that they are made only on request (`--log_predictions`). Their column IMAGE, if there
+    `predictions` contain data of the user, so they are made only on request (`--log_predictions`). Their column IMAGE, if there
     is one, has small images as data URIs.
     """
 
@@ -80,7 +80,7 @@ def _as_cell(value: Any) -> str | int | float | None:
 def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
     """Write the tables of a step and return their path relative to the folder of the run. Raise OSError if the disk fails.
 
-    Equal tables have equal bytes, so that a resumed run that repeats an evaluation leaves the file as it was.
+    Equal tables have equal bytes, so a resumed run that repeats an evaluation leaves the file as it was.
     """
     path = folder / file_of(step)
     path.parent.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def remove_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, best: int | None) -> None:
-    """Remove all tables except those of the first evaluation, of the newest ones, and of the step `best`."""
+    """Keep the tables of the first evaluation, of the newest ones, and of the step `best`. Remove the others."""
     steps = list_steps(folder)
     for step in steps[1:-NEWEST]:
         if step != best:

@@ -35,7 +35,7 @@ class Incident(NamedTuple):
     def parse(cls, line: str, kind: str = "", level: str = "", **place: object) -> "Incident":
         """Return the incident of a printed line such as "warning: LOSS_SPIKE: the loss is ...".
 
-        `kind` and `level` are those of a line that states none.
+        `kind` and `level` apply to a line that states none.
         """
         found = _KIND.match(line)
         stated = line.partition(": ")[0]

@@ -1,4 +1,7 @@
-"""The cards of the page: tiles, tables and frames of charts as HTML. page.js draws the charts into their frames."""
+"""The cards of the page: tiles, tables and frames of charts as HTML, and numbers as people read them.
+
+page.js draws the charts into their frames.
+"""
 
 import itertools
 import math
@@ -8,7 +11,6 @@ from typing import Any
 
 from accel_ddp.report.markup import Html, escape, join, tag
 
-# Writes numbers for people: thousands separators, units, and hours and minutes instead of seconds.
 UNKNOWN, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # a dash, a minus sign, a multiplication sign
 _DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))

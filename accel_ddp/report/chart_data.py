@@ -14,15 +14,13 @@ import numpy as np
 
 from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
 
-# Chooses the points of a long curve that are drawn, so that a page with a million logged steps opens at once.
-
 
 def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
     """Return the indices, in order, of at most `most` points that look like all points.
 
-    The first and the last point are kept. The points are divided into bins of equal size, and of each bin the smallest and the
-    largest value of each column are kept, so that spikes stay visible. One value that is not finite is kept too, so that a curve
-    has a gap there. A point whose `x` is not finite is left out.
+    The first and the last point are kept. The points are divided into bins of equal size. The smallest and the largest value of each
+    column are kept in each bin, so spikes stay visible, and one value that is not finite, so a curve has a gap there. A point whose
+    `x` is not finite is left out.
     """
     usable = np.flatnonzero(np.isfinite(x))
     if len(usable) <= most or most < 1:
@@ -53,7 +51,7 @@ def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
 
 
 POINTS = 2000  # of a curve
-MEANS = 500  # of a curve, for smoothing: the points keep extremes, so that their moving average would be biased
+MEANS = 500  # of a curve, for smoothing: the points keep extremes, so their moving average would be biased
 INTERVALS = 240  # columns of the heat map and of the charts of ranks
 RANKS = 64  # that have a chart of their own
 ROWS = 128  # of the heat map
@@ -174,7 +172,7 @@ def rank_data(run: ReportedRun, first: float, columns: int, num_ranks: int) -> d
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
-    # The averages of the summary are those of the usual lines too.
+    # The summary averages the usual lines too.
     of_ranks = {part: np.array(run.summary["seconds_per_rank"][part], float) for part in binned}
     averages = {part: np.array([_mean(values[group], 0) for group in groups]) for part, values in of_ranks.items()}
     with warnings.catch_warnings():

@@ -1,4 +1,7 @@
-"""The sections with charts: curves, where the time goes, and the load of the nodes. Each chart states how to read it."""
+"""The sections with charts: curves, where the time goes, the load of the nodes, and evaluations with their tables.
+
+Each chart states how to read it.
+"""
 
 import math
 import re
@@ -34,11 +37,11 @@ CURVES = {
     "grad_norm": ("Gradient norm", "", "The norm before clipping. Sudden peaks precede a loss that diverges."),
     "samples_per_second": ("Samples per second", "samples/s", "All ranks together. Higher is faster; dips are interruptions."),
     "tokens_per_second": ("Tokens per second", "tokens/s", "All ranks together. Higher is faster; dips are interruptions."),
-    "mfu": ("Model FLOPs utilisation (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
+    "mfu": ("Model FLOPs utilization (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
     "tflops": ("TFLOPs per second", "TFLOPs/s", "The arithmetic of the model, per second and rank."),
 }
 SYSTEM = {
-    "gpu_utilisation": ("GPU utilisation", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
+    "gpu_utilisation": ("GPU utilization", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
     "gpu_memory": ("GPU memory of the run", "GiB", "The most that torch has allocated on one GPU of each node."),
     "gpu_memory_used": ("GPU memory in use", "GiB", "The most that all processes use on one GPU of each node."),
     "gpu_temperature": ("GPU temperature", "°C", "The hottest GPU of each node. A GPU that is too hot becomes slower."),
@@ -249,7 +252,8 @@ def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> 
     return section("hardware", "Load of the nodes", lines(names) if len(names) > 1 else "", grid, level=level, prefix=prefix)
 
 
-# The section with the evaluations: their metrics, scores of classes, confusion matrices, predictions.
+# ---- evaluations: their metrics, scores of classes, confusion matrices, predictions
+
 LISTED = 30  # evaluations in the table
 COLUMNS = 40  # metrics in the table
 CLASSES = 50  # of a confusion matrix
@@ -316,7 +320,7 @@ def _scores(columns: list[str], rows: Rows, title: str, level: int) -> Html:
 
 
 def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return a confusion matrix as a table with coloured cells, which is readable without scripts and for screen readers."""
+    """Return a confusion matrix as a table with colored cells, which is readable without scripts and for screen readers."""
     names, heads = columns[1:], [str(row[0]) for row in rows]
     counts = np.array([[float(one) if is_number(one) else 0.0 for one in row[1:]] for row in rows])
     if not names:
@@ -339,9 +343,7 @@ def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
         )
         for i, (name, line) in enumerate(zip(heads, zip(counts.tolist(), shares.tolist())))
     ]
-    text = (
-        "Rows are true classes, columns are predicted ones. The framed diagonal is correct. The colour is the share of the row."
-    )
+    text = "Rows are true classes, columns are predicted ones. The framed diagonal is correct. The color is the share of the row."
     switch = tag("input", type="checkbox", data_percent=True, autocomplete="off")
     percent = tag("label", switch, tag("span", "Percent of each row"), class_="choice js")
     class_ = "matrix compact" if len(names) > COMPACT else "matrix"
@@ -357,7 +359,7 @@ def _count(count: float, share: float, is_correct: bool) -> Html:
 
 
 def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return sample predictions, with a list that shows those of one group."""
+    """Return sample predictions, with a list that chooses one group."""
     at = columns.index("group") if "group" in columns else None
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)

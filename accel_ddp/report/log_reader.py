@@ -14,7 +14,6 @@ from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
 from accel_ddp.report.run_data import LogContent, RankTimes, number_of, step_of
 
-# The times of all ranks in one line of the log, and their arrays.
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
 
@@ -115,15 +114,14 @@ class _Reader:
 
     def _read_lines(self, path: Path) -> None:
         for line in _lines(path):
-            if line.startswith(
-                (b'{"event": "update"', b'{"event":"update"')
-            ):  # before it is parsed, which takes most of the time
+            # The event is recognized before the line is parsed, which takes most of the time.
+            if line.startswith((b'{"event": "update"', b'{"event":"update"')):
                 self.pending.append(line)
                 if len(self.pending) == _BATCH:
                     self._parse_updates()
             elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
                 self.seen += 1
-                if self.seen == 1:  # an estimate of the number of lines, so that few lines are parsed in vain
+                if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
                     self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
                 if self.seen % self.stride == 0 and (event := self._parse(line)):
                     self._add_rank_line(event)

@@ -1,4 +1,4 @@
-"""Writes the page of `accel-ddp report`: one HTML file that needs no network. docs/report.md describes it.
+"""The page of `accel-ddp report`: one HTML file that needs no network. docs/report.md describes it.
 
 All text is in the page itself and readable without scripts. page.js draws the charts, with the library plotly from the installed
 package, from numbers that the page contains as JSON. The policy of the page forbids every request and every script except these

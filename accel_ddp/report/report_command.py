@@ -1,4 +1,4 @@
-"""Finds the folders of runs among the paths that a user has typed."""
+"""The command `accel-ddp report`: its options, and the runs among the paths that a user has given."""
 
 import argparse
 import os
@@ -119,7 +119,6 @@ def _suggest_beside(folder: Path) -> str:
     return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
 
 
-# The command `accel-ddp report`.
 _EXAMPLES = """examples:
   accel-ddp report runs/classify/20260131-120000        one run: the page is report.html in its folder
   accel-ddp report runs/classify/* --out compare.html   several runs on one page, with their differences

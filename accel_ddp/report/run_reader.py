@@ -1,4 +1,7 @@
-"""Reads the folder of a run: its log, its options, its checkpoints, its tables and its incidents."""
+"""The content of a run folder: log, options, checkpoints, tables and incidents.
+
+Incidents are diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
+"""
 
 import contextlib
 import fcntl
@@ -20,7 +23,6 @@ from accel_ddp.report.log_reader import read_log_columns
 from accel_ddp.report.run_data import LogContent, ReportedRun, State, finite_or_none, number_of, summarize
 from accel_ddp.saving import checkpoint_format
 
-# Collects the incidents of a run: diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
 _MOST = 2000
 _MOST_GAPS = 100  # groups of steps that are not finite
@@ -88,7 +90,7 @@ def _is_finding(event: dict[str, Any]) -> bool:
 
 
 def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return failures and restarts. restarts.jsonl has those of the last job, and the log those of all jobs."""
+    """Return failures and restarts: of the last job from restarts.jsonl, and of all jobs from the log."""
     found = [_incident(line, "error", "FAILURE") for line in lines if line.get("event") == "failure"]
     restarts = [line for line in lines if line.get("event") == "training" and "restart" in line]
     restarts += [event for event in events if event["event"] == "restart"]
@@ -168,6 +170,9 @@ def _once(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+# ---- the run
+
+
 _YOUNG_SECONDS = 120.0  # a log that has grown since then, or within three times the usual time between lines, is young
 _RECENT_LINES = 20
 
@@ -219,7 +224,7 @@ def _notes_of(content: LogContent, run: ReportedRun) -> list[str]:
     if content.newer_schema is not None:
         notes.append(
             f"The log was written by a newer version of accel_ddp (schema {content.newer_schema}; this version reads "
-            f"{run_log.SCHEMA}), so that some values may be missing or wrong. Run: pip install -U accel_ddp"
+            f"{run_log.SCHEMA}), so some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
         lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"

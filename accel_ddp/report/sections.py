@@ -1,4 +1,7 @@
-"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration."""
+"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration.
+
+Runs that are compared have short names that distinguish them. The page lists the options, versions and machines that differ.
+"""
 
 import os
 import shlex
@@ -29,7 +32,6 @@ from accel_ddp.report.chart_data import is_number, metric_names, places
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
 
-# Compares runs: short names that distinguish them, and the options, versions and machines in which they differ.
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
 
 
