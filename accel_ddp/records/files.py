@@ -156,18 +156,16 @@ class BackgroundWriter:
     def stop(self) -> None:
         """Drop everything that waits and end the thread. Only `write` may call this."""
         with self._changed:
+            self._is_closing, self._is_busy = True, False
             self.waiting.clear()
-            self._is_closing = True
+            self.is_done.set()
 
     def _work(self) -> None:
         try:
             while self._write_next():
                 pass
         finally:
-            with self._changed:
-                self.is_done.set()
-                self.waiting.clear()
-                self._is_busy = False
+            self.stop()
 
     def _write_next(self) -> bool:
         """Write the next item. Return whether the thread goes on."""
