@@ -76,8 +76,6 @@ class TensorBoard(Tracker):
         return LOGGER_TYPE_TO_CLASS["tensorboard"](self.project, self.folder, **more)
 
     def log_tables(self, tables: dict[str, Table], step: int) -> None:
-        import numpy as np
-
         writer = self.tracker.tracker
         for name, table in tables.items():
             if image := draw_matrix(table):

@@ -267,11 +267,10 @@ def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
     shown = table(["step", "saved after", "size", "folder"], rows, "Checkpoints, the newest first") if rows else ""
     removed = len(run.checkpoints) - len(there)
     texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
-    texts += (
-        [f"{plural(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."]
-        if removed
-        else []
-    )
+    if removed:
+        texts.append(
+            f"{plural(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."
+        )
     return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
 
 
@@ -291,33 +290,20 @@ def profile(run: ReportedRun, level: int, prefix: str) -> Html:
             )
     advice = [one.get("text") if isinstance(one, dict) else one for one in list_of(found.get("recommendations"))]
     texts = [*list_of(found.get("findings")), *advice]
+    forms = {"seconds": duration, "share": percent, "count": brief}
     rows = [
-        [
-            one.get("name"),
-            *(_figure(one.get(key), form) for key, form in (("seconds", duration), ("share", percent), ("count", brief))),
-        ]
+        [one.get("name"), *(_figure(one.get(key), form) for key, form in forms.items())]
         for one in list_of(found.get("operations"))[:OPERATIONS]
         if isinstance(one, dict)
     ]
-    head = lambda text: tag(f"h{level + 1}", text)
-    return section(
-        "profile",
-        "Profile",
-        facts(pairs),
-        join([head("Findings and recommendations"), tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")])
-        if texts
-        else "",
-        join(
-            [
-                head("Largest operations"),
-                table(["operation", "time per step", "share", "count per step"], rows, "Largest operations"),
-            ]
-        )
-        if rows
-        else "",
-        level=level,
-        prefix=prefix,
-    )
+    blocks = [facts(pairs)]
+    if texts:
+        listed = tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")
+        blocks += [tag(f"h{level + 1}", "Findings and recommendations"), listed]
+    if rows:
+        columns, title = ["operation", "time per step", "share", "count per step"], "Largest operations"
+        blocks += [tag(f"h{level + 1}", title), table(columns, rows, title)]
+    return section("profile", "Profile", *blocks, level=level, prefix=prefix)
 
 
 def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
