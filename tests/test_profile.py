@@ -18,9 +18,9 @@ from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.observe import profile_summary, traces
-from accel_ddp.observe.profile_advice import recommend
+from accel_ddp.observe.profile_summary import recommend
 from accel_ddp.observe.recorder import between
-from accel_ddp.observe.trace_analysis import analyse
+from accel_ddp.observe.traces import analyse
 from tests.conftest import PROGRAMS, ROOT, node_environments, run_all
 
 PROFILED = PROGRAMS / "profiled.py"

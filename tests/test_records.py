@@ -166,8 +166,60 @@ def test_a_queue_of_a_run_without_a_folder_does_not_grow():
     writer = IncidentWriter()
     for number in range(2 * MOST_WAITING):
         writer.write(Incident("warning", "A", str(number)))
-    assert writer.waiting.qsize() == MOST_WAITING
+    assert [incident.text for incident in writer.writer.waiting] == [
+        str(number) for number in range(MOST_WAITING, 2 * MOST_WAITING)
+    ]
     writer.close()
+
+
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
+    path = tmp_path / "state.json"
+    files.replace_file(path, "old", syncs=True)
+    (tmp_path / ".state.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="space left"):
+        files.replace_file(path, "new", syncs=True)
+    with pytest.raises(FileExistsError):
+        files.replace_file(path, "new", has_rivals=True, replaces=False)
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"], "a draft is left"
+    assert path.read_text() == "old"
+    files.replace_file(tmp_path / "first.json", b"new", has_rivals=True, replaces=False)
+    files.replace_file(path, "ü", has_rivals=True)
+    assert {one.name: one.read_text("utf-8") for one in tmp_path.iterdir()} == {"state.json": "ü", "first.json": "new"}
+
+
+def test_a_background_writer_neither_waits_for_its_target_nor_ends_with_its_errors():
+    answers, written = threading.Event(), []
+
+    def write(item: object) -> None:
+        answers.wait(60)
+        if item == "broken pipe":
+            raise BrokenPipeError
+        written.append(item)
+
+    writer = files.BackgroundWriter(write, "test", most=3)
+    writer.start()
+    writer.put("first")
+    while writer.waiting:
+        time.sleep(0.01)
+    for item in ("dropped", 1, "broken pipe", 2):
+        writer.put(item)
+    assert writer.num_unwritten == 4
+    assert not writer.close(0.01)
+    answers.set()
+    assert writer.close(60)
+    assert written == ["first", 1, 2]
+    assert isinstance(writer.failure, BrokenPipeError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_background_writer_that_has_failed():
+    writer = files.BackgroundWriter(int, "test")
+    writer.start()
+    writer.put("not a number")
+    assert writer.is_done.wait(60)
+    writer.put("1")
+    assert writer.num_unwritten == 0
+    assert writer.close(60)
 
 
 def test_the_page_describes_each_event_with_an_example():

@@ -1,10 +1,11 @@
-"""`accel-ddp report` reads every run that exists, also old, damaged, huge and running ones, and exports their numbers."""
+"""`accel-ddp report` reads every run that exists, also old, damaged, huge and running ones."""
 
 import fcntl
 import json
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -21,8 +22,6 @@ from accel_ddp.records import eval_tables as table_files
 from accel_ddp.records.run_log import LogWriter
 from accel_ddp.report import log_reader
 from accel_ddp.report.chart_data import downsample
-from accel_ddp.report.csv_files import write_csv
-from accel_ddp.report.report_command import find_runs
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import differences, unique_names
 from tests.conftest import ROOT, clean_environment
@@ -135,7 +134,6 @@ def test_garbage_between_lines_is_left_out_and_the_rest_is_read(tmp_path):
         assert run.evaluations[-1]["loss"] == 0.5 or run.evaluations[-1]["step"] != 10
         assert any("config.json" in note for note in run.notes)
         differences([run, run])
-        write_csv([run], tmp_path / "csv")
 
 
 def test_a_log_without_an_event_is_refused(tmp_path):
@@ -366,55 +364,16 @@ def test_differences_of_runs_are_listed_by_section(tmp_path):
     assert ("options", "new_option", [3, None]) in differences([runs[0], old])  # whether 3 is the default is not known
 
 
-def test_csv_files_are_read_back_by_pandas_and_contain_no_formula(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    names = {"=cmd|' /C calc'!A0": 0.5, 'a/"b",c': -0.25, "@x": 1.0, "-loss": 2.0, "ü": 3.0}
-    rows = [["=1+1", -1], ["-5.5", None], ["@a\n\u2028b\0", 2], ["\t=x", 3]]
-    table = {"columns": ["text", "+n"], "rows": rows, "kind": "predictions"}
-    for name in ("=one", "two"):
-        folder = write(
-            tmp_path / name, start(), update(10, loss="nan"), update(20, loss="-inf"), update(30, tokens=5, loss=0.1), ranks(10, 2),
-            ranks(20, 1), {"event": "evaluate", "step": 10, "time": 1.5, **names}, {"event": "tables", "step": 10, "time": 2.0},
-            {"event": "finding", "step": 3, "time": 1.0, "text": "=HYPERLINK(1)\nsecond line", "level": "info"},
-        )  # fmt: skip
-        (folder / "tables").mkdir()
-        (folder / table_files.file_of(10)).write_text(json.dumps({"a/b": table, "a:b": table, "../..": table}))
-    folders, _ = find_runs([str(tmp_path / name) for name in ("=one", "two")])
-    runs = [read_run(folder) for folder in folders]
-    paths = write_csv(runs, tmp_path / "out")
-    assert {path.relative_to(tmp_path / "out").as_posix() for path in paths} == {
-        "updates.csv", "evaluations.csv", "ranks.csv", "checkpoints.csv", "incidents.csv",
-        *(f"tables/{run}_step_00000010_{name}.csv" for run in ("one", "two") for name in ("a_b", "a_b_2", "table")),
-    }  # fmt: skip
-    read = {path.name: pandas.read_csv(path) for path in paths}
-    updates = read["updates.csv"]
-    assert updates["run"].tolist() == ["'=one"] * 3 + ["two"] * 3
-    np.testing.assert_array_equal(updates["loss"], [math.nan, -math.inf, 0.1] * 2)
-    np.testing.assert_array_equal(updates["tokens"], [math.nan, math.nan, 5] * 2)
-    assert updates["step"].tolist() == [10, 20, 30] * 2
-    assert list(read["evaluations.csv"].columns) == [
-        "run",
-        "step",
-        "time",
-        "'=cmd|' /C calc'!A0",
-        'a/"b",c',
-        "'@x",
-        "'-loss",
-        "ü",
-    ]
-    assert read["evaluations.csv"]['a/"b",c'].tolist() == [-0.25] * 2
-    times = read["ranks.csv"]
-    assert list(zip(times["last_step"], times["rank"], times["data"]))[:3] == [(10, 0, 0.1), (10, 1, 0.2), (20, 0, 0.1)]
-    assert len(times) == 6
-    predictions = next(frame for name, frame in read.items() if "step_00000010_a_b" in name)
-    assert predictions["text"].tolist() == ["'=1+1", "-5.5", "'@a\n\u2028b", "'\t=x"]
-    assert read["incidents.csv"]["text"].tolist().count("'=HYPERLINK(1)\nsecond line") == 2
-    for path in paths:
-        assert path.read_bytes().startswith(b"\xef\xbb\xbfrun,"), "Excel reads UTF-8 only with this mark"
-    assert write_csv(runs, tmp_path / "out") == paths  # files of an earlier export are replaced
-    (tmp_path / "out" / "ranks.csv").write_text("my,own\n1,2\n")
-    with pytest.raises(UserError, match=r"ranks\.csv was not written by accel-ddp report"):
-        write_csv(runs, tmp_path / "out")
+def test_pandas_reads_the_numbers_of_a_log_as_the_page_of_docs_does(tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    attempts = [start(), update(10, loss="nan"), update(20, loss="-inf"), start(10), update(20, loss=0.5), update(30, tokens=5)]
+    write(tmp_path / "runs" / "first", *attempts, ranks(10, 2), {"event": "evaluate", "step": 10, "time": 1.5, "loss": 0.2})
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs" / "report.md").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    exec(code, scope := {})
+    run = read_run(tmp_path / "runs" / "first")
+    for name in ("step", "loss", "tokens"):
+        np.testing.assert_allclose(scope["updates"][name], run.updates[name], rtol=1e-12)
 
 
 @pytest.fixture
@@ -450,7 +409,8 @@ def folder(tmp_path, monkeypatch):
         (["runs/classify/first", "--out", "empty"], "is a folder. Type: --out empty/report.html"),
         (["runs/classify/first", "--out", "page"], "Type: --out page.html"),
         (["runs/classify/first", "--out", "notes.html/x.html"], "--out notes.html/x.html"),
-        (["runs/classify/first", "--csv", "notes.html"], "--csv notes.html: is a file"),
+        (["runs/classify/first", "--csv", "numbers"], "--csv was removed. Read the numbers with pandas: "
+                   "pandas.read_json('runs/classify/first/log.jsonl', lines=True)"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_to_type(words, message, folder, capsys):
@@ -460,15 +420,15 @@ def test_a_mistake_is_answered_with_what_to_type(words, message, folder, capsys)
     assert sorted(folder.rglob("*")) == before, "a refused command changes nothing"
 
 
-def test_the_command_writes_the_page_and_files_without_torch(folder):
-    """One process: one run, several runs with a folder that is none, again over its own page, CSV, and damaged runs."""
+def test_the_command_writes_the_page_without_torch(folder):
+    """One process: one run, several runs with a folder that is none, again over its own page, and damaged runs."""
     write(folder / "runs/classify/changed", start(), update(10), ranks(10, 2), start(10), update(20), ranks(20, 1))
     write(folder / "runs/classify/damaged", start(), *GARBAGE, ranks(30, 2))
     code = (
         "import sys; from accel_ddp import cli\n"
-        "for words in (['runs/classify/first', '--open'], ['runs/classify/first', '--csv', 'numbers'],\n"
+        "for words in (['runs/classify/first', '--open'], ['runs/classify/first'],\n"
         "              ['runs/classify/first', 'runs/classify/second', 'runs/classify/refused', 'runs/classify/first/'],\n"
-        "              ['runs/classify/changed'], ['runs/classify/changed', 'runs/classify/damaged', '--csv', 'numbers']):\n"
+        "              ['runs/classify/changed'], ['runs/classify/changed', 'runs/classify/damaged']):\n"
         "    assert cli.main(['report', *words]) == 0\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)\n"
     )
@@ -477,7 +437,6 @@ def test_the_command_writes_the_page_and_files_without_torch(folder):
     assert ended.returncode == 0, ended.stderr
     assert (folder / "runs/classify/first/report.html").stat().st_size
     assert (folder / "report.html").stat().st_size
-    assert (folder / "numbers/updates.csv").stat().st_size
     assert "runs/classify/first/report.html (" in ended.stdout
     assert f"file://{folder}/runs/classify/first/report.html" in ended.stdout
     assert "RuntimeWarning" not in ended.stderr

@@ -20,7 +20,7 @@ from accel_ddp.report.cards import MINUS, UNKNOWN, brief, duration, number, perc
 from accel_ddp.report.chart_data import chart_data
 from accel_ddp.report.markup import safe_json, tag
 from accel_ddp.report.page import make_page, write_page
-from accel_ddp.report.run_data import RankTimes, Run
+from accel_ddp.report.run_data import RankTimes, ReportedRun
 from accel_ddp.report.run_reader import read_run
 from tests.report_runs import write_run
 
@@ -323,7 +323,7 @@ def test_several_runs_are_overlaid_and_compared(browser, folder):
     browser.check_quiet()
 
 
-def make_huge_run() -> Run:
+def make_huge_run() -> ReportedRun:
     """Return a run of a million logged steps, 10,000 evaluations and 1,024 ranks."""
     steps = np.arange(1, 1_000_001)
     loss = 1 / np.sqrt(steps) + np.random.default_rng(0).normal(size=len(steps)) * 0.01
@@ -341,7 +341,7 @@ def make_huge_run() -> Run:
     own[300:500, 700] = 0.15
     seconds = {"forward": own, "backward": own * 2, "communication": 0.5 - own * 3}
     places = [{"rank": rank, "node": rank // 8, "host": f"host-{rank // 8:03d}", "device": "NVIDIA H200"} for rank in range(1024)]
-    run = Run(
+    run = ReportedRun(
         Path("huge"), "huge", [{"event": "start", "step": 0, "time": 1e9, "total_steps": 1_000_000, "ranks": places}], updates
     )
     run.evaluations = [

@@ -304,7 +304,7 @@ def test_an_outcome_belongs_to_one_launcher_and_one_attempt(tmp_path, monkeypatc
     assert folder.stat().st_mode & 0o77 == 0, "other users can read it"
     assert folder.name.endswith(f"-{os.stat('/proc/self/ns/pid').st_ino}"), "another container can remove it"
     (folder / "999999999-1.run.json").write_text("{}")
-    (folder / "999999999-1.run.json.5.draft").write_text("{")
+    (folder / ".999999999-1.run.json.5.tmp").write_text("{")
     os.utime(folder / next(folder.glob("*.run.json")), (0, 0))
     restart_files.touch(os.getpid())
     restart_files.remove(os.getppid())

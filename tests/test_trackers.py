@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_ddp.observe import tracker_thread, trackers
+from accel_ddp.observe import trackers
 from accel_ddp.observe.tracker_kinds import Tracker, as_markdown, as_rows, draw_matrix
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.records import redaction
@@ -99,10 +99,10 @@ def test_a_confusion_matrix_is_an_image_and_with_many_classes_rows():
 
 
 def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypatch):
-    monkeypatch.setattr(tracker_thread, "MOST_CALLS", 50)
+    monkeypatch.setattr(trackers, "MOST_CALLS", 50)
     goes_on, logged = threading.Event(), []
 
-    class Slow(tracker_thread.Tracker):
+    class Slow(trackers.Tracker):
         def __init__(self):
             self.name = "slow"
 
@@ -113,19 +113,18 @@ def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypa
         goes_on.wait(120)
         logged.append(number)
 
-    thread = tracker_thread.TrackerThread(Slow())
-    thread.put(tracker_thread.Call("log", log, (0,), is_row=True))
-    while thread.calls:
+    thread = trackers.TrackerThread(Slow())
+    thread.put(trackers.Call("log", log, (0,), is_row=True))
+    while thread.waiting:
         time.sleep(0.01)
-    thread.put(tracker_thread.Call("table", log, (-1,)))
+    thread.put(trackers.Call("table", log, (-1,)))
     for number in range(1, 201):
-        thread.put(tracker_thread.Call("log", log, (number,), is_row=True))
+        thread.put(trackers.Call("log", log, (number,), is_row=True))
     text = capsys.readouterr().err
     assert text.count("its oldest rows are dropped") == 1
     goes_on.set()
-    for call in (tracker_thread.Call("finish", thread.tracker.finish), tracker_thread.Call("end", None)):
-        thread.put(call)
-    assert thread.is_done.wait(120)
+    thread.put(trackers.Call("finish", thread.tracker.finish))
+    assert thread.close(120)
     assert logged[:2] == [0, -1], "only rows are dropped"
     assert logged[-2:] == [200, "finished"]
     assert logged[2:-1] == sorted(logged[2:-1])
@@ -137,9 +136,9 @@ def test_a_full_queue_drops_the_oldest_rows_and_reports_it_once(capsys, monkeypa
 
 ENDS_LATE = """
 import threading, time
-from accel_ddp.observe import tracker_thread
-tracker_thread.EXIT_SECONDS = 0.2
-tracker_thread.close_all([], 1.0)
+from accel_ddp.observe import trackers
+trackers.EXIT_SECONDS = 0.2
+trackers.close_all([], 1.0)
 threading.Thread(target=lambda: (time.sleep(1.5), print("complete", flush=True))).start()
 """
 
@@ -166,16 +165,16 @@ def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     tracker = Tracker.__new__(Tracker)
     tracker.name = "slow_package"
-    thread = tracker_thread.TrackerThread(tracker)
-    thread.put(tracker_thread.Call("import", tracker.load))
-    while thread.calls:
+    thread = trackers.TrackerThread(tracker)
+    thread.put(trackers.Call("import", tracker.load))
+    while thread.waiting:
         time.sleep(0.01)
     monkeypatch.setattr(ending, "callbacks", [])
-    ending.add(Moment.FORK, thread, lambda seconds: tracker_thread.wait_for_imports([thread], seconds), (60, 60, 60))
+    ending.add(Moment.FORK, thread, lambda seconds: trackers.wait_for_imports([thread], seconds), (60, 60, 60))
     loader = DataLoader(ImportsInWorker(), num_workers=1, multiprocessing_context="fork", timeout=90)
     with starting_workers(loader):
         assert next(iter(loader)).item() == 7
-    thread.put(tracker_thread.Call("end", None))
+    thread.close()
 
 
 STARTS_AND_FORKS = """

@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
+"""The export of a trained model: a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ PIPELINES = {
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
     """Return the files of the exported folder except the weights, and `more`.
 
-    They are stored in every checkpoint, so that each one can be exported alone. `processor` is a tokenizer or an image
+    They are stored in every checkpoint, so each one can be exported alone. `processor` is a tokenizer or an image
     processor.
     """
     base = model.get_base_model() if has_adapters(model) else model
@@ -71,7 +71,7 @@ def at_the_end(
 ) -> None:
     """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
-    `example` is Python code that uses the exported {folder}. A sharded model is exported from its last checkpoint, so that no rank
+    `example` is Python code that uses the exported {folder}. A sharded model is exported from its last checkpoint, so no rank
     gathers it.
     """
     sharded = is_sharded(model)
@@ -98,16 +98,14 @@ def _last_checkpoint(cfg: TrainConfig) -> Path:
     """Return the checkpoint of the last step. A run that was resumed after its last step has none of its own."""
     there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
     if not there:
-        raise UserError(
-            f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}, so that no model can be exported."
-        )
+        raise UserError(f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}, so no model can be exported.")
     return there[-1]
 
 
 def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
     """Return lines that state what the exported folder contains, with a command that loads it.
 
-    `files` are those of `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
+    `files` come from `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
     """
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (folder / ADAPTER_CONFIG).is_file():

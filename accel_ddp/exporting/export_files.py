@@ -1,4 +1,8 @@
-"""The README.md of an exported model, and what of a run is published: names of files and of the Hub, but no local paths."""
+"""The files of an exported model: its weights, which transformers loads, and its README.md.
+
+The weights of a checkpoint are copied one tensor at a time. What is published of a run are names of files and of the Hub, but no
+local paths.
+"""
 
 import json
 import math
@@ -11,10 +15,10 @@ from accel_ddp.text import counted
 
 if TYPE_CHECKING:
     import torch
+    from huggingface_hub import ModelCardData
 
     Facts = dict[str, tuple[list[int], torch.dtype]]
 
-# Writes the weights of a checkpoint as files that transformers loads, one tensor at a time.
 MAX_FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 
@@ -139,45 +143,56 @@ def card(facts: dict[str, Any], use: str = "") -> str:
 
     `facts["config"]` are options without paths. `use` is code that loads the model.
     """
-    from huggingface_hub import EvalResult, ModelCardData
-
     config, metrics = facts["config"], facts["metrics"]
-    base, data = config.get("model", ""), config.get("train_file") or config.get("dataset", "")
-    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
-    task = TASKS.get(facts["recipe"])
-    is_dataset = is_name(data) and not config.get("train_file")
-    tested, split = config.get("eval_file") or data, config.get("eval_split") or None
-    if config.get("eval_file"):
-        where = f"`{tested}`"
-    elif config.get("train_file"):
-        where = f"rows of `{data}` that were not used for training"
-    else:
-        where = f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
-    head = ModelCardData(
-        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
-        base_model=base if is_name(base) else None,
-        datasets=[data.split(":")[0]] if is_dataset else None,
-        pipeline_tag=task,
-        tags=["accel_ddp"],
-        model_name=config["output_dir"],
-        eval_results=[
-            EvalResult(
-                task or "other", tested.split(":")[0] if is_dataset else tested or "unknown", tested or "unknown", name,
-                round(value, 6), dataset_split=split if is_dataset else None,
-            )
-            for name, value in metrics.items()
-        ]
-        or None,
-    )  # fmt: skip
-    lines = ["---", head.to_yaml().strip(), "---", "", f"# {head.model_name}", ""]
-    lines += [f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on `{data or 'other data'}`.", ""]
+    origin = f"`{config.get('model') or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
+    lines = ["---", _head_of_card(facts).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
+    lines += [f"{origin} `{_training_data(config) or 'other data'}`.", ""]
     if use:
         lines += ["## Use", "", "```python", use, "```", ""]
     if metrics:
-        lines += ["## Evaluation", "", f"On {where}:", "", "| metric | value |", "|---|---|"]
+        lines += ["## Evaluation", "", f"On {_describe_evaluation_data(config)}:", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
     step = f"{facts['step']} steps" if "step" in facts else "All steps"
     lines += ["## Training", "", f"{step} on {counted(facts['num_ranks'], 'rank')}, with these options:", ""]
     lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
     lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
     return "\n".join(lines)
+
+
+def _training_data(config: dict[str, Any]) -> str:
+    return config.get("train_file") or config.get("dataset", "")
+
+
+def _describe_evaluation_data(config: dict[str, Any]) -> str:
+    data, split = _training_data(config), config.get("eval_split")
+    if config.get("eval_file"):
+        return f"`{config['eval_file']}`"
+    if config.get("train_file"):
+        return f"rows of `{data}` that were not used for training"
+    return f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
+
+
+def _head_of_card(facts: dict[str, Any]) -> "ModelCardData":
+    """Return what the Hub reads of a model card."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    config, task = facts["config"], TASKS.get(facts["recipe"])
+    base, data = config.get("model", ""), _training_data(config)
+    is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
+    is_dataset = is_name(data) and not config.get("train_file")
+    tested = config.get("eval_file") or data or "unknown"
+    kind = tested.split(":")[0] if is_dataset else tested
+    split = config.get("eval_split") or None if is_dataset else None
+    results = [
+        EvalResult(task or "other", kind, tested, name, round(value, 6), dataset_split=split)
+        for name, value in facts["metrics"].items()
+    ]
+    return ModelCardData(
+        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
+        base_model=base if is_name(base) else None,
+        datasets=[data.split(":")[0]] if is_dataset else None,
+        pipeline_tag=task,
+        tags=["accel_ddp"],
+        model_name=config["output_dir"],
+        eval_results=results or None,
+    )

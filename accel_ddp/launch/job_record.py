@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 import psutil
 
 from accel_ddp.records import run_log
+from accel_ddp.records.files import replace_file
 
 
 class Record:
@@ -73,10 +74,8 @@ class Record:
 
     def write(self, **values: Any) -> None:
         """Store the state, completely or not at all. A full disk must not end a job."""
-        draft = self.state.with_suffix(f".{os.getpid()}.draft")
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps({**self.read(), **values}))
-            draft.replace(self.state)
+            replace_file(self.state, json.dumps({**self.read(), **values}), has_rivals=True)
 
     def describe(self) -> dict[str, Any]:
         """Return the state of the job on this node as `accel-ddp status` shows it."""

@@ -8,18 +8,17 @@ import codecs
 import contextlib
 import fcntl
 import os
-import queue
 import re
 import struct
 import sys
 import termios
-import threading
 import tty
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from accel_ddp.nodes.terminal import erase_before_line, split_incomplete_frame, without_controls, without_frames
+from accel_ddp.records.files import BackgroundWriter
 
 _PIPE_BYTES = 1 << 20  # a guard that is busy does not delay the ranks; more than this needs privileges
 _READ_BYTES = 1 << 16
@@ -173,9 +172,8 @@ class Console:
         self.frame = ""  # the part of a frame that has arrived
         self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
         self.at_line_start = True
-        self.failure: OSError | None = None  # of printing
-        self._waiting: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._print_waiting, name="console", daemon=True).start()
+        self.writer = BackgroundWriter(self._write_now, "console")
+        self.writer.start()
         self.causes: list[tuple[str, list[str]]] = []  # host, lines; the first cause comes first
         self._open: dict[tuple[str, int | None], list[str]] = {}  # a cause whose further lines may follow
         self.exceptions: dict[str, str] = {}  # host -> the last exception before the report of torch
@@ -239,24 +237,17 @@ class Console:
         self.at_line_start = True
 
     def _write(self, text: str) -> None:
-        if self.failure and self.ends_with_reader:
-            raise self.failure
-        self._waiting.put(text)
+        if self.writer.failure and self.ends_with_reader:
+            raise self.writer.failure
+        self.writer.put(text)
 
-    def _print_waiting(self) -> None:
-        while True:
-            text = self._waiting.get()
-            try:
-                self.stream.write(text)
-                self.stream.flush()
-            except OSError as error:  # nobody reads the output any more; the logs have it
-                self.failure = error
-            finally:
-                self._waiting.task_done()
+    def _write_now(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()  # an OSError here: nobody reads the output any more; the logs have it
 
     async def wait_until_printed(self, most: int = 0) -> None:
         """Wait until at most `most` texts are left to print."""
-        while self._waiting.unfinished_tasks > most:
+        while self.writer.num_unwritten > most:
             await asyncio.sleep(0.01)
 
     async def wait_for_room(self) -> None:

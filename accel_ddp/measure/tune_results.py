@@ -2,11 +2,11 @@
 
 import math
 import shlex
-import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel_ddp.records.files import replace_file
 from accel_ddp.text import format_bytes
 
 # Choose which settings to try next, and which of the measured ones to recommend.
@@ -326,9 +326,7 @@ def write_files(folder: str, files: dict[str, str]) -> tuple[list[str], bool]:
             if path.exists():
                 path.replace(path.with_name(name + ".before"))
                 replaced = f"; the previous file is now {path.with_name(name + '.before')}"
-            draft = path.with_name(f".{name}.{time.time_ns()}")
-            draft.write_text(text)
-            draft.replace(path)
+            replace_file(path, text, has_rivals=True)
             lines.append(f"wrote {path}{replaced}")
         except OSError as error:
             lines.append(f"could not write {path}: {error.strerror}")

@@ -1,4 +1,7 @@
-"""Writes to a terminal: lines, and a panel below them. A terminal that is not read never blocks the caller."""
+"""The live panel of the main rank, below the lines that the processes print. A terminal that is not read never blocks the caller.
+
+`start` opens the panel, and it is closed when the process ends, however it ends.
+"""
 
 import contextlib
 import logging
@@ -20,17 +23,21 @@ from accel_ddp.records.redaction import redact
 _MOST_WAITING = 1 << 20  # bytes that a terminal has not taken yet
 _DROPPED = b"\n(some output is missing here, because the terminal did not take it in time)\n"
 _INDEX, _SAVE, _RESTORE, _ERASE_LINE = "\x1bD", "\x1b7", "\x1b8", "\x1b[K"
-# Sequences that move the cursor or erase. Colours end with `m` and stay.
+# Sequences that move the cursor or erase. Colors end with `m` and stay.
 _MOVES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-ln-~]|[78DEM])")
 # What tqdm writes: "Map:  45%|####5     | 900/2000 [00:01<00:02, 640.54 examples/s]" or "12it [00:01, 9.8it/s]".
 _TQDM = re.compile(r"\d+%\||\d\S* \[\d\d:\d\d")
 
 
 class Terminal:
-    """A terminal with a panel of some rows below the cursor. All methods can be called from any thread."""
+    """A terminal with a panel of some rows below the cursor. All methods can be called from any thread.
+
+    A terminal can be opened for writing without waiting, so a text appears before `print` returns, in the order of what other
+    processes print. A `BackgroundWriter` would print it later, and could not drop frames that are no longer needed.
+    """
 
     def __init__(self, descriptor: int, encoding: str = "utf-8"):
-        """Open the terminal again. Each call of `open` has flags of its own, so that other writers still wait as they expect."""
+        """Open the terminal again. Each call of `open` has flags of its own, so other writers still wait as they expect."""
         flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             self.descriptor = os.open(os.ttyname(descriptor), flags)
@@ -176,7 +183,8 @@ class TerminalStream:
         return getattr(self.stream, name)
 
 
-# The live panel of the main rank: opened by `start`, closed when the process ends, however it ends.
+# ---- the panel
+
 _SOONEST, _LATEST = 0.25, 2.0  # seconds between two frames
 CLOSE_SECONDS = 10.0, 2.0, 2.0  # for a terminal that takes no output, after a run that is finished, stopped or failed
 _SHARE = 0.002  # of the time of one processor core that the frames may use; it determines how often they are drawn
@@ -294,7 +302,7 @@ def _handlers_of(*streams: Any) -> list[tuple[logging.StreamHandler, Any]]:
     """Return the handlers that write to these streams, each with its stream. Libraries make them when they are imported."""
     handlers = [reference() for reference in getattr(logging, "_handlerList", [])]  # logging itself closes them with this list
     found = [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and _can_set(handler)]
-    # The stream below a wrapper, such as that of `entry.run`, is the same stream.
+    # The stream below a wrapper, such as the one of `entry.run`, is the same stream.
     inner = {id(getattr(stream, "stream", stream)): stream for stream in streams} | {id(stream): stream for stream in streams}
     return [(handler, inner[id(handler.stream)]) for handler in found if id(handler.stream) in inner]
 

@@ -1,4 +1,4 @@
-"""What the live panel shows, as rows of text."""
+"""The progress of a run: what the live panel in a terminal shows, and plain lines elsewhere."""
 
 import contextlib
 import io
@@ -23,8 +23,6 @@ from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import format_clock
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
-
-# The progress of a run: a live panel in a terminal, and plain lines elsewhere.
 
 
 class Progress(Hook):
@@ -197,7 +195,7 @@ class Renderer:
         yield self._draw(_plain(box.bottom_left + box.bottom * (inner + 2) + box.bottom_right, "dim"))
 
     def _draw(self, row: Text) -> str:
-        """Return the text with the sequences of its colours."""
+        """Return the text with the sequences of its colors."""
         segments = row.render(self.console)
         if self.console.no_color:
             segments = Segment.remove_color(segments)
@@ -206,7 +204,7 @@ class Renderer:
 
     def _bar(self, done: float, width: int) -> Text:
         filled = round(min(done, 1.0) * width)
-        full, empty = ("=", "-") if self.is_ascii else ("━", "─")  # they also differ without colours
+        full, empty = ("=", "-") if self.is_ascii else ("━", "─")  # they also differ without colors
         return Text.assemble((full * filled, "green" if done >= 1 else "cyan"), (empty * (width - filled), "bright_black"))
 
 

@@ -20,8 +20,7 @@ from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
-from accel_ddp.observe.trace_analysis import analyse
-from accel_ddp.observe.traces import WAIT, Clock, name_of_step
+from accel_ddp.observe.traces import WAIT, Clock, analyse, name_of_step
 from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split, Timing
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank

@@ -1,13 +1,22 @@
-"""Chrome traces: those of torch.profiler, one for each rank, and the merged one. https://ui.perfetto.dev opens them.
+"""Chrome traces of torch.profiler, one for each rank, the merged one, and where the time of a rank went.
 
-torch writes times in microseconds after `baseTimeNanoseconds`, which is a time of the clock of the rank's host.
+https://ui.perfetto.dev opens them. torch writes times in microseconds after `baseTimeNanoseconds`, a time of the host's clock.
+
+`analyse` measures kernels on a GPU, because a GPU works behind its host, and lets the host explain the gaps between them. On a CPU
+it measures the training thread itself. Its times are seconds per step.
 """
 
+import bisect
 import gzip
 import json
 import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from accel_ddp.errors import UserError
 
@@ -19,6 +28,11 @@ WAIT = "communication wait"  # a range in which a rank on a CPU waits for other 
 DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")  # categories of what runs on a GPU
 _LEVEL = 4  # of gzip: half the time of the default, and files that are 10 % larger
 _FLOW_IDS = 1 << 40  # arrows of a rank have ids below this number
+TOP = 15  # operations that are listed
+SMALLEST_GAP = 10.0  # microseconds; shorter ones are the usual distance of two kernels and are not counted
+PARTS = ("data", "forward", "backward", "optimizer")  # phases of the training thread; everything else is "other"
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 def file_of(rank: int | str) -> str:
@@ -73,7 +87,7 @@ def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> lis
     shift = (trace.get("baseTimeNanoseconds", 0) + clock.offset - zero) / 1000
     found: list[dict[str, Any]] = []
     names: dict[Any, str] = {}
-    threads: dict[Any, int] = {}  # a number for each thread, because those of torch are unique on one device only
+    threads: dict[Any, int] = {}  # a number for each thread, because the numbers of torch are unique on one device only
     order: dict[int, int] = {}
     for event in trace["traceEvents"]:
         kind, key = event.get("ph"), (str(event.get("pid")), str(event.get("tid")))
@@ -124,3 +138,290 @@ def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]
             with gzip.open(path, "rb") as fragment:
                 shutil.copyfileobj(fragment, file, 1 << 20)
         file.write(b"\n]}\n")
+
+
+# ---- arithmetic of time intervals
+
+Intervals = NDArray[np.float64]  # [n, 2], the start and the end of each
+
+
+def intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
+    return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
+
+
+def clip(given: Intervals, first: float, last: float) -> Intervals:
+    """Return the parts of the intervals between `first` and `last`."""
+    inside = np.clip(given, first, last)
+    return inside[inside[:, 1] > inside[:, 0]]
+
+
+def union(*given: Intervals) -> Intervals:
+    """Return intervals that do not touch each other, in order, which cover the same time."""
+    every = np.concatenate(given) if given else intervals([])
+    every = every[every[:, 1] > every[:, 0]]
+    if not len(every):
+        return every
+    every = every[np.argsort(every[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(every[:, 1])
+    begins_new = np.concatenate([[True], every[1:, 0] > ends[:-1]])
+    last = np.concatenate([np.flatnonzero(begins_new)[1:] - 1, [len(every) - 1]])
+    return np.stack([every[begins_new, 0], ends[last]], axis=1)
+
+
+def length(*given: Intervals) -> float:
+    """Return the time that the intervals cover together."""
+    merged = union(*given)
+    return float((merged[:, 1] - merged[:, 0]).sum())
+
+
+def overlap(one: Intervals, other: Intervals) -> float:
+    """Return the time that both cover."""
+    return length(one) + length(other) - length(one, other)
+
+
+def outside(one: Intervals, other: Intervals) -> float:
+    """Return the time that `one` covers and `other` does not."""
+    return length(one, other) - length(other)
+
+
+def gaps(given: Intervals, first: float, last: float) -> Intervals:
+    """Return the intervals between `first` and `last` that are not covered."""
+    covered = union(clip(given, first, last))
+    starts, ends = np.concatenate([[first], covered[:, 1]]), np.concatenate([covered[:, 0], [last]])
+    found = np.stack([starts, ends], axis=1)
+    return found[found[:, 1] > found[:, 0]]
+
+
+# ---- analysis of one rank
+
+
+class Event(NamedTuple):
+    """One operation. Times are microseconds."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    thread: Any
+    arguments: dict[str, Any]
+
+
+def analyse(trace: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of one rank. Raise UserError if the trace contains no step of a run."""
+    events = [
+        Event(e.get("cat", ""), e.get("name", ""), e["ts"], e["ts"] + e["dur"], (e.get("pid"), e.get("tid")), e.get("args") or {})
+        for e in trace["traceEvents"]
+        if e.get("ph") == "X" and "ts" in e and "dur" in e
+    ]
+    steps = sorted((e for e in events if e.kind == "user_annotation" and is_step(e.name)), key=lambda e: e.start)
+    if not steps:
+        raise UserError("the trace contains no range `step N`. It was not recorded with --profile.")
+    first, last = steps[0].start, steps[-1].end
+    window = _Window(first, last, len(steps), steps[0].thread)
+    inside = [e for e in events if e.end > first and e.start < last]
+    phases = _phases(inside, window)
+    parts = _parts(phases, window)
+    device = [e for e in inside if e.kind in _DEVICE]
+    found = {"step_seconds": window.per_step(last - first), "steps": len(steps)}
+    found["step_seconds_each"] = [_seconds(step.end - step.start) for step in steps]
+    found |= _of_gpu(inside, device, phases, parts, window) if device else _of_cpu(inside, phases[WAIT], parts, window)
+    return found
+
+
+class _Window(NamedTuple):
+    first: float
+    last: float
+    num_steps: int
+    thread: Any  # the training thread
+
+    def per_step(self, microseconds: float) -> float:
+        return round(microseconds / 1e6 / self.num_steps, 9)
+
+    def spans(self, events: Iterable[Event]) -> Intervals:
+        return clip(intervals((e.start, e.end) for e in events), self.first, self.last)
+
+    def share(self, microseconds: float) -> float:
+        return round(microseconds / (self.last - self.first), 5)
+
+
+def _seconds(microseconds: float) -> float:
+    return round(microseconds / 1e6, 9)
+
+
+def _phases(inside: list[Event], window: _Window) -> dict[str, Intervals]:
+    """Return when the training thread was in each part of a step, and when it waited for other ranks."""
+    found: dict[str, list[Event]] = defaultdict(list)
+    for event in inside:
+        if event.kind == "user_annotation" and event.thread == window.thread:
+            found[event.name].append(event)
+    return {name: window.spans(found[name]) for name in (*PARTS, WAIT)}
+
+
+def _parts(phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
+    """Return the time of the training thread in each part of a step, without waits for other ranks."""
+    parts = {name: outside(phases[name], phases[WAIT]) for name in PARTS}
+    parts["other"] = (window.last - window.first) - sum(parts.values()) - length(phases[WAIT])
+    return {name: window.per_step(max(0.0, value)) for name, value in parts.items()}
+
+
+def is_communication(event: Event) -> bool:
+    """Return whether this is a collective: a kernel of NCCL, or an operation in a thread of gloo."""
+    name = event.name.lower()
+    if event.kind == "kernel":
+        return "nccl" in name or "rccl" in name
+    return event.kind == "user_annotation" and name.startswith("gloo:")
+
+
+# ---- GPU
+
+
+def _of_gpu(
+    inside: list[Event], device: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window
+) -> dict[str, Any]:
+    collectives = [e for e in device if is_communication(e)]
+    copies = [e for e in device if e.kind == "gpu_memcpy"]
+    compute = [e for e in device if not is_communication(e) and e.kind != "gpu_memcpy"]
+    communication, computation = window.spans(collectives), window.spans(compute)
+    work = union(computation, window.spans(copies))
+    return {
+        "kind": "gpu",
+        "computation": window.per_step(length(computation)),
+        "communication": window.per_step(length(communication)),
+        "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
+        "overlapped": window.per_step(overlap(communication, work)),
+        "exposed": window.per_step(outside(communication, work)),
+        "collectives": round(len(collectives) / window.num_steps, 2),
+        "parts": parts,
+        "idle": _idle(inside, device, phases, window),
+        "copies": _copies(copies, window),
+        "operations": _largest(((e.name, e.end - e.start) for e in device), window),
+    }
+
+
+def _idle(inside: list[Event], device: list[Event], phases: dict[str, Intervals], window: _Window) -> dict[str, Any]:
+    """Return the time in which the GPU did nothing, and what the host did meanwhile."""
+    free = gaps(window.spans(device), window.first, window.last)
+    lengths = free[:, 1] - free[:, 0]
+    launches = [e for e in inside if e.kind in _LAUNCHES]
+    launched = {e.arguments["correlation"]: e.start for e in launches if "correlation" in e.arguments}
+    # What ends a gap is the event that starts there. The host was late if it has launched this event during the gap.
+    device = sorted(device, key=lambda e: e.start)
+    starts = [e.start for e in device]
+    is_late = np.zeros(len(free), dtype=bool)
+    for number, (start, end) in enumerate(free):
+        at = bisect.bisect_left(starts, end - 1e-3)
+        if at == len(device):
+            is_late[number] = True  # after the last kernel of the window
+        elif (correlation := device[at].arguments.get("correlation")) in launched:
+            is_late[number] = launched[correlation] > start
+    late = free[is_late]
+    during = {name: window.per_step(overlap(free, phases[name])) for name in PARTS}
+    during["other"] = max(0.0, round(window.per_step(lengths.sum()) - sum(during.values()), 9))
+    delays = [e.start - launched[c] for e in device if (c := e.arguments.get("correlation")) in launched and e.kind == "kernel"]
+    order = np.argsort(-lengths)[:3]
+    return {
+        "seconds": window.per_step(lengths.sum()),
+        "gaps": round(int((lengths >= SMALLEST_GAP).sum()) / window.num_steps, 2),
+        "during": during,
+        "host_late": window.per_step(overlap(late, late) - overlap(late, phases["data"])),
+        "median_launch_delay": _seconds(float(np.median(delays))) if delays else None,
+        "largest": [
+            {"seconds": _seconds(lengths[i]), "part": _part_at(free[i], phases), "host": _host_activity(inside, free[i])}
+            for i in order
+        ],
+    }
+
+
+def _part_at(gap: Any, phases: dict[str, Intervals]) -> str:
+    """Return the part of a step in which the host has spent most of a gap."""
+    spent = {name: length(clip(phases[name], *gap)) for name in PARTS}
+    spent["other"] = (gap[1] - gap[0]) - sum(spent.values())
+    return max(spent, key=lambda name: spent[name])
+
+
+def _host_activity(inside: list[Event], gap: Any) -> str:
+    """Return the innermost operation of the host that covers at least half of a gap, or "" if there is none: Python code."""
+    kinds = ("cpu_op", *_LAUNCHES)
+    found = [
+        e for e in inside if e.kind in kinds and min(e.end, gap[1]) - max(e.start, gap[0]) >= 0.5 * (gap[1] - gap[0])
+    ]  # fmt: skip
+    return min(found, key=lambda e: e.end - e.start).name if found else ""
+
+
+def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
+    kinds: dict[str, list[float]] = {}
+    for event in copies:
+        row = kinds.setdefault(event.name, [0.0, 0, 0])
+        row[0] += event.end - event.start
+        row[1] += 1
+        row[2] += event.arguments.get("bytes", 0)
+    return {
+        "seconds": window.per_step(length(window.spans(copies))),
+        "kinds": {
+            name: {
+                "seconds": window.per_step(total),
+                "count": round(count / window.num_steps, 2),
+                "bytes": int(size / window.num_steps),
+            }
+            for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
+        },
+    }
+
+
+# ---- CPU
+
+
+def _of_cpu(inside: list[Event], waits: Intervals, parts: dict[str, float], window: _Window) -> dict[str, Any]:
+    collectives = [e for e in inside if is_communication(e)]
+    busy = window.spans(collectives)
+    operations = [e for e in inside if e.kind == "cpu_op"]
+    return {
+        "kind": "cpu",
+        "computation": round(parts["forward"] + parts["backward"] + parts["optimizer"], 9),
+        "communication": window.per_step(length(busy, waits)),
+        "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
+        "overlapped": window.per_step(outside(busy, waits)),
+        "exposed": window.per_step(length(waits)),
+        "collectives": round(len(collectives) / window.num_steps, 2),
+        "parts": parts,
+        "idle": None,
+        "copies": None,
+        "operations": _largest(self_times(operations), window),
+    }
+
+
+def self_times(operations: list[Event]) -> list[tuple[str, float]]:
+    """Return each operation with its own time, without the operations that it calls."""
+    found: list[tuple[str, float]] = []
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in operations:
+        threads[event.thread].append(event)
+    for events in threads.values():
+        events.sort(key=lambda e: (e.start, -e.end))
+        own, above = [e.end - e.start for e in events], []
+        for number, event in enumerate(events):
+            while above and events[above[-1]].end <= event.start:
+                above.pop()
+            if above:
+                own[above[-1]] -= min(event.end, events[above[-1]].end) - event.start
+            above.append(number)
+        found += [(event.name, max(0.0, time)) for event, time in zip(events, own)]
+    return found
+
+
+def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[dict[str, Any]]:
+    """Return the operations that take the most time, with their share of the step."""
+    totals: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name, time in operations:
+        totals[name] += time  # type: ignore[assignment]
+        counts[name] += 1
+    return [
+        {
+            "name": name,
+            "seconds": window.per_step(total),
+            "count": round(counts[name] / window.num_steps, 2),
+            "share": window.share(total),
+        }
+        for name, total in totals.most_common(TOP)
+    ]

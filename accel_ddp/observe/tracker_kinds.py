@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, WandBTracker
 
 from accel_ddp.config.train_config import TrainConfig
@@ -75,8 +76,6 @@ class TensorBoard(Tracker):
         return LOGGER_TYPE_TO_CLASS["tensorboard"](self.project, self.folder, **more)
 
     def log_tables(self, tables: dict[str, Table], step: int) -> None:
-        import numpy as np
-
         writer = self.tracker.tracker
         for name, table in tables.items():
             if image := draw_matrix(table):
@@ -104,7 +103,7 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so that a resumed run continues the same run."""
+    """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so a resumed run continues the same run."""
 
     def make(self, step: int) -> GeneralTracker:
         known = _read(self._id_file) if self.cfg.resume else ""
@@ -139,8 +138,8 @@ class MLflow(Tracker):
 class _WandbRun(WandBTracker):
     """Logs each row under a number of its own, with the step of the training as a value.
 
-    wandb ignores a row whose own step is not larger than that of the row before. A resumed run repeats steps, and a checkpoint is
-    reported after later steps, so that such rows would be lost. The x axis of every panel is the value `step`.
+    wandb ignores a row whose own step is not larger than the step of the row before. A resumed run repeats steps, and a checkpoint is
+    reported after later steps, so such rows would be lost. The x axis of every panel is the value `step`.
     """
 
     row = 0
@@ -226,7 +225,7 @@ class Wandb(Tracker):
 
 
 def make_tracker(name: str, cfg: TrainConfig, folder: str, wandb_id: str) -> Tracker:
-    """Return the tracker of a name in `--report_to`. `folder` is that of trackers which write files."""
+    """Return the tracker of a name in `--report_to`. Trackers that write files write into `folder`."""
     if name == "wandb":
         return Wandb(name, cfg, folder, wandb_id)
     kinds: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": MLflow}
@@ -270,62 +269,49 @@ def _count_lines(path: Path) -> int:
     return 0
 
 
-# Draws a confusion matrix for trackers, with pillow.
-SIZE = 640  # pixels of the cells of a matrix, at least
+# ---- the image of a confusion matrix
+
+SIZE = 640  # pixels of the longer side of a matrix, at least
 MOST_LABELS = 40  # classes; with more of them neither names nor numbers are readable
-DARK, LIGHT = (8, 48, 107), (247, 251, 255)  # a scale of blues, which colour-blind users can read
+DARK, LIGHT = (8, 48, 107), (247, 251, 255)  # a scale of blues, which color-blind users can read
 
 
 def draw_matrix(table: Table) -> Any:
     """Return an image of a confusion matrix, or None if the table is no matrix or pillow is not installed.
 
-    The colour of a cell is the share of its row, so that rare classes are visible.
+    The color of a cell is the share of its row, which shows rare classes too.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         return None
-    names = [str(row[0]) for row in table.rows]
-    predicted = table.columns[1:]
-    if table.kind != "matrix" or not names or not predicted:
+    if table.kind != "matrix" or not table.rows or len(table.columns) < 2:
         return None
-    has_labels = max(len(names), len(predicted)) <= MOST_LABELS
-    cell = max(1, SIZE // max(len(names), len(predicted)))
-    font = ImageFont.load_default(size=min(16, max(9, cell // 3))) if has_labels else None
-    short = lambda name: name if len(name) <= 16 else f"{name[:15]}…"
-    left = int(max(font.getlength(short(name)) for name in names)) + 34 if font else 30
-    top = int(max(font.getlength(short(name)) for name in predicted)) + 34 if font else 30
-    width, height = left + cell * len(predicted) + 10, top + cell * len(names) + 10
-    image = Image.new("RGB", (max(width, 260), height), "white")
+    counts = np.array([[value if isinstance(value, int | float) else 0 for value in row[1:]] for row in table.rows], float)
+    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[:, :, None]
+    cell = max(1, SIZE // max(counts.shape))
+    has_labels = max(counts.shape) <= MOST_LABELS
+    margin = 170 if has_labels else 30
+    colors = Image.fromarray((LIGHT + (np.array(DARK) - LIGHT) * shares).round().astype(np.uint8))
+    width, height = counts.shape[1] * cell, counts.shape[0] * cell
+    image = Image.new("RGB", (margin + width + 10, margin + height + 10), "white")
+    image.paste(colors.resize((width, height), Image.Resampling.NEAREST), (margin, margin))
+    font, caption = ImageFont.load_default(size=min(16, max(9, cell // 3))), ImageFont.load_default(size=13)
     draw = ImageDraw.Draw(image)
-    caption = ImageFont.load_default(size=13)
-    draw.text((left, 4), "predicted class", fill="black", font=caption)
-    _draw_upright(image, "true class", (4, top), caption)
-    for line, row in enumerate(table.rows):
-        values = [value if isinstance(value, int | float) else 0 for value in row[1:]]
-        total = sum(values) or 1
-        for column, value in enumerate(values):
-            share = min(1.0, max(0.0, value / total))
-            colour = tuple(round(light + (dark - light) * share) for light, dark in zip(LIGHT, DARK))
-            x, y = left + column * cell, top + line * cell
-            draw.rectangle((x, y, x + cell - 1, y + cell - 1), fill=colour)
-            if font and value:
-                draw.text(
-                    (x + cell / 2, y + cell / 2), f"{value:g}", fill="white" if share > 0.5 else "black", font=font, anchor="mm"
-                )
-        if font:
-            draw.text((left - 6, top + (line + 0.5) * cell), short(names[line]), fill="black", font=font, anchor="rm")
-    for column, name in enumerate(predicted if font else ()):
-        _draw_upright(image, short(name), (int(left + (column + 0.5) * cell - font.size / 2), top - 6), font, ends=True)
-    return image
+    draw.text((margin, 4), "predicted class", fill="black", font=caption)
+    for (line, column), count in np.ndenumerate(counts) if has_labels else ():
+        if count:
+            color = "white" if shares[line, column] > 0.5 else "black"
+            draw.text((margin + (column + 0.5) * cell, margin + (line + 0.5) * cell), f"{count:g}", color, font, anchor="mm")
+    for line, row in enumerate(table.rows if has_labels else ()):
+        draw.text((margin - 6, margin + (line + 0.5) * cell), _short(row[0]), "black", font, anchor="rm")
+    image = image.transpose(Image.Transpose.ROTATE_270)  # what is drawn now is read from below in the end
+    draw = ImageDraw.Draw(image)
+    draw.text((height + 10, 4), "true class", "black", caption, anchor="ra")
+    for column, name in enumerate(table.columns[1:] if has_labels else ()):
+        draw.text((height + 16, margin + (column + 0.5) * cell), _short(name), "black", font, anchor="lm")
+    return image.transpose(Image.Transpose.ROTATE_90)
 
 
-def _draw_upright(image: Any, text: str, place: tuple[int, int], font: Any, ends: bool = False) -> None:
-    """Draw text that is read from below. `place` is its top, or its lower end with `ends`."""
-    from PIL import Image, ImageDraw
-
-    length, height = int(font.getlength(text)) + 2, font.size + 6
-    label = Image.new("RGB", (length, height), "white")
-    ImageDraw.Draw(label).text((0, 0), text, fill="black", font=font)
-    turned = label.rotate(90, expand=True)
-    image.paste(turned, (place[0], place[1] - length if ends else place[1]))
+def _short(name: Any) -> str:
+    return str(name) if len(str(name)) <= 16 else f"{str(name)[:15]}…"

@@ -1,15 +1,20 @@
 """Trackers: wandb, tensorboard, trackio, mlflow, and the others that Accelerate knows.
 
-Each tracker has a thread and a queue (`tracker_thread`), so that the run never waits for one, except for a limited time at its end.
+Each tracker has a thread and a queue, so a tracker that is slow, hangs or fails neither stops nor slows training. The run waits
+for trackers only at its end, for a limited time. `row_of_update` states which numbers they get.
 """
 
+import atexit
 import contextlib
 import math
 import os
 import secrets
+import signal
 import statistics
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +23,11 @@ from accelerate import Accelerator
 from accel_ddp.compat import keep_forks_apart_from_starts
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
-from accel_ddp.observe.tracker_thread import IMPORT_SECONDS, Call, TrackerThread, close_all, wait_for_imports
 from accel_ddp.ranks.process import Moment, ending
+from accel_ddp.ranks.reporting import record
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.records.redaction import redact_command, redact_values
+from accel_ddp.records.files import BackgroundWriter
+from accel_ddp.records.redaction import redact, redact_command, redact_values
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.training.hook import Hook, rates_of
 from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, splits_between
@@ -29,6 +35,128 @@ from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, S
 MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node
 STOP_SECONDS = 10.0  # after a stop request; Slurm, Kubernetes and torchrun kill 30 s after SIGTERM, and the save comes first
 FAILURE_SECONDS = 3.0  # after an error, which the other ranks have received already
+MOST_CALLS = 5_000  # that wait; of rows with 100 numbers, this is about 50 MB
+IMPORT_SECONDS = 60.0  # for the import of a package, if data workers are about to be forked
+EXIT_SECONDS = 5.0  # for what a tracker does when the interpreter exits
+QUIET_SECONDS = 2.0  # a wait that is shorter is not reported
+# Beyond these numbers the curves of a panel cannot be told apart, and every row would have thousands of values.
+MOST_RANKS = 16  # with a curve each; beyond, there is the minimum, mean and maximum of each node
+MOST_NODES = 16  # beyond, there is the minimum, mean and maximum of all ranks
+
+
+class Call(NamedTuple):
+    """One call of a tracker that waits in the queue."""
+
+    what: str  # for messages
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    is_row: bool = False  # rows may be dropped
+    is_vital: bool = True  # if the call fails, the tracker is not called again
+
+
+class TrackerThread(BackgroundWriter):
+    """The thread and the queue of one tracker."""
+
+    def __init__(self, tracker: Tracker):
+        super().__init__(self._call, f"tracker {tracker.name}", most=MOST_CALLS)
+        self.tracker, self.name = tracker, tracker.name
+        self.is_loaded = threading.Event()
+        self.doing = "start"
+        self.rows_dropped = 0
+        self.start()
+
+    def put(self, call: Call) -> None:
+        """Append a call. If the queue is full, the oldest row is dropped, and this is printed once."""
+        before = self.rows_dropped
+        super().put(call)
+        if self.rows_dropped and not before:
+            self.report(
+                f"{self.name} is slower than the run, or hangs ({self.doing}): its oldest rows are dropped, because {MOST_CALLS:,} "
+                "wait. Training continues, and log.jsonl contains everything."
+            )
+
+    def drop_one(self) -> None:
+        for number, call in enumerate(self.waiting):
+            if call.is_row:
+                del self.waiting[number]
+                self.rows_dropped += 1
+                return
+
+    def _call(self, call: Call) -> None:
+        # The processes that a tracker starts inherit this. They must outlive a signal that asks the run to stop.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
+        self.doing = call.what
+        try:
+            call.function(*call.arguments)
+        except BaseException as error:  # a tracker may call sys.exit, which would end only this thread, silently
+            self.report(
+                f"{self.name}: tracking has failed ({call.what}): {type(error).__name__}: {error}. Training continues, and "
+                "log.jsonl contains everything."
+            )
+            if call.is_vital:
+                self.stop()
+        self.is_loaded.set()  # the import is the first call
+
+    def report(self, text: str) -> None:
+        """Print what goes wrong and store it as an incident."""
+        text = redact(text)
+        print(text, file=sys.stderr, flush=True)
+        record(text, "TRACKER")
+
+
+def wait_for_imports(threads: Sequence[TrackerThread], seconds: float) -> None:
+    """Wait until the packages of the trackers are imported, or have failed to be, at most `seconds`.
+
+    A data worker that is forked during an import would wait forever for the lock of that module, if it imports the module too.
+    """
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.is_loaded.wait(max(0.0, deadline - time.monotonic()))
+
+
+def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
+    """Finish the trackers, and wait for them at most `seconds`. Print what is waited for, and how to upload what is left."""
+    for thread in threads:
+        thread.put(Call("finish", thread.tracker.finish))
+        thread.close()
+    began = time.monotonic()
+    is_reported = False
+    for thread in threads:
+        while not thread.is_done.wait(max(0.0, min(QUIET_SECONDS, began + seconds - time.monotonic()))):
+            if time.monotonic() - began >= seconds:
+                break
+            if not is_reported:
+                names = " and ".join(one.name for one in threads if not one.is_done.is_set())
+                left = sum(len(one.waiting) for one in threads)
+                rows = f", with {left:,} calls in the queue" if left > 1 else ""
+                print(f"waiting up to {seconds:.0f} s for {names} to store the last numbers{rows}", flush=True)
+                is_reported = True
+    for thread in threads:
+        if not thread.is_done.is_set():
+            text = f"{thread.name} has not ended within {seconds:.0f} s ({thread.doing}). log.jsonl contains everything."
+            thread.report(f"{text} {thread.tracker.how_to_upload_later()}".rstrip())
+        if thread.rows_dropped:
+            print(f"{thread.name}: {thread.rows_dropped:,} rows were dropped in total.", file=sys.stderr, flush=True)
+    hangs = not all(thread.is_done.is_set() for thread in threads)
+    main_thread = threading.main_thread()
+    if hangs or not main_thread.is_alive():
+        wait, seconds = main_thread.join, 0.5 if hangs else EXIT_SECONDS
+    else:  # threads of the program, for which the interpreter waits before it calls its handlers, may take longer
+        is_exiting = threading.Event()
+        atexit.register(is_exiting.set)
+        wait, seconds = is_exiting.wait, EXIT_SECONDS
+    threading.Thread(target=_exit_after, args=(wait, seconds), daemon=True).start()
+
+
+def _exit_after(wait: Callable[[], Any], seconds: float) -> None:
+    """Exit if the interpreter does not, because handlers that a tracker has registered for its exit hang.
+
+    Daemon threads continue while these handlers run. A program that `run` has called exits before if its exit code is not 0.
+    """
+    wait()
+    time.sleep(seconds)
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
 
 
 class Trackers(Hook):
@@ -131,7 +259,7 @@ def _log_save(tracker: Tracker, step: int, path: Path) -> None:
 
 
 def _wandb_id(cfg: TrainConfig) -> str:
-    """Return the id of the wandb run: WANDB_RUN_ID, or that of the run that is resumed or restarted, or a new one."""
+    """Return the id of the wandb run: WANDB_RUN_ID, the id of the run that is resumed or restarted, or a new one."""
     path = Path(cfg.output_dir) / "wandb_id.txt"
     known = os.environ.get("WANDB_RUN_ID", "")
     with contextlib.suppress(OSError):
@@ -142,10 +270,7 @@ def _wandb_id(cfg: TrainConfig) -> str:
     return known
 
 
-# The numbers that trackers show, grouped as panels: train/, eval/, speed/, system/, restarts/ and checkpoints/.
-# Beyond these numbers the curves of a panel cannot be told apart, and every row would have thousands of values.
-MOST_RANKS = 16  # with a curve each; beyond, there is the minimum, mean and maximum of each node
-MOST_NODES = 16  # beyond, there is the minimum, mean and maximum of all ranks
+# ---- the numbers that trackers show, grouped as panels: train/, eval/, speed/, system/, restarts/ and checkpoints/
 
 
 class Scale(NamedTuple):
@@ -177,7 +302,7 @@ def _row_of_times(before: Sequence[RankSample], ranks: Sequence[RankSample]) -> 
         own = [sum(split) - split.communication for split in splits]
         slowest = max(range(len(own)), key=own.__getitem__)
         row["speed/slowest_rank"] = slowest
-        # The median is that of the faster half, so that with two ranks it is the other one.
+        # The lower median: of two ranks it is the faster one.
         row["speed/slowest_rank_costs_seconds"] = own[slowest] - statistics.median_low(own)
     return row
 

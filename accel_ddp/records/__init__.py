@@ -1,5 +1,5 @@
-"""The formats of the files that a run writes for people and programs: log.jsonl, incidents.jsonl, tables of
-evaluations.
+"""The files that a run writes for people and programs: log.jsonl, incidents.jsonl, tables of evaluations, and without secrets.
 
-Writers and readers share these modules. They import only `errors`, and not torch.
+Writers and readers share these modules. `files` has the one atomic file writer and the one background writer of the whole package.
+The package may import only `errors`, and not torch.
 """

@@ -6,12 +6,13 @@ A run stores them in OUTPUT_DIR/tables/step_00000120.json, trackers show them, a
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from accel_ddp.records.files import parse, replace_file
 
 FOLDER = "tables"
 KINDS = ("scores", "matrix", "points", "predictions")
@@ -25,7 +26,7 @@ class Table:
 
     `scores` have the name of a row in their first column. A `matrix` has a row for each true class and a column for each predicted
     class, after a first column with the names of the rows. `points` have two columns of numbers, the true and the predicted ones.
-    `predictions` contain data of the user, so that they are made only on request (`--log_predictions`). Their column IMAGE, if there
+    `predictions` contain data of the user, so they are made only on request (`--log_predictions`). Their column IMAGE, if there
     is one, has small images as data URIs.
     """
 
@@ -79,31 +80,28 @@ def _as_cell(value: Any) -> str | int | float | None:
 def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
     """Write the tables of a step and return their path relative to the folder of the run. Raise OSError if the disk fails.
 
-    Equal tables have equal bytes, so that a resumed run that repeats an evaluation leaves the file as it was.
+    Equal tables have equal bytes, so a resumed run that repeats an evaluation leaves the file as it was.
     """
     path = folder / file_of(step)
     path.parent.mkdir(exist_ok=True)
-    new = path.with_name(f".{path.name}.tmp")
-    try:
-        new.write_text(
-            json.dumps({name: table.as_dict() for name, table in tables.items()}, ensure_ascii=False), encoding="utf-8"
-        )
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
+    replace_file(path, json.dumps({name: table.as_dict() for name, table in tables.items()}, ensure_ascii=False))
     return file_of(step)
 
 
 def read_tables(path: Path) -> dict[str, Table]:
-    """Return the tables of a file, or {} if it was removed or is damaged. Kinds and fields that are not known are left out."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = [field.name for field in fields(Table)]
-        made = {name: Table(**{field: value[field] for field in known if field in value}) for name, value in found.items()}
-        return {name: table for name, table in made.items() if table.kind in KINDS}
+    """Return the tables of a file, or {} if it was removed or is damaged."""
+    with contextlib.suppress(OSError):
+        return parse_tables(parse(path.read_bytes()) or {})
     return {}
+
+
+def parse_tables(values: dict[str, Any]) -> dict[str, Table]:
+    """Return the tables of a JSON object. Damaged tables, and kinds and fields that are not known, are left out."""
+    tables = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError):
+            tables[name] = _check_table(name, Table(**{one.name: value[one.name] for one in fields(Table) if one.name in value}))
+    return tables
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -122,7 +120,7 @@ def remove_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, best: int | None) -> None:
-    """Remove all tables except those of the first evaluation, of the newest ones, and of the step `best`."""
+    """Keep the tables of the first evaluation, of the newest ones, and of the step `best`. Remove the others."""
     steps = list_steps(folder)
     for step in steps[1:-NEWEST]:
         if step != best:

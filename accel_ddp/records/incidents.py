@@ -5,14 +5,12 @@ The monitor of the main node writes it. Without a monitor, the main rank writes 
 
 import json
 import os
-import queue
 import re
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_ddp.records.files import complete_last_line, read_objects
+from accel_ddp.records.files import BackgroundWriter, complete_last_line, read_objects
 from accel_ddp.records.redaction import redact
 
 FILE = "incidents.jsonl"
@@ -37,7 +35,7 @@ class Incident(NamedTuple):
     def parse(cls, line: str, kind: str = "", level: str = "", **place: object) -> "Incident":
         """Return the incident of a printed line such as "warning: LOSS_SPIKE: the loss is ...".
 
-        `kind` and `level` are those of a line that states none.
+        `kind` and `level` apply to a line that states none.
         """
         found = _KIND.match(line)
         stated = line.partition(": ")[0]
@@ -46,56 +44,32 @@ class Incident(NamedTuple):
 
 
 class IncidentWriter:
-    """Appends incidents to a file, from a thread, because a disk that does not answer would block the caller.
+    """Appends incidents to a file from a thread, because a disk that does not answer would block the caller.
 
-    Incidents are kept until `open`, which states the folder of the run, and while the disk does not accept them.
+    Incidents are kept until `open`, which states the run folder, and while the disk does not accept them.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.waiting: queue.SimpleQueue[Incident | None] = queue.SimpleQueue()
-        self.is_open, self.is_closing, self.is_done = threading.Event(), threading.Event(), threading.Event()
+        self.writer = BackgroundWriter(self._append, "incidents", most=MOST_WAITING, retry_seconds=RETRY_SECONDS)
+        self._is_first = True
 
     def open(self, folder: str | Path) -> None:
         """Write to the file in this folder from now on. A second call has no effect."""
-        if not self.is_open.is_set():
+        if not self.path:
             self.path = Path(folder, FILE)
-            self.is_open.set()
-            threading.Thread(target=self._write_all, name="incidents", daemon=True).start()
+            self.writer.start()
 
     def write(self, incident: Incident) -> None:
         """Append an incident soon. This never blocks and never raises."""
-        if self.is_open.is_set() or self.waiting.qsize() < MOST_WAITING:
-            self.waiting.put(incident if incident.time else incident._replace(time=time.time()))
+        self.writer.put(incident if incident.time else incident._replace(time=time.time()))
 
     def close(self, seconds: float = 2.0) -> None:
         """Wait at most `seconds` until everything is written."""
-        self.is_closing.set()
-        if self.is_open.is_set():
-            self.waiting.put(None)
-            self.is_done.wait(seconds)
+        self.writer.close(seconds)
 
-    def _write_all(self) -> None:
-        late: list[Incident] = []  # those that the disk has not accepted
-        is_first = True
-        while True:
-            try:
-                incident = self.waiting.get(timeout=RETRY_SECONDS if late else None)
-                late += [incident] if incident else []
-            except queue.Empty:
-                incident = late[0]
-            late = late[-MOST_WAITING:]
-            try:
-                while late:
-                    self._append(late[0], is_first)
-                    late, is_first = late[1:], False
-            except OSError:
-                is_first = True  # half of a line may have been written
-            if incident is None:
-                break
-        self.is_done.set()
-
-    def _append(self, incident: Incident, is_first: bool) -> None:
+    def _append(self, incident: Incident) -> None:
+        is_first, self._is_first = self._is_first, True  # until this line is complete: a full disk may cut it
         if is_first:
             complete_last_line(self.path)
         line = json.dumps(_as_fields(incident)).encode() + b"\n"
@@ -106,6 +80,7 @@ class IncidentWriter:
                 raise OSError("the disk is full")
         finally:
             os.close(descriptor)
+        self._is_first = False
 
 
 def _as_fields(incident: Incident) -> dict[str, object]:

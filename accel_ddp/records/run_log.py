@@ -18,12 +18,12 @@ from accel_ddp.records.files import complete_last_line, read_objects, read_objec
 
 SCHEMA = 1
 FILE = "log.jsonl"
-# Events of steps. After a resume from step s, those of steps after s that an earlier attempt has written do not count.
+# Events of steps. After a resume from step s, events of later steps that an earlier attempt has written do not count.
 OF_STEPS = ("update", "ranks", "evaluate", "tables")
 
 
 class LogWriter:
-    """Appends events. Each line is written by one call, so that a reader sees complete lines, except for the one of a crash.
+    """Appends events. Each line is written by one call, so a reader sees complete lines, except for one that a crash has cut.
 
     The file has no buffer. After a full disk has cut a line, the next one begins on a line of its own.
     """

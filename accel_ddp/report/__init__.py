@@ -1,5 +1,6 @@
-"""`accel-ddp report`: one HTML page, and CSV files, from the folders of one or several runs.
+"""`accel-ddp report`: one HTML page about one or several runs.
 
-`runs` reads a folder into a `Run`, `compare` and `downsample` prepare runs for the page, `page` writes the page, and `command` is
-the command. The package imports `errors`, `records` and `saving.format`, and not torch, so that it starts at once.
+`log_reader` and `run_reader` read a run folder into a `ReportedRun` (`run_data`), and `chart_data` reduces it to what charts draw.
+`markup` and `cards` make HTML, `charts` and `sections` are the sections of the page, and `page` writes it. `report_command` is the
+command. The package may import `saving` and the layers below it, but not torch, so it starts at once.
 """

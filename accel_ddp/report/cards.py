@@ -1,4 +1,7 @@
-"""The cards of the page: tiles, tables and frames of charts as HTML. page.js draws the charts into their frames."""
+"""The cards of the page: tiles, tables and frames of charts as HTML, and numbers as people read them.
+
+page.js draws the charts into their frames.
+"""
 
 import math
 import time

@@ -12,18 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.run_data import Run
-from accel_ddp.report.run_summary import usual_lines
-
-# Chooses the points of a long curve that are drawn, so that a page with a million logged steps opens at once.
+from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
 
 
 def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
     """Return the indices, in order, of at most `most` points that look like all points.
 
-    The first and the last point are kept. The points are divided into bins of equal size, and of each bin the smallest and the
-    largest value of each column are kept, so that spikes stay visible. One value that is not finite is kept too, so that a curve
-    has a gap there. A point whose `x` is not finite is left out.
+    The first and the last point are kept. The points are divided into bins of equal size. The smallest and the largest value of each
+    column are kept in each bin, so spikes stay visible, and one value that is not finite, so a curve has a gap there. A point whose
+    `x` is not finite is left out.
     """
     usable = np.flatnonzero(np.isfinite(x))
     if len(usable) <= most or most < 1:
@@ -54,7 +51,7 @@ def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
 
 
 POINTS = 2000  # of a curve
-MEANS = 500  # of a curve, for smoothing: the points keep extremes, so that their moving average would be biased
+MEANS = 500  # of a curve, for smoothing: the points keep extremes, so their moving average would be biased
 INTERVALS = 240  # columns of the heat map and of the charts of ranks
 RANKS = 64  # that have a chart of their own
 ROWS = 128  # of the heat map
@@ -66,7 +63,7 @@ PARTS = ("forward", "backward", "optimizer", "data", "other", "communication")  
 NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
 
 
-def chart_data(run: Run, num_runs: int = 1) -> dict[str, Any]:
+def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
     """Return the numbers of the charts of one run, as they are stored in the page."""
     first = first_time(run)
     share = max(1, num_runs // 4)  # up to 4 runs have all points, more runs divide them
@@ -84,26 +81,25 @@ def chart_data(run: Run, num_runs: int = 1) -> dict[str, Any]:
     }
 
 
-def first_time(run: Run) -> float:
+def first_time(run: ReportedRun) -> float:
     times = [event["time"] for event in run.starts if "time" in event] + [float(t) for t in run.updates.get("time", [])[:1]]
     return min(times, default=0.0)
 
 
-def global_batch(run: Run) -> int:
+def global_batch(run: ReportedRun) -> int:
     """Return the samples of a step, or 0 if the log does not state them."""
-    batch = run.starts[-1].get("batch") if run.starts else None
-    value = batch.get("global") if isinstance(batch, dict) else None
+    value = dict_of(run.start.get("batch")).get("global")
     return value if isinstance(value, int) else 0
 
 
-def curve_names(run: Run) -> list[str]:
+def curve_names(run: ReportedRun) -> list[str]:
     """Return the columns of the updates that have a finite value and are worth a curve."""
     known = ["loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "mfu", "tflops"]
     names = [name for name in known if name in run.updates] + [name for name in run.updates if name not in (*known, *NOT_CURVES)]
     return [name for name in names if np.issubdtype(run.updates[name].dtype, np.number) and np.isfinite(run.updates[name]).any()]
 
 
-def metric_names(run: Run) -> list[str]:
+def metric_names(run: ReportedRun) -> list[str]:
     """Return the names of the metrics of the evaluations, in the order in which they appear."""
     found = dict.fromkeys(name for one in run.evaluations for name, value in one.items() if is_number(value))
     return [name for name in found if name not in ("step", "time")]
@@ -113,7 +109,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _curve(run: Run, name: str, first: float, points: int, means: int) -> dict[str, Any]:
+def _curve(run: ReportedRun, name: str, first: float, points: int, means: int) -> dict[str, Any]:
     steps, times, values = run.updates["step"], run.updates["time"] - first, run.updates[name]
     kept = downsample(steps, values, most=points)
     curve = {"step": whole(steps[kept]), "time": rounded(times[kept]), "y": rounded(values[kept])}
@@ -124,7 +120,7 @@ def _curve(run: Run, name: str, first: float, points: int, means: int) -> dict[s
     return curve
 
 
-def _evaluation_curve(run: Run, name: str, first: float, points: int) -> dict[str, Any]:
+def _evaluation_curve(run: ReportedRun, name: str, first: float, points: int) -> dict[str, Any]:
     known = [one for one in run.evaluations if is_number(one.get(name))]
     steps = np.array([one["step"] for one in known])
     values = np.array([one[name] for one in known], float)
@@ -133,7 +129,7 @@ def _evaluation_curve(run: Run, name: str, first: float, points: int) -> dict[st
     return {"step": whole(steps[kept]), "time": rounded(times[kept]), "y": rounded(values[kept])}
 
 
-def marks(run: Run, first: float) -> list[dict[str, Any]]:
+def marks(run: ReportedRun, first: float) -> list[dict[str, Any]]:
     """Return the incidents and the checkpoints as marks in the curves, the most severe first if there are too many."""
     severity = {"error": 0, "warning": 1}
     found = sorted(run.incidents, key=lambda one: severity.get(str(one.get("level")), 2))[:MARKS]
@@ -144,7 +140,7 @@ def marks(run: Run, first: float) -> list[dict[str, Any]]:
     return [{"level": level, "text": text, **place} for level, text, place in placed if place]
 
 
-def _place(run: Run, event: dict[str, Any], first: float) -> dict[str, float] | None:
+def _place(run: ReportedRun, event: dict[str, Any], first: float) -> dict[str, float] | None:
     """Return the step and the time of an event. Either is estimated from the other if it is missing."""
     steps, times = run.updates.get("step", np.array([])), run.updates.get("time", np.array([]))
     step, moment = event.get("step"), event.get("time")
@@ -157,9 +153,9 @@ def _place(run: Run, event: dict[str, Any], first: float) -> dict[str, float] | 
     return {"step": step, "time": round(moment - first, 2) if is_number(moment) else None}
 
 
-def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str, Any] | None:
+def rank_data(run: ReportedRun, first: float, columns: int, num_ranks: int) -> dict[str, Any] | None:
     """Return where the ranks spend their time: on average, over time for the mean and for single ranks, and relative to the median."""
-    usual = usual_lines(run.ranks, run.first_steps)
+    usual = run.ranks.usual_lines(run.first_steps)
     steps = run.ranks.steps[usual]
     seconds = {part: values[usual] for part in PARTS if (values := run.ranks.seconds.get(part, np.empty(0))).size}
     if not seconds or not len(steps):
@@ -176,7 +172,7 @@ def rank_data(run: Run, first: float, columns: int, num_ranks: int) -> dict[str,
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
-    # The averages of the summary are those of the usual lines too.
+    # The summary averages the usual lines too.
     of_ranks = {part: np.array(run.summary["seconds_per_rank"][part], float) for part in binned}
     averages = {part: np.array([_mean(values[group], 0) for group in groups]) for part, values in of_ranks.items()}
     with warnings.catch_warnings():
@@ -202,7 +198,7 @@ def slowness(own: np.ndarray) -> np.ndarray:
         return own / np.nanquantile(own, 0.5, axis=1, keepdims=True, method="lower") - 1
 
 
-def row_groups(run: Run, num_ranks: int) -> tuple[list[str], list[list[int]]]:
+def row_groups(run: ReportedRun, num_ranks: int) -> tuple[list[str], list[list[int]]]:
     """Return the rows of charts that list ranks: the ranks, or the nodes if there are many ranks, or groups of ranks."""
     if num_ranks <= ROWS:
         return [rank_name(run, rank) for rank in range(num_ranks)], [[rank] for rank in range(num_ranks)]
@@ -214,10 +210,10 @@ def row_groups(run: Run, num_ranks: int) -> tuple[list[str], list[list[int]]]:
     return [f"ranks {group[0]} to {group[-1]}" for group in groups], groups
 
 
-def places(run: Run, of_all_attempts: bool = False) -> dict[int, dict[str, Any]]:
+def places(run: ReportedRun, of_all_attempts: bool = False) -> dict[int, dict[str, Any]]:
     """Return where each rank of the last attempt runs. An earlier attempt may have had more ranks."""
-    listed = [one.get("ranks") for one in (run.starts if of_all_attempts else run.starts[-1:])]
-    known = [one for ranks in listed if isinstance(ranks, list) for one in ranks]
+    starts = run.starts if of_all_attempts else run.starts[-1:]
+    known = [one for start in starts for one in list_of(start.get("ranks"))]
     return {one["rank"]: one for one in known if isinstance(one, dict) and isinstance(one.get("rank"), int)}
 
 
@@ -225,12 +221,12 @@ def node_name(place: dict[str, Any]) -> str:
     return str(place.get("host") or f"node {place.get('node', 0)}")
 
 
-def rank_name(run: Run, rank: int) -> str:
+def rank_name(run: ReportedRun, rank: int) -> str:
     place = places(run, of_all_attempts=True).get(rank)
     return f"rank {rank}" + (f" ({node_name(place)})" if place else "")
 
 
-def ranks_of_nodes(run: Run, num_ranks: int) -> dict[str, list[int]]:
+def ranks_of_nodes(run: ReportedRun, num_ranks: int) -> dict[str, list[int]]:
     """Return the ranks of each node by the name of its host. Two nodes with one host name stay apart."""
     known, nodes = places(run, of_all_attempts=True), {}
     for rank in range(num_ranks):
@@ -248,7 +244,7 @@ SYSTEM = {
 }  # fmt: skip
 
 
-def system_data(run: Run, first: float, columns: int) -> dict[str, Any]:
+def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
     """Return the load of each node over time, or its lowest, median and highest value over the nodes if there are many."""
     if not len(run.ranks.steps):
         return {}
@@ -277,7 +273,7 @@ def system_data(run: Run, first: float, columns: int) -> dict[str, Any]:
     return charts
 
 
-def _axis(run: Run, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
+def _axis(run: ReportedRun, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
     """Return the last step and its time of each interval."""
     steps = steps[edges[1:] - 1]
     known, times = run.updates.get("step", np.array([])), run.updates.get("time", np.array([]))

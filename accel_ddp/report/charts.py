@@ -1,4 +1,7 @@
-"""The sections with charts: curves, where the time goes, and the load of the nodes. Each chart states how to read it."""
+"""The sections with charts: curves, where the time goes, the load of the nodes, and evaluations with their tables.
+
+Each chart states how to read it.
+"""
 
 import math
 import re
@@ -24,7 +27,7 @@ from accel_ddp.report.cards import (
 )
 from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, slowness
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun
 from accel_ddp.text import counted
 
 # Column of the log: title, unit of the axis, how to read it.
@@ -34,11 +37,11 @@ CURVES = {
     "grad_norm": ("Gradient norm", "", "The norm before clipping. Sudden peaks precede a loss that diverges."),
     "samples_per_second": ("Samples per second", "samples/s", "All ranks together. Higher is faster; dips are interruptions."),
     "tokens_per_second": ("Tokens per second", "tokens/s", "All ranks together. Higher is faster; dips are interruptions."),
-    "mfu": ("Model FLOPs utilisation (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
+    "mfu": ("Model FLOPs utilization (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
     "tflops": ("TFLOPs per second", "TFLOPs/s", "The arithmetic of the model, per second and rank."),
 }
 SYSTEM = {
-    "gpu_utilisation": ("GPU utilisation", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
+    "gpu_utilisation": ("GPU utilization", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
     "gpu_memory": ("GPU memory of the run", "GiB", "The most that torch has allocated on one GPU of each node."),
     "gpu_memory_used": ("GPU memory in use", "GiB", "The most that all processes use on one GPU of each node."),
     "gpu_temperature": ("GPU temperature", "°C", "The hottest GPU of each node. A GPU that is too hot becomes slower."),
@@ -58,7 +61,7 @@ PARTS = {
 MARKS = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
 
 
-def curves(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
     """Return the section with the curves of all runs, which share their controls."""
     names = list(dict.fromkeys(name for one in data for name in one["curves"]))
     if not names:
@@ -71,14 +74,14 @@ def curves(runs: list[Run], data: list[dict[str, Any]]) -> Html:
         class_="js",
     )
     longest = max((len(run.updates.get("step", ())) for run in runs), default=0)
-    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. The CSV files contain all steps."
+    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. log.jsonl contains all steps."
     levels = {mark["level"] for one in data for mark in one["marks"]}
     marks = legend((f"mark {level}", text) for level, text in MARKS.items() if level in levels) if levels else ""
     grid = tag("div", *cards, class_="grid several" if len(runs) > 1 else "grid")
     return section("curves", "Curves", _controls(runs, data), zoom, note(reduced) if longest > POINTS else "", marks, grid)
 
 
-def _controls(runs: list[Run], data: list[dict[str, Any]]) -> Html:
+def _controls(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
     axes = {"step": "Step", "time": "Time"} | ({"samples": "Samples"} if all(one["batch"] for one in data) else {})
     smoothing = "0.8" if len(runs) > 1 else "0"  # noisy curves of several runs hide each other
     check = lambda id, text, checked=False, kind="": tag(
@@ -120,7 +123,7 @@ def _controls(runs: list[Run], data: list[dict[str, Any]]) -> Html:
     return tag("div", bar, shown, class_="bar js")
 
 
-def _curve(name: str, runs: list[Run], over: str | None) -> Html:
+def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
     """Return the card of one curve. `over` is another curve in the same chart."""
     plain = name.removeprefix("eval:").replace("_", " ")
     if name.startswith("eval:"):
@@ -135,7 +138,7 @@ def _curve(name: str, runs: list[Run], over: str | None) -> Html:
     return chart("curve", title, text, label[:600], key=key, figures=line, data={"key": name, "unit": unit, "over": over})
 
 
-def _figures(run: Run, name: str, is_short: bool) -> str:
+def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
     """Return the last value of a curve as text, and its lowest and highest value."""
     if name.startswith("eval:"):
         known = [(one["step"], one[name[5:]]) for one in run.evaluations if is_number(one.get(name[5:]))]
@@ -152,7 +155,7 @@ def _figures(run: Run, name: str, is_short: bool) -> str:
     return last if is_short else f"last {last} · min {at(int(values.argmin()))} · max {at(int(values.argmax()))}"
 
 
-def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
+def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
     """Return the section that shows where each rank spends its time."""
     ranks = data["ranks"]
     if not ranks:
@@ -211,7 +214,7 @@ def time_of_ranks(run: Run, data: dict[str, Any], index: int, level: int, prefix
     return section("time", "Where the time goes", tag("p", sentence), grid, _slowest(run, level), level=level, prefix=prefix)
 
 
-def _slowest(run: Run, level: int) -> Html:
+def _slowest(run: ReportedRun, level: int) -> Html:
     """Return a table of the ranks with the largest own time."""
     count = run.ranks.num_ranks
     if count < 2:
@@ -249,7 +252,8 @@ def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> 
     return section("hardware", "Load of the nodes", lines(names) if len(names) > 1 else "", grid, level=level, prefix=prefix)
 
 
-# The section with the evaluations: their metrics, scores of classes, confusion matrices, predictions.
+# ---- evaluations: their metrics, scores of classes, confusion matrices, predictions
+
 LISTED = 30  # evaluations in the table
 COLUMNS = 40  # metrics in the table
 CLASSES = 50  # of a confusion matrix
@@ -264,7 +268,7 @@ _LONGEST_IMAGE = 100_000  # characters
 Rows = list[list[Any]]
 
 
-def evaluations(run: Run, index: int, level: int, prefix: str) -> Html:
+def evaluations(run: ReportedRun, index: int, level: int, prefix: str) -> Html:
     """Return the section, or nothing for a run without evaluations."""
     steps = sorted(run.tables)
     blocks = []
@@ -278,16 +282,16 @@ def evaluations(run: Run, index: int, level: int, prefix: str) -> Html:
     return section("evaluations", "Evaluations", _metrics(run), picker, *blocks, level=level, prefix=prefix)
 
 
-def best_step(run: Run) -> int | None:
+def best_step(run: ReportedRun) -> int | None:
     return (run.summary.get("best") or {}).get("step")
 
 
-def best_name(run: Run) -> str:
+def best_name(run: ReportedRun) -> str:
     """Return what is best, for example "best accuracy": without --keep_best it is the loss, whatever --best_metric is."""
     return f"best {(run.summary.get('best') or {}).get('metric', '')}".replace("_", " ").strip()
 
 
-def _metrics(run: Run) -> Html:
+def _metrics(run: ReportedRun) -> Html:
     """Return a table with a row for each evaluation, or for some of them if there are many. The newest is the first."""
     names = metric_names(run)[:COLUMNS]
     if not names:
@@ -300,7 +304,7 @@ def _metrics(run: Run) -> Html:
         for i, one in reversed(list(enumerate(known)))
         if i in kept or one["step"] == best
     ]
-    text = f"{len(rows)} of {len(known):,} evaluations are shown. The CSV files contain all of them."
+    text = f"{len(rows)} of {len(known):,} evaluations are shown. log.jsonl contains all of them."
     shown = table(["step", *(name.replace("_", " ") for name in names)], rows, "Metrics of the evaluations, the newest first")
     return join([shown, note(text) if len(rows) < len(known) else ""])
 
@@ -316,7 +320,7 @@ def _scores(columns: list[str], rows: Rows, title: str, level: int) -> Html:
 
 
 def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return a confusion matrix as a table with coloured cells, which is readable without scripts and for screen readers."""
+    """Return a confusion matrix as a table with colored cells, which is readable without scripts and for screen readers."""
     names, heads = columns[1:], [str(row[0]) for row in rows]
     counts = np.array([[float(one) if is_number(one) else 0.0 for one in row[1:]] for row in rows])
     if not names:
@@ -339,9 +343,7 @@ def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
         )
         for i, (name, line) in enumerate(zip(heads, zip(counts.tolist(), shares.tolist())))
     ]
-    text = (
-        "Rows are true classes, columns are predicted ones. The framed diagonal is correct. The colour is the share of the row."
-    )
+    text = "Rows are true classes, columns are predicted ones. The framed diagonal is correct. The color is the share of the row."
     switch = tag("input", type="checkbox", data_percent=True, autocomplete="off")
     percent = tag("label", switch, tag("span", "Percent of each row"), class_="choice js")
     class_ = "matrix compact" if len(names) > COMPACT else "matrix"
@@ -357,7 +359,7 @@ def _count(count: float, share: float, is_correct: bool) -> Html:
 
 
 def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return sample predictions, with a list that shows those of one group."""
+    """Return sample predictions, with a list that chooses one group."""
     at = columns.index("group") if "group" in columns else None
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)

@@ -1,19 +1,19 @@
 """Reads log.jsonl into columns. A log of a million steps is read within seconds, with bounded memory."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report import run_data
-from accel_ddp.report.run_data import RankTimes, number_of, step_of
+from accel_ddp.report.run_data import LogContent, RankTimes, number_of, step_of
 
-# The times of all ranks in one line of the log, and their arrays.
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
 
@@ -54,16 +54,12 @@ def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
     found = {row.step: row for row in rows if row.parts}
     rows = [found[step] for step in sorted(found)]
     width = max((row.values.shape[1] for row in rows), default=0)
-    parts = dict.fromkeys(name for names in {row.parts for row in rows} for name in names)
-    arrays: dict[str, np.ndarray] = {}
-    for names in dict.fromkeys(row.names for row in rows):  # usually one, or one of each attempt
-        at = [number for number, row in enumerate(rows) if row.names == names]
-        for name in names:
-            arrays.setdefault(name, np.full((len(rows), width), np.nan, np.float32))
-        for number in at:
-            values = rows[number].values
-            for name, line in zip(names, values):
-                arrays[name][number, : values.shape[1]] = line
+    parts = {name for row in rows for name in row.parts}
+    names = dict.fromkeys(name for of_row in dict.fromkeys(row.names for row in rows) for name in of_row)
+    arrays = {name: np.full((len(rows), width), np.nan, np.float32) for name in names}
+    for number, row in enumerate(rows):
+        for name, values in zip(row.names, row.values):
+            arrays[name][number, : len(values)] = values
     return RankTimes(
         np.array([row.last for row in rows], np.int64),
         np.array([row.first for row in rows], np.int64),
@@ -89,19 +85,6 @@ MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 13, 1 << 18, 512
 _UPDATE_BYTES = 200  # of a usual line
 _MOST_COLUMNS = 200  # the memory of a log in which every line has other names
 _NOT_VALUES = ("event", "repeated")
-
-
-@dataclass
-class LogContent:
-    """The events of a log that count. Steps that a later attempt has repeated are left out."""
-
-    updates: dict[str, np.ndarray]
-    ranks: RankTimes
-    events: list[dict[str, Any]]  # all other events, in the order of the file
-    num_bad_lines: int = 0
-    newer_schema: Any = None  # the number of a schema that this version does not know
-    spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
-    num_repeated: int = 0  # logged steps that a later attempt has done again
 
 
 def read_log_columns(path: Path) -> LogContent:
@@ -131,15 +114,14 @@ class _Reader:
 
     def _read_lines(self, path: Path) -> None:
         for line in _lines(path):
-            if line.startswith(
-                (b'{"event": "update"', b'{"event":"update"')
-            ):  # before it is parsed, which takes most of the time
+            # The event is recognized before the line is parsed, which takes most of the time.
+            if line.startswith((b'{"event": "update"', b'{"event":"update"')):
                 self.pending.append(line)
                 if len(self.pending) == _BATCH:
                     self._parse_updates()
             elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
                 self.seen += 1
-                if self.seen == 1:  # an estimate of the number of lines, so that few lines are parsed in vain
+                if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
                     self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
                 if self.seen % self.stride == 0 and (event := self._parse(line)):
                     self._add_rank_line(event)
@@ -149,14 +131,10 @@ class _Reader:
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
-        try:
-            event = run_data.parse(line)
-            if isinstance(event, dict) and isinstance(event["event"], str):
-                event["step"] = step_of(event.get("step", 0))
-                event["time"] = number_of(event.get("time"))
-                return event
-        except (ValueError, KeyError, TypeError):
-            pass
+        event = parse(line)
+        with contextlib.suppress(ValueError):
+            if event and isinstance(event.get("event"), str):
+                return {**event, "step": step_of(event.get("step", 0)), "time": number_of(event.get("time"))}
         self.bad += 1
         return None
 

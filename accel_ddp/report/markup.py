@@ -1,4 +1,4 @@
-"""Makes HTML and JSON in which text from data stays text, whatever it contains."""
+"""HTML and JSON in which text from data stays text, whatever it contains, and the mark of our own pages."""
 
 import html
 import json
@@ -58,11 +58,8 @@ def _without_nonfinite(value: Any) -> Any:
     return value
 
 
-# The mark by which pages of `accel-ddp report` and `accel-ddp scaling` are recognised, so that no other file is overwritten.
-
-
 def generator(command: str) -> str:
-    """Return the mark of the pages of a command, which is within their first 4096 bytes."""
+    """Return the mark within the first 4096 bytes of a command's pages. `require_page` overwrites no file without it."""
     return f'<meta name="generator" content="accel-ddp {command}">'
 
 

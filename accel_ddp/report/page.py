@@ -1,4 +1,4 @@
-"""Writes the page of `accel-ddp report`: one HTML file that needs no network. docs/report.md describes it.
+"""The page of `accel-ddp report`: one HTML file that needs no network. docs/report.md describes it.
 
 All text is in the page itself and readable without scripts. page.js draws the charts, with the library plotly from the installed
 package, from numbers that the page contains as JSON. The policy of the page forbids every request and every script except these
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp import __version__
+from accel_ddp.records.files import replace_file
 from accel_ddp.report import charts, sections
 from accel_ddp.report.cards import choice, moment, section
 from accel_ddp.report.chart_data import chart_data
 from accel_ddp.report.charts import evaluations
 from accel_ddp.report.markup import Html, generator, join, safe_json, tag
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun
 
 _NAVIGATION = {
     "comparison": "Comparison", "differences": "Differences", "curves": "Curves", "details": "Details", "incidents": "Incidents",
@@ -28,12 +29,12 @@ _NAVIGATION = {
 _VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
 
 
-def write_page(runs: list[Run], path: Path) -> None:
+def write_page(runs: list[ReportedRun], path: Path) -> None:
     """Write the page of one run, or of several runs that are compared. Raise OSError if the disk does not accept it."""
-    path.write_text(make_page(runs), encoding="utf-8", newline="\n")  # the hashes of the policy are those of these line ends
+    replace_file(path, make_page(runs), has_rivals=True)  # a browser that reloads it sees the old page or the new one
 
 
-def make_page(runs: list[Run]) -> str:
+def make_page(runs: list[ReportedRun]) -> str:
     """Return the page. Its size does not depend on the lengths of the runs."""
     from plotly.offline import get_plotlyjs
 
@@ -55,14 +56,14 @@ def make_page(runs: list[Run]) -> str:
     ])  # fmt: skip
 
 
-def _header(runs: list[Run]) -> Html:
+def _header(runs: list[ReportedRun]) -> Html:
     if len(runs) == 1:
         return join([sections.title(runs[0]), sections.key_figures(runs[0])])
     names = ", ".join(run.name for run in runs[:12]) + (" …" if len(runs) > 12 else "")
     return join([tag("h1", f"Comparison of {len(runs)} runs"), tag("p", names, class_="subtitle")])
 
 
-def _sections(runs: list[Run], data: list[dict[str, Any]]) -> list[Html]:
+def _sections(runs: list[ReportedRun], data: list[dict[str, Any]]) -> list[Html]:
     """Return the sections of the page. Several runs share their curves, and a list chooses the run whose details are shown."""
     if len(runs) == 1:
         return [charts.curves(runs, data), *_details(runs[0], data[0], 0, 2, "")]
@@ -75,7 +76,7 @@ def _sections(runs: list[Run], data: list[dict[str, Any]]) -> list[Html]:
     return [sections.comparison(runs), charts.curves(runs, data), section("details", "Details of a run", chosen, *blocks)]
 
 
-def _details(run: Run, data: dict[str, Any], index: int, level: int, prefix: str) -> list[Html]:
+def _details(run: ReportedRun, data: dict[str, Any], index: int, level: int, prefix: str) -> list[Html]:
     return [
         sections.incidents(run, level, prefix),
         charts.time_of_ranks(run, data, index, level, prefix),

@@ -1,4 +1,4 @@
-"""Finds the folders of runs among the paths that a user has typed."""
+"""The command `accel-ddp report`: its options, and the runs among the paths that a user has given."""
 
 import argparse
 import os
@@ -9,9 +9,8 @@ from pathlib import Path
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
-from accel_ddp.report.csv_files import write_csv
 from accel_ddp.report.markup import require_page
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import unique_names
 from accel_ddp.saving import checkpoint_format
@@ -119,20 +118,22 @@ def _suggest_beside(folder: Path) -> str:
     return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
 
 
-# The command `accel-ddp report`.
 _EXAMPLES = """examples:
-  accel-ddp report runs/classify/20260131-120000                 one run: the page is report.html in its folder
-  accel-ddp report runs/classify/* --out compare.html            several runs on one page, with their differences
-  accel-ddp report runs/classify/20260131-120000 --csv numbers   CSV files too, in the folder numbers
+  accel-ddp report runs/classify/20260131-120000        one run: the page is report.html in its folder
+  accel-ddp report runs/classify/* --out compare.html   several runs on one page, with their differences
 
-A run that has not ended is shown as it is now. docs/report.md describes the page and the files."""
+A run that has not ended is shown as it is now. docs/report.md describes the page."""
+_NO_CSV = (
+    "--csv was removed. Read the numbers with pandas: "
+    "pandas.read_json('{}', lines=True).query(\"event == 'update'\"). docs/log.md describes the events."
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="accel-ddp report",
-        usage="accel-ddp report RUN... [--out FILE] [--csv FOLDER] [--open]",
+        usage="accel-ddp report RUN... [--out FILE] [--open]",
         description="Write one HTML file about one or several runs, which opens without a network: curves, the time of\n"
         "each rank, evaluations, checkpoints, incidents, options and versions.",
         epilog=_EXAMPLES,
@@ -141,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its --output_dir)")
     default = "RUN/report.html; for several runs report.html in the current folder"
     parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
-    parser.add_argument("--csv", default="", metavar="FOLDER", help="also write the numbers as CSV files into this folder")
+    parser.add_argument("--csv", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     return parser
 
@@ -149,10 +150,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Write the report of the runs in `words` and return the exit code."""
     given = build_parser().parse_args(words)
+    if given.csv is not None:
+        raise UserError(_NO_CSV.format(Path(given.runs[0], run_log.FILE)))
     folders, left_out = find_runs(given.runs)
     path = _choose_path(given.out, folders)
-    if given.csv and Path(given.csv).exists() and not Path(given.csv).is_dir():
-        raise UserError(f"--csv {given.csv}: is a file. Give a folder.")
     runs = _read_all(folders, left_out)
     for run in runs:
         left_out += [f"{run.name}: {note}" for note in run.notes]
@@ -160,15 +161,12 @@ def main(words: list[str]) -> int:
         print(f"warning: {text}", file=sys.stderr)
     _write_page(runs, path)
     print(f"{path} ({format_bytes(path.stat().st_size)})")
-    if given.csv:
-        for one in write_csv(runs, given.csv):
-            print(f"{one} ({format_bytes(one.stat().st_size)})")
     if given.open:
         _open(path)
     return 0
 
 
-def _read_all(folders: list[Path], left_out: list[str]) -> list[Run]:
+def _read_all(folders: list[Path], left_out: list[str]) -> list[ReportedRun]:
     """Return the runs. Of several, those that cannot be read are left out."""
     runs = []
     for folder, name in zip(folders, unique_names(folders)):
@@ -193,21 +191,16 @@ def _choose_path(out: str, folders: list[Path]) -> Path:
     return path
 
 
-def _write_page(runs: list[Run], path: Path) -> None:
-    """Replace the page atomically: a browser that reloads it sees the old page or the new one."""
+def _write_page(runs: list[ReportedRun], path: Path) -> None:
     from accel_ddp.report.page import write_page
 
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
-            write_page(runs, new)
-        new.replace(path)
+            write_page(runs, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> None:

@@ -1,8 +1,10 @@
-"""What a report contains about a run. `runs` reads it, and the page and the CSV files are made from it."""
+"""What a report contains about a run, and its summary: duration, steps, rates, goodput, the best metric, the time of each part.
 
-import json
+`run_reader` reads it from the run folder, and the page is made from it.
+"""
+
+import contextlib
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +31,33 @@ class RankTimes:
         """Return W, which is 0 if no times were recorded."""
         return max((values.shape[1] for values in self.seconds.values()), default=0)
 
+    def usual_lines(self, first_steps: list[int]) -> np.ndarray:
+        """Return which lines do not contain the first step of an attempt, which starts data workers and chooses kernels.
+
+        All lines are usual if there are no others.
+        """
+        is_usual = ~np.isin(self.first_steps, first_steps)
+        return is_usual if is_usual.any() else np.ones(len(is_usual), bool)
+
+
+@dataclass
+class LogContent:
+    """The events of a log that count. Steps that a later attempt has repeated are left out."""
+
+    updates: dict[str, np.ndarray]
+    ranks: RankTimes
+    events: list[dict[str, Any]]  # all other events, in the order of the file
+    num_bad_lines: int = 0
+    newer_schema: Any = None  # the number of a schema that this version does not know
+    spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
+    num_repeated: int = 0  # logged steps that a later attempt has done again
+
 
 State = Literal["complete", "stopped", "running", "interrupted"]
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """One run. Everything in it comes from files that others may have written: text is not escaped."""
 
     folder: Path
@@ -64,31 +87,19 @@ class Run:
         return self.starts[-1] if self.starts else {}
 
 
-# Parses JSON, and numbers in it, that anyone may have written.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def parse(data: bytes) -> Any:
-    """Return a JSON value whose text can be written as UTF-8. Raise ValueError if the data is no JSON."""
-    try:
-        value = json.loads(data)
-        if _SURROGATE.search(data):  # half of a character outside of the basic plane is replaced
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    except RecursionError as error:
-        raise ValueError("too deep") from error
-    return value
+# ---- values in files that anyone may have written
 
 
 def number_of(value: Any) -> float:
     """Return a number of the log as a float, also "nan", "inf" and "-inf". Other values are NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return -math.inf if str(value).startswith("-") else math.inf
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return math.nan if isinstance(value, bool) else float(value)
+    return math.nan
+
+
+def finite_or_none(value: Any) -> float | None:
+    number = number_of(value)
+    return number if math.isfinite(number) else None
 
 
 def step_of(value: Any) -> int:
@@ -97,3 +108,109 @@ def step_of(value: Any) -> int:
     if not 0 <= number < 2**53 or number != int(number):
         raise ValueError(value)
     return int(number)
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    """Return a value if it is an object, or {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# ---- summary
+
+_RATES = ("samples_per_second", "tokens_per_second", "tflops", "mfu")
+
+
+def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> dict[str, Any]:
+    """Return the summary of a run. Values that are not known are None.
+
+    The times between attempts are part of `wall_seconds`, and not of `active_seconds`. The rates are averages over time.
+    `seconds_per_step` has the average of each part over all ranks and logged steps, and `seconds_per_rank` the average of each rank.
+    """
+    start, updates = run.start, run.updates
+    times, last_step = _times(run), _last_step(run)
+    size = number_of(dict_of(start.get("batch")).get("global", run.options.get("global_batch_size")))
+    tokens = _mean(updates.get("tokens"))
+    ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
+    per_rank = _seconds_per_rank(run.ranks, run.first_steps)
+    return {
+        "state": run.state,
+        "began": min(times, default=None),
+        "ended": max(times, default=None),
+        "wall_seconds": max(times) - min(times) if times else None,
+        "active_seconds": sum(end - begin for begin, end in content.spans if math.isfinite(end - begin)) or None,
+        "attempts": len(run.starts),
+        "repeated_steps": content.num_repeated,
+        "steps": last_step,
+        "total_steps": _whole_or_none(start.get("total_steps")),
+        "samples": int(last_step * size) if 0 < size < math.inf else None,
+        "tokens": int(last_step * tokens) if tokens else None,
+        "ranks": len(ranks) or run.ranks.num_ranks or None,
+        "nodes": len({str(one.get("node")) for one in ranks}) or None,
+        **{name: _harmonic_mean(updates.get(name)) for name in _RATES},
+        "goodput": _goodput(run, content),
+        "best": _best(run, best),
+        "last_evaluation": run.evaluations[-1] if run.evaluations else None,
+        "skipped_steps": _whole_or_none((run.end or {}).get("skipped_steps")),
+        "seconds_per_step": {part: _mean(values) for part, values in per_rank.items()},
+        "seconds_per_rank": {part: values.tolist() for part, values in per_rank.items()},
+    }
+
+
+def _times(run: ReportedRun) -> list[float]:
+    """Return the times of everything that was logged, of updates only the first and the last."""
+    events = [*run.starts, *run.evaluations, *run.checkpoints, *([run.end] if run.end else [])]
+    times = [*(one["time"] for one in events), *run.updates["time"][:1].tolist(), *run.updates["time"][-1:].tolist()]
+    return [value for value in times if math.isfinite(value)]
+
+
+def _last_step(run: ReportedRun) -> int:
+    events = [*run.evaluations[-1:], *([run.end] if run.end else [])]
+    return max([*run.updates["step"][-1:].tolist(), *(one["step"] for one in events)], default=run.start.get("step", 0))
+
+
+def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.ndarray]:
+    """Return the average seconds per step of each part and rank, of usual lines. A line counts as often as it has steps."""
+    weights = np.maximum(1, ranks.steps - ranks.first_steps + 1).astype(float)[:, None]
+    weights *= ranks.usual_lines(first_steps)[:, None]
+    found = {}
+    for part, values in ranks.seconds.items():
+        known = np.isfinite(values)
+        total = (known * weights).sum(axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found[part] = np.where(known, values * weights, 0.0).sum(axis=0) / total
+    return found
+
+
+def _goodput(run: ReportedRun, content: LogContent) -> float | None:
+    """Return the goodput that the run has measured, at its end or at its last restart."""
+    measured = [event.get("goodput") for event in (*content.events, run.end or {}) if event.get("event") in ("restart", "end")]
+    values = [value for one in measured if math.isfinite(value := number_of(one))]
+    return values[-1] if values else None
+
+
+def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:
+    """Return metric, step and value of the best evaluation, by `--best_metric` or by the lowest loss."""
+    if {"metric", "step", "value"} <= best.keys():
+        return {"metric": str(best["metric"]), "step": best["step"], "value": number_of(best["value"])}
+    losses = [(one["loss"], one["step"]) for one in run.evaluations if math.isfinite(one.get("loss", math.nan))]
+    return {"metric": "loss", "step": min(losses)[1], "value": min(losses)[0]} if losses else None
+
+
+def _mean(values: np.ndarray | None) -> float | None:
+    known = values[np.isfinite(values)] if values is not None else np.empty(0)
+    return float(known.mean()) if len(known) else None
+
+
+def _harmonic_mean(values: np.ndarray | None) -> float | None:
+    """Return the average over time of a rate: each line stands for equally many steps."""
+    known = values[np.isfinite(values) & (values > 0)] if values is not None else np.empty(0)
+    return float(len(known) / (1 / known).sum()) if len(known) else None
+
+
+def _whole_or_none(value: Any) -> int | None:
+    number = finite_or_none(value)
+    return None if number is None else int(number)

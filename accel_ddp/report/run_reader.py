@@ -1,5 +1,9 @@
-"""Reads the folder of a run: its log, its options, its checkpoints, its tables and its incidents."""
+"""The content of a run folder: log, options, checkpoints, tables and incidents.
 
+Incidents are diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
+"""
+
+import contextlib
 import fcntl
 import math
 import os
@@ -13,16 +17,13 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import eval_tables, incidents, run_log
-from accel_ddp.records.files import read_objects
+from accel_ddp.records.files import parse, read_objects
 from accel_ddp.records.redaction import redact
-from accel_ddp.report import run_data
-from accel_ddp.report.log_reader import LogContent, read_log_columns
-from accel_ddp.report.run_data import Run, State, number_of
-from accel_ddp.report.run_summary import summarize
+from accel_ddp.report.log_reader import read_log_columns
+from accel_ddp.report.run_data import LogContent, ReportedRun, State, finite_or_none, number_of, summarize
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
-# Collects the incidents of a run: diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
 _MOST = 2000
 _MOST_GAPS = 100  # groups of steps that are not finite
@@ -68,16 +69,20 @@ def _incident(line: dict[str, Any], level: str = "info", kind: str = "") -> dict
     text = str(line.get("text", ""))
     if prefix := _PREFIX.match(text):
         level, kind, text = prefix[1], prefix[2] or kind, text[prefix.end() :]
-    time, step, rank = (number_of(line.get(name)) for name in ("time", "step", "rank"))
     return {
-        "time": time if math.isfinite(time) else None,
-        "step": int(step) if math.isfinite(step) and step >= 0 else None,
+        "time": finite_or_none(line.get("time")),
+        "step": _index_or_none(line.get("step")),
         "level": line["level"] if line.get("level") in ("info", "warning", "error") else level,
         "kind": str(line.get("kind") or kind),
         "text": text,
-        "rank": int(rank) if math.isfinite(rank) and rank >= 0 else None,
+        "rank": _index_or_none(line.get("rank")),
         "host": str(line["host"]) if line.get("host") else None,
     }
+
+
+def _index_or_none(value: Any) -> int | None:
+    number = number_of(value)
+    return int(number) if 0 <= number < math.inf else None
 
 
 def _is_finding(event: dict[str, Any]) -> bool:
@@ -86,7 +91,7 @@ def _is_finding(event: dict[str, Any]) -> bool:
 
 
 def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return failures and restarts. restarts.jsonl has those of the last job, and the log those of all jobs."""
+    """Return failures and restarts: of the last job from restarts.jsonl, and of all jobs from the log."""
     found = [_incident(line, "error", "FAILURE") for line in lines if line.get("event") == "failure"]
     restarts = [line for line in lines if line.get("event") == "training" and "restart" in line]
     restarts += [event for event in events if event["event"] == "restart"]
@@ -166,11 +171,14 @@ def _once(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+# ---- the run
+
+
 _YOUNG_SECONDS = 120.0  # a log that has grown since then, or within three times the usual time between lines, is young
 _RECENT_LINES = 20
 
 
-def read_run(folder: str | Path, name: str = "") -> Run:
+def read_run(folder: str | Path, name: str = "") -> ReportedRun:
     """Return the run in a folder. Raise UserError if its log cannot be read or contains no event."""
     folder = Path(folder)
     path = folder / run_log.FILE
@@ -181,7 +189,7 @@ def read_run(folder: str | Path, name: str = "") -> Run:
     if not content.events and not len(content.updates["step"]):
         reason = "it is empty" if not path.stat().st_size else "no line is a complete event"
         raise UserError(f"{path} contains no events: {reason}. The run has not begun, or this file belongs to another program.")
-    run = Run(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
+    run = ReportedRun(folder, name or os.path.basename(os.path.abspath(folder)), updates=content.updates, ranks=content.ranks)
     for event in content.events:
         if event["event"] == "start":
             run.starts.append(event)
@@ -212,12 +220,12 @@ def _redacted(value: Any) -> Any:
     return [_redacted(one) for one in value] if isinstance(value, list) else value
 
 
-def _notes_of(content: LogContent, run: Run) -> list[str]:
+def _notes_of(content: LogContent, run: ReportedRun) -> list[str]:
     notes = []
     if content.newer_schema is not None:
         notes.append(
             f"The log was written by a newer version of accel_ddp (schema {content.newer_schema}; this version reads "
-            f"{run_log.SCHEMA}), so that some values may be missing or wrong. Run: pip install -U accel_ddp"
+            f"{run_log.SCHEMA}), so some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
         lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"
@@ -231,16 +239,12 @@ def _notes_of(content: LogContent, run: Run) -> list[str]:
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return a JSON object from a file, or {} if the file is missing. A damaged file is noted."""
-    try:
-        value = run_data.parse(path.read_bytes())
-        if isinstance(value, dict):
-            return value
-        notes.append(f"{path.name} contains no JSON object. It is left out.")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError):
+    value = None
+    with contextlib.suppress(OSError):
+        value = parse(path.read_bytes())
+    if value is None and path.exists():
         notes.append(f"{path.name} is damaged or cannot be read. It is left out.")
-    return {}
+    return value or {}
 
 
 def _read_evaluations(content: LogContent) -> list[dict[str, Any]]:
@@ -255,7 +259,7 @@ def _read_evaluations(content: LogContent) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(found)]
 
 
-def _find_state(run: Run) -> State:
+def _find_state(run: ReportedRun) -> State:
     """Return whether the run has ended. A run holds the lock of its folder.
 
     A lock of another machine may not be visible here. In this case a log that grows belongs to a run that continues.
@@ -315,31 +319,15 @@ def _size_of(path: Path | None) -> int | None:
     return total
 
 
-def _read_tables(run: Run, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
     """Return the tables of the last evaluation and of the best one."""
     steps = sorted({event["step"] for event in content.events if event["event"] == "tables"})
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):
         values = _read_object(run.folder / eval_tables.file_of(step), run.notes)
-        valid = {name: table for name, value in values.items() if (table := _table_of(value))}
+        valid = {name: table.as_dict() for name, table in eval_tables.parse_tables(values).items()}
         if len(valid) < len(values):
             run.notes.append(f"{eval_tables.file_of(step)} contains damaged tables. They are left out.")
         if valid:
             found[step] = valid
     return found
-
-
-def _table_of(value: Any) -> dict[str, Any] | None:
-    """Return a table whose rows all have a cell for each column, or None if it is damaged."""
-    if not isinstance(value, dict) or not isinstance(value.get("columns"), list) or not isinstance(value.get("rows"), list):
-        return None
-    width = len(value["columns"])
-    if not all(isinstance(row, list) and len(row) == width for row in value["rows"]):
-        return None
-    columns = [str(name) for name in value["columns"]]
-    return {
-        "columns": columns,
-        "rows": value["rows"],
-        "kind": str(value.get("kind", "scores")),
-        "title": str(value.get("title", "")),
-    }

@@ -1,4 +1,7 @@
-"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration."""
+"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration.
+
+Runs that are compared have short names that distinguish them. The page lists the options, versions and machines that differ.
+"""
 
 import os
 import shlex
@@ -25,10 +28,9 @@ from accel_ddp.report.cards import (
 )
 from accel_ddp.report.chart_data import is_number, metric_names, places
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import Run
+from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
 from accel_ddp.text import counted, format_bytes
 
-# Compares runs: short names that distinguish them, and the options, versions and machines in which they differ.
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
 
 
@@ -43,14 +45,14 @@ def unique_names(folders: list[Path]) -> list[str]:
     return names
 
 
-def differences(runs: list[Run]) -> list[tuple[str, str, list[Any]]]:
+def differences(runs: list[ReportedRun]) -> list[tuple[str, str, list[Any]]]:
     """Return (section, name, value of each run) for what differs between runs. None: the run does not have the value.
 
     An option that a run does not have, because its version is older, is no difference if the other runs use the default.
     """
     found = []
     described = [_describe(run) for run in runs]
-    changed = {name for run in runs for name in _dict(run.start.get("options"))}
+    changed = {name for run in runs for name in dict_of(run.start.get("options"))}
     for part in ("options", "data", "cluster", "versions", "environment"):
         names = dict.fromkeys(name for one in described for name in one[part])
         for name in names:
@@ -62,12 +64,12 @@ def differences(runs: list[Run]) -> list[tuple[str, str, list[Any]]]:
     return found
 
 
-def _describe(run: Run) -> dict[str, dict[str, Any]]:
+def _describe(run: ReportedRun) -> dict[str, dict[str, Any]]:
     start = run.start
     options = run.options or {
-        name: value[0] for name, value in _dict(start.get("options")).items() if isinstance(value, list) and value
+        name: value[0] for name, value in dict_of(start.get("options")).items() if isinstance(value, list) and value
     }
-    ranks = [one for one in start.get("ranks") or [] if isinstance(one, dict)] if isinstance(start.get("ranks"), list) else []
+    ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
     devices = Counter(str(one.get("device")) for one in ranks)
     cluster = {
         "ranks": run.summary.get("ranks"),
@@ -75,21 +77,17 @@ def _describe(run: Run) -> dict[str, dict[str, Any]]:
         "hosts": ", ".join(dict.fromkeys(str(one.get("host")) for one in ranks)) or None,
         "devices": ", ".join(f"{count} x {name}" for name, count in devices.items()) or None,
         "precision": start.get("precision"),
-        "sharding": _dict(start.get("sharding")).get("text"),
-        "micro-batch": _dict(start.get("batch")).get("micro"),
-        "accumulation": _dict(start.get("batch")).get("accumulation"),
+        "sharding": dict_of(start.get("sharding")).get("text"),
+        "micro-batch": dict_of(start.get("batch")).get("micro"),
+        "accumulation": dict_of(start.get("batch")).get("accumulation"),
     }
     return {
         "options": {name: value for name, value in options.items() if name not in _OF_THE_FOLDER},
         "data": {"items": start.get("items"), "total_steps": start.get("total_steps")},
         "cluster": cluster,
-        "versions": _dict(start.get("versions")),
-        "environment": _dict(start.get("environment")),
+        "versions": dict_of(start.get("versions")),
+        "environment": dict_of(start.get("environment")),
     }
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 SYMBOLS = {"complete": "✓", "stopped": "■", "failed": "✕", "running": "▶", "interrupted": "■"}
@@ -99,7 +97,7 @@ CHECKPOINTS = 200
 OPERATIONS = 15  # of a profile
 
 
-def state_of(run: Run) -> str:
+def state_of(run: ReportedRun) -> str:
     """Return complete, stopped, running, failed if the run ended with an error, or interrupted if it ended without a reason."""
     if run.state != "interrupted":
         return run.state
@@ -107,12 +105,12 @@ def state_of(run: Run) -> str:
     return "failed" if last.get("level") == "error" else "interrupted"
 
 
-def badge(run: Run) -> Html:
+def badge(run: ReportedRun) -> Html:
     state = state_of(run)
     return tag("span", tag("span", SYMBOLS[state], aria_hidden="true"), f" {state}", class_=f"state {state}")
 
 
-def title(run: Run, level: int = 1) -> Html:
+def title(run: ReportedRun, level: int = 1) -> Html:
     """Return the name, the state, the time and the command of a run, why it failed, and what could not be read."""
     began, command = run.summary.get("began"), run.start.get("command")
     facts = [f"Began {moment(began)}"] if is_number(began) else []
@@ -127,41 +125,65 @@ def title(run: Run, level: int = 1) -> Html:
     ])  # fmt: skip
 
 
-def key_figures(run: Run, prefix: str = "") -> Html:
+def key_figures(run: ReportedRun, prefix: str = "") -> Html:
     """Return the tiles of a run. A figure that is not known has no tile."""
-    summary, found = run.summary, []
-    total, samples = summary.get("total_steps"), summary.get("samples")
+    found = [_steps(run), _wall_time(run), _best_value(run, prefix)]
+    for name, label, form, remark in (
+        ("samples_per_second", "Speed", _rate, "samples/s on average"),
+        ("tokens_per_second", "Tokens", _rate, "tokens/s on average"),
+        ("mfu", "MFU", percent, "of the peak of the GPUs"),
+        ("goodput", "Goodput", percent, "of the time trained new steps"),
+    ):
+        if is_number(value := run.summary.get(name)):
+            found.append(tile(label, form(value), remark))
+    found += [_waiting(run, prefix), _ranks(run, prefix), _number_of_incidents(run, prefix)]
+    return tag("dl", *filter(None, found), class_="tiles")
+
+
+def _steps(run: ReportedRun) -> Html:
+    total, samples = run.summary.get("total_steps"), run.summary.get("samples")
     remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
-    found.append(tile("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks)))
-    if is_number(seconds := summary.get("wall_seconds")):
-        attempts = summary.get("attempts") or 1
-        found.append(tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else ""))
-    if (best := summary.get("best")) and is_number(best["value"]):
-        name = str(best["metric"]).replace("_", " ")
-        found.append(tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations"))
-    for name, label, unit in (("samples_per_second", "Speed", "samples/s"), ("tokens_per_second", "Tokens", "tokens/s")):
-        if is_number(rate := summary.get(name)):
-            found.append(tile(label, _rate(rate), f"{unit} on average"))
-    if is_number(summary.get("mfu")):
-        found.append(tile("MFU", percent(summary["mfu"]), "of the peak of the GPUs"))
-    if is_number(summary.get("goodput")):
-        found.append(tile("Goodput", percent(summary["goodput"]), "of the time trained new steps"))
-    if parts := {part: value for part, value in (summary.get("seconds_per_step") or {}).items() if is_number(value)}:
-        waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
-        found.append(tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time"))
-    if summary.get("ranks"):
-        device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
-        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(summary.get('nodes') or 1, 'node')}"
-        remark = where if device == "CPU" else f"{where}, {device}"
-        found.append(tile("Cluster", counted(summary["ranks"], noun), remark, f"#{prefix}configuration"))
-    if run.incidents:
-        levels = [one.get("level") for one in run.incidents]
-        counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
-        found.append(tile("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", f"#{prefix}incidents"))
-    return tag("dl", *found, class_="tiles")
+    return tile("Steps", f"{run.summary.get('steps') or 0:,}", ", ".join(remarks))
 
 
-def comparison(runs: list[Run]) -> Html:
+def _wall_time(run: ReportedRun) -> Html | None:
+    seconds, attempts = run.summary.get("wall_seconds"), run.summary.get("attempts") or 1
+    return tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else "") if is_number(seconds) else None
+
+
+def _best_value(run: ReportedRun, prefix: str) -> Html | None:
+    best = run.summary.get("best")
+    if not best or not is_number(best["value"]):
+        return None
+    name = str(best["metric"]).replace("_", " ")
+    return tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations")
+
+
+def _waiting(run: ReportedRun, prefix: str) -> Html | None:
+    parts = {part: value for part, value in (run.summary.get("seconds_per_step") or {}).items() if is_number(value)}
+    if not parts:
+        return None
+    waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
+    return tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time")
+
+
+def _ranks(run: ReportedRun, prefix: str) -> Html | None:
+    if not run.summary.get("ranks"):
+        return None
+    device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
+    noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(run.summary.get('nodes') or 1, 'node')}"
+    remark = where if device == "CPU" else f"{where}, {device}"
+    return tile("Cluster", counted(run.summary["ranks"], noun), remark, f"#{prefix}configuration")
+
+
+def _number_of_incidents(run: ReportedRun, prefix: str) -> Html | None:
+    levels = [one.get("level") for one in run.incidents]
+    counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
+    text = ", ".join(counts) or "information only"
+    return tile("Incidents", f"{len(levels):,}", text, f"#{prefix}incidents") if levels else None
+
+
+def comparison(runs: list[ReportedRun]) -> Html:
     """Return the final figures side by side, and what differs between the runs."""
     of = lambda name, form: [_figure(run.summary.get(name), form) for run in runs]
     last = lambda name: [_figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
@@ -194,7 +216,7 @@ def _rate(value: float) -> str:
     return number(round(value)) if value >= 100 else brief(value)
 
 
-def _best(run: Run) -> str | None:
+def _best(run: ReportedRun) -> str | None:
     best = run.summary.get("best")
     return f"{best['metric']} {number(best['value'])} (step {number(best['step'])})" if best else None
 
@@ -208,7 +230,7 @@ def _value(value: Any) -> str:
     return brief(value) if isinstance(value, float) else "empty" if value == "" else number(value)
 
 
-def incidents(run: Run, level: int, prefix: str) -> Html:
+def incidents(run: ReportedRun, level: int, prefix: str) -> Html:
     """Return diagnoses, failures, restarts and skipped steps in the order of time."""
     severity = lambda i: (SEVERITY.get(str(run.incidents[i].get("level")), 2), i)
     chosen = sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])
@@ -229,7 +251,7 @@ def incidents(run: Run, level: int, prefix: str) -> Html:
     )
 
 
-def checkpoints(run: Run, level: int, prefix: str) -> Html:
+def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
     """Return the checkpoints, the newest first."""
     first, there = run.summary.get("began") or 0.0, [one for one in run.checkpoints if one.get("exists")]
     rows = [
@@ -249,13 +271,17 @@ def checkpoints(run: Run, level: int, prefix: str) -> Html:
         if removed
         else []
     )
+    if removed:
+        texts.append(
+            f"{counted(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."
+        )
     return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
 
 
-def profile(run: Run, level: int, prefix: str) -> Html:
+def profile(run: ReportedRun, level: int, prefix: str) -> Html:
     """Return the summary of `--profile`: the parts of a step, what to change, and the largest operations."""
     found = run.profile or {}
-    overall, of_run = (found.get(name) if isinstance(found.get(name), dict) else {} for name in ("overall", "run"))
+    overall, of_run = dict_of(found.get("overall")), dict_of(found.get("run"))
     step = overall.get("step_seconds")
     parts = {"computation": "computation", "communication": "communication", "overlapped": "of it during computation",
              "exposed": "of it not during computation"}  # fmt: skip
@@ -266,45 +292,28 @@ def profile(run: Run, level: int, prefix: str) -> Html:
             pairs.append(
                 (text, f"{duration(value)}, {percent(value / step)} of a step" if is_number(step) and step else duration(value))
             )
-    advice = [one.get("text") if isinstance(one, dict) else one for one in _list(found.get("recommendations"))]
-    texts = [*_list(found.get("findings")), *advice]
+    advice = [one.get("text") if isinstance(one, dict) else one for one in list_of(found.get("recommendations"))]
+    texts = [*list_of(found.get("findings")), *advice]
+    forms = {"seconds": duration, "share": percent, "count": brief}
     rows = [
-        [
-            one.get("name"),
-            *(_figure(one.get(key), form) for key, form in (("seconds", duration), ("share", percent), ("count", brief))),
-        ]
-        for one in _list(found.get("operations"))[:OPERATIONS]
+        [one.get("name"), *(_figure(one.get(key), form) for key, form in forms.items())]
+        for one in list_of(found.get("operations"))[:OPERATIONS]
         if isinstance(one, dict)
     ]
-    head = lambda text: tag(f"h{level + 1}", text)
-    return section(
-        "profile",
-        "Profile",
-        facts(pairs),
-        join([head("Findings and recommendations"), tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")])
-        if texts
-        else "",
-        join(
-            [
-                head("Largest operations"),
-                table(["operation", "time per step", "share", "count per step"], rows, "Largest operations"),
-            ]
-        )
-        if rows
-        else "",
-        level=level,
-        prefix=prefix,
-    )
+    blocks = [facts(pairs)]
+    if texts:
+        listed = tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")
+        blocks += [tag(f"h{level + 1}", "Findings and recommendations"), listed]
+    if rows:
+        columns, title = ["operation", "time per step", "share", "count per step"], "Largest operations"
+        blocks += [tag(f"h{level + 1}", title), table(columns, rows, title)]
+    return section("profile", "Profile", *blocks, level=level, prefix=prefix)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def configuration(run: Run, level: int, prefix: str) -> Html:
+def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
     """Return the cluster, the options that differ from their defaults, the versions and the environment."""
     start = run.start
-    read = lambda name: start[name] if isinstance(start.get(name), dict) else {}
+    read = lambda name: dict_of(start.get(name))
     options = [
         [tag("code", f"--{name}"), _value(value[0]), _value(value[1])]
         for name, value in read("options").items()
@@ -336,7 +345,7 @@ def configuration(run: Run, level: int, prefix: str) -> Html:
     )
 
 
-def _cluster(run: Run) -> Html:
+def _cluster(run: ReportedRun) -> Html:
     """Return a table of the nodes: their hosts, ranks and devices."""
     nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for place in places(run).values():

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.files import replace_file, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,18 +127,6 @@ def _digest(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def sync(path: Path) -> None:
-    """Write a file's content or a folder's entries to the disk, so that a power cut does not undo a rename."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot sync folders
-            raise
-    finally:
-        os.close(number)
-
-
 def remove(path: Path) -> None:
     """Remove a checkpoint or a partial one."""
     if path.name.startswith("step_"):  # hidden first, so that a kill meanwhile leaves no partial checkpoint
@@ -151,7 +139,7 @@ def remove(path: Path) -> None:
 def sweep(output_dir: str | Path) -> None:
     """Remove partial files of a killed process. Only the holder of the folder's lock may call it."""
     names = ("config.json", "evaluations.json", "best.json", "classes.csv", ".accel_ddp")
-    files = [f".{name}.tmp" for name in names]  # of `write_text`
+    files = [f".{name}.tmp" for name in names]  # of `replace_file`
     for pattern in (".step_*.partial*", ".step_*.removed", ".shared-*", *files):
         for path in Path(output_dir).glob(pattern):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -174,17 +162,9 @@ def set_aside(path: Path, why: str) -> Path:
     raise OSError(errno.EEXIST, f"{path} cannot be renamed: too many files with that prefix exist")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see the old content or the new content, never a part of it."""
-    new = path.with_name(f".{path.name}.tmp")
-    new.write_text(text, encoding="utf-8")
-    sync(new)
-    new.rename(path)
-
-
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small JSON file atomically."""
-    write_text(path, json.dumps(value, indent=1))
+    """Replace a small JSON file atomically, also for a power cut."""
+    replace_file(path, json.dumps(value, indent=1), syncs=True)
 
 
 def read_json(path: Path) -> Any:

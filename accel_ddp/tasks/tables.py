@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE, Table
-from accel_ddp.saving import checkpoint_format
+from accel_ddp.records.files import replace_file
 from accel_ddp.text import shorten
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ScoreTable:
         writer.writerows([COLUMNS, *(row.cells() for row in self.rows)])
         path = Path(output_dir) / FILE
         try:
-            checkpoint_format.write_text(path, file.getvalue())
+            replace_file(path, file.getvalue(), syncs=True)
         except OSError as error:
             return f"{self}\n{path} could not be written on {this_rank.host}: {error.strerror}."
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)

@@ -9,12 +9,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import Any
 
 from accel_ddp import phases
 from accel_ddp.nodes.terminal import erase_before_line
+from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import Incident, IncidentWriter
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
@@ -30,32 +29,6 @@ from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wai
 from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 from accel_ddp.watch.slow_run import SlowRun
-
-# Prints the lines of a monitor.
-
-
-class Printer:
-    """Prints lines from a thread, because a terminal or a pipe that is not read would stop the monitor."""
-
-    def __init__(self) -> None:
-        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.erase = erase_before_line(2)  # of the panel that the main rank may show in the same terminal
-        self.thread = threading.Thread(target=self._print, daemon=True)
-        self.thread.start()
-
-    def print(self, text: str) -> None:
-        self.lines.put(text)
-
-    def _print(self) -> None:
-        while (text := self.lines.get()) is not None:
-            with contextlib.suppress(OSError):
-                os.write(2, (self.erase + text + "\n").encode(errors="replace"))
-
-    def close(self) -> None:
-        """Wait a moment until everything is printed."""
-        self.lines.put(None)
-        self.thread.join(2)
-
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
@@ -89,7 +62,10 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.host, self.report_after, self.abort_after)
-        self.printer = Printer()
+        erase = erase_before_line(2)  # of the panel that the main rank may show in the same terminal
+        # A terminal or a pipe that is not read would stop the monitor.
+        self.printer = BackgroundWriter(lambda text: os.write(2, f"{erase}{text}\n".encode(errors="replace")), "printer")
+        self.printer.start()
         self.incidents = IncidentWriter()
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
@@ -189,7 +165,7 @@ class Monitor:
         if self.failure:
             return
         self.failure, self.failed_at = failure, time.monotonic()
-        self.printer.print(failure["line"])
+        self.printer.put(failure["line"])
         if self.node == 0:
             self.incidents.write(_incident_of(failure))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
@@ -215,7 +191,7 @@ class Monitor:
 
     def _print(self, event: Event) -> None:
         """Print a diagnosis. The main node stores it too."""
-        self.printer.print(str(event))
+        self.printer.put(str(event))
         if self.node == 0:
             step = event.step or -1
             self.incidents.write(Incident(event.severity, event.kind, event.text, event.rank, event.host, step))
@@ -304,7 +280,7 @@ class Monitor:
                         f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of one node "
                         "are not reported on the other. Allow all TCP between the nodes."
                     )
-                    self.printer.print(f"warning: {text}")
+                    self.printer.put(f"warning: {text}")
                     self._record(Incident(WARNING, "UNREACHABLE", text, host=peer.host))
 
     async def _send_stack(self, node: int, rank: int) -> None:
@@ -325,7 +301,7 @@ class Monitor:
     def _end_task(self, task: asyncio.Task) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self.printer.print("".join(traceback.format_exception(error)))
+            self.printer.put("".join(traceback.format_exception(error)))
 
     async def run(self) -> None:
         """Watch until the last rank of this node has ended."""
@@ -343,7 +319,7 @@ class Monitor:
             self.ranks.read_pages(now)
             if self.failure and self.ranks.end(now - self.failed_at):
                 for line in self.ranks.describe_blocked():
-                    self.printer.print(line)
+                    self.printer.put(line)
                     self._record(Incident.parse(line, "RANK_BLOCKED", host=self.host))
                 break
             count += 1
@@ -362,7 +338,7 @@ class Monitor:
     def _hand_over(self) -> None:
         """Close what this node has reported while it was cut off. From now on the coordinator decides again."""
         for event in self.judge.close([view for view in self.remote.values() if view.rank in self.heard_ranks_at]):
-            self.printer.print(str(event))
+            self.printer.put(str(event))
 
     def _waits_for_decision(self) -> bool:
         return self.pending is not None and self.failure is None
@@ -460,7 +436,7 @@ async def watch(options: dict[str, Any]) -> None:
         server.close()
     if monitor.output:
         monitor.output.close()
-    monitor.printer.close()
+    monitor.printer.close(2)
     monitor.incidents.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
     # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
+from accel_ddp.records.files import replace_file
 
 IS_RESTART = "ACCEL_DDP_IS_RESTART"  # the launcher sets this variable for ranks that continue an earlier attempt of any node
 ROUND = "ACCEL_DDP_ROUND"  # the launcher sets the number of the attempt, which torch's agents do not always count
@@ -69,7 +70,7 @@ def read_run(launcher_pid: int) -> dict[str, Any]:
 def remove(launcher_pid: int) -> None:
     """Remove what is stored for this launcher, and the files of launchers that are gone."""
     for path in folder.iterdir() if (folder := _folder()) else []:
-        pid, _, rest = path.name.partition("-")
+        pid, _, rest = path.name.removeprefix(".").partition("-")  # a process that was killed leaves a hidden draft
         if pid.isdigit() and (int(pid) == launcher_pid or rest.split(".")[0] != _start_time(int(pid))):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -147,20 +148,13 @@ def _path(launcher_pid: int, what: str) -> Path | None:
 def _write(launcher_pid: int, what: str, value: dict[str, Any], replaces: bool = True) -> bool:
     """Write a file completely or not at all. Return False if it exists and must not be replaced."""
     if path := _path(launcher_pid, what):
-        draft = path.with_name(f"{path.name}.{os.getpid()}.draft")  # `remove` removes that of a rank that was killed here
         try:
-            draft.write_text(json.dumps(value))
-            if replaces:
-                draft.replace(path)
-            else:
-                os.link(draft, path)  # unlike a replacement, it fails if another process was faster
-                draft.unlink()
+            replace_file(path, json.dumps(value), has_rivals=True, replaces=replaces)
         except FileExistsError:
-            draft.unlink(missing_ok=True)
             return False
         except OSError:  # a full disk must not end a run, which only is not continued by itself then
             with contextlib.suppress(OSError):  # or a file system without hard links
-                draft.replace(path)
+                replace_file(path, json.dumps(value), has_rivals=True)
     return True
 
 
