@@ -19,10 +19,14 @@ class Finding:
 
     code: str  # E_...: training must not start; W_...: training works, with a disadvantage; I_...: information
     saw: str
-    fix: str
+    fix: str | None = None  # None: the usual one of the code, in CODES
     host: str = ""
     node: int | None = None
     rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fix is None:
+            object.__setattr__(self, "fix", CODES[self.code].fix)
 
     @property
     def severity(self) -> str:

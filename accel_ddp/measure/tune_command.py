@@ -20,7 +20,7 @@ from accel_ddp.doctor.doctor_command import read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.measure.agent import Agent, WorkerProcesses
-from accel_ddp.measure.trials import Coordinator
+from accel_ddp.measure.trials import TuneCoordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
 from accel_ddp.measure.tune_results import TUNED_VARIABLES
 from accel_ddp.measure.tuner import Tuner
@@ -114,10 +114,10 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
     node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     interrupted = _catch_signals()
-    coordinator, tuning = Coordinator(nodes, token), None
+    coordinator, tuning = TuneCoordinator(nodes, token), None
     try:
         if node == 0:
-            await coordinator.open(main_ip, port)
+            await coordinator.listen(main_ip, port)
             tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
         allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
         environment = _worker_environment(outcome.interface, main_ip)

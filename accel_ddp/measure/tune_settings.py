@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from accel_ddp.measure import tune_results, tune_shapes
-from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
+from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
 from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Transport, Trial
 from accel_ddp.measure.tune_shapes import Entries, Gradients
@@ -17,7 +17,9 @@ SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are 
 class SettingsTuner:
     """Searches the settings under which all-reduce is fastest. `began` is the start of the tuning."""
 
-    def __init__(self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float):
+    def __init__(
+        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float
+    ):
         self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
         self.minutes = options.minutes * (SHARE_WITH_MODEL if gradients.entries else 1.0)
         self.settings_deadline, self.deadline = began + self.minutes * 60, began + options.minutes * 60
@@ -97,7 +99,7 @@ class SettingsTuner:
     def _trials_to_start_with(self, transport: Transport) -> list[Trial]:
         """Return trials of --try, of the settings in node 0's environment, and of the network interfaces."""
         nodes = self.coordinator.nodes
-        infos = [self.coordinator.members[node].info for node in range(nodes)]
+        infos = [member.hello for member in self.coordinator.members]
         trials = [Trial(settings, note="--try") for settings in self.options.tries]
         if transport.uses_sockets and (settings := infos[0]["environment"]):
             trials.append(Trial(settings, note="as in node 0's environment"))
@@ -202,7 +204,7 @@ class DdpTuner:
     """Searches the bucket size and the hook with which a step is shortest, under the best settings."""
 
     def __init__(
-        self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
+        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
         deadline: float,
     ):  # fmt: skip
         self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients

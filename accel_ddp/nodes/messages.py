@@ -48,7 +48,7 @@ def bounded_list(value: Any, most: int) -> list[Any]:
     return value
 
 
-MAGIC = b"accel-ddp messages 2\n"  # the number changes with the format of the messages
+MAGIC = b"accel-ddp messages 3\n"  # the number changes with the format of the messages
 LARGEST_MESSAGE = 1 << 20  # bytes
 # The largest TCP segment of `small_segments` connections. Control messages then pass a network path that drops large packets,
 # which is one of the faults that the doctor reports.
