@@ -1,7 +1,7 @@
 """The preflight inside `accelerate launch` and torchrun, before they start a rank.
 
 Launchers wait for the other nodes before they start any process, up to 30 minutes and without output. What goes wrong in this
-time can only be reported from inside the launcher. Restarts are decided here too (`restarts`).
+time can only be reported from inside the launcher. Restarts are decided here too (`launcher_restarts`).
 
 torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), by which packages add rendezvous
 backends. The preflight then runs before the usual backends if the launched script uses this package on several nodes, and the
@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from accel_ddp.doctor import launcher_exit
 
 if TYPE_CHECKING:
     from accel_ddp.nodes.topology import Topology
@@ -29,7 +27,9 @@ def add_to_torchrun():
     creators = rendezvous_handler_registry._registry  # `register` refuses a second creator for a name
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
-        launcher_exit.return_exit_code_of_ranks()
+        from accel_ddp.doctor.launcher_restarts import return_exit_code_of_ranks  # other scripts do not wait for this import
+
+        return_exit_code_of_ranks()
         adopt_config()
         _refuse_deepspeed(argv)
         if _is_checked(argv):
@@ -170,7 +170,7 @@ def _leave_port_check_to_preflight() -> None:
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
     from accel_ddp.doctor.cluster import report_to_other_nodes
-    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous
+    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous, find_max_restarts
     from accel_ddp.nodes.launcher import parse_accelerate_command
 
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
@@ -194,7 +194,7 @@ def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[s
 
     wait = read_recipe_option(argv, "preflight_wait", "")
     seconds = float(wait) if wait.replace(".", "", 1).isdigit() else 300.0
-    return RestartingRendezvous(params, backend, create, check, argv, seconds, launcher_exit.find_max_restarts())
+    return RestartingRendezvous(params, backend, create, check, argv, seconds, find_max_restarts())
 
 
 def _find_topology(params: Any, backend: str) -> "Topology":

@@ -224,8 +224,7 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     collected = host.call_with_timeout(collect, seconds, None)
     if collected is None:
         saw = f"this node could not collect its versions, files and GPUs within {seconds:.0f} s: a disk or a program hangs"
-        fix = "try `df`, `git status` and `nvidia-smi` there"
-        return {}, [local_finding(topology, "E_DISK_STUCK", saw, fix)]
+        return {}, [local_finding(topology, "E_DISK_STUCK", saw)]
     return collected
 
 

@@ -1,4 +1,7 @@
-"""Addresses, interfaces and folders of this host. No call takes longer than its timeout."""
+"""This host alone: its addresses, interfaces and folders, and the checks of them before any connection is opened.
+
+No call takes longer than its timeout.
+"""
 
 import contextlib
 import ipaddress
@@ -222,25 +225,18 @@ def _check_process_counts(topology: Topology) -> list[Finding]:
     num_nodes, num_ranks = topology.num_nodes, topology.num_ranks
     if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
         below = num_ranks // num_nodes * num_nodes
-        found.append(
-            local_finding(
-                topology, "E_PROCESSES", f"{topology.describe('num_processes')} is the total over all nodes and is not a "
-                f"multiple of {topology.describe('num_machines')}: accelerate would start {below} and print nothing about it",
-                f"use num_processes {below or num_nodes} or {below + num_nodes}; for different numbers of ranks on the nodes, use "
-                "torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`",
-            )
-        )  # fmt: skip
+        total = f"{topology.describe('num_processes')} is the total over all nodes"
+        saw = f"{total} and is not a multiple of {topology.describe('num_machines')}: accelerate would start {below} and print "
+        saw += "nothing about it"
+        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; for different numbers of ranks on the nodes, use "
+        fix += "torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`"
+        found.append(local_finding(topology, "E_PROCESSES", saw, fix))
     kind = str(topology.accelerate_config.get("distributed_type", ""))
     uses_cpu = topology.accelerate_config.get("cpu")
     if num_nodes > 1 and (kind in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
-        what = "--cpu" if uses_cpu else f"distributed_type {kind}"
-        found.append(
-            local_finding(
-                topology, "E_TRAINS_ALONE", f"accelerate was given {what} with num_machines {num_nodes}: every node would "
-                "start one process that trains alone and ends with exit code 0",
-                "use distributed_type: MULTI_GPU as in accelerate_configs/2node.yaml; without GPUs set ACCELERATE_USE_CPU=true",
-            )
-        )  # fmt: skip
+        given = f"{'--cpu' if uses_cpu else f'distributed_type {kind}'} with num_machines {num_nodes}"
+        saw = f"accelerate was given {given}: every node would start one process that trains alone and ends with exit code 0"
+        found.append(local_finding(topology, "E_TRAINS_ALONE", saw))
     return found
 
 
@@ -248,21 +244,13 @@ def _check_machine_rank(topology: Topology, ip: str) -> list[Finding]:
     found = []
     node_rank, num_nodes = topology.node_rank, topology.num_nodes
     if node_rank is not None and node_rank >= num_nodes and (num_nodes > 1 or not is_local_address(ip)):
-        found.append(
-            local_finding(
-                topology, "E_MACHINE_RANK", f"{topology.describe('machine_rank')}, but {topology.describe('num_machines')}: "
-                f"machine ranks go from 0 to {num_nodes - 1}",
-                f"use --machine_rank 0 to {num_nodes - 1}, or --num_machines {node_rank + 1} on every node",
-            )
-        )  # fmt: skip
+        numbers = f"{topology.describe('machine_rank')}, but {topology.describe('num_machines')}"
+        fix = f"use --machine_rank 0 to {num_nodes - 1}, or --num_machines {node_rank + 1} on every node"
+        found.append(local_finding(topology, "E_MACHINE_RANK", f"{numbers}: machine ranks go from 0 to {num_nodes - 1}", fix))
     if num_nodes == 1 and not is_local_address(ip) and (node_rank or 0) < 1:
-        found.append(
-            local_finding(
-                topology, "E_TRAINS_ALONE", f"{topology.describe('num_machines')}, but {topology.describe('main_process_ip')} "
-                "is another host: this node would train alone, and the other node would wait for it",
-                "use the same --num_machines on every node, 2 or more",
-            )
-        )  # fmt: skip
+        saw = f"{topology.describe('num_machines')}, but {topology.describe('main_process_ip')} is another host: this node would "
+        saw += "train alone, and the other node would wait for it"
+        found.append(local_finding(topology, "E_TRAINS_ALONE", saw, "use the same --num_machines on every node, 2 or more"))
     return found
 
 
@@ -270,26 +258,21 @@ def _check_main_address(topology: Topology, ip: str) -> list[Finding]:
     if topology.num_nodes <= 1:
         return []
     found, main = [], ipaddress.ip_address(ip)
+    ranks = f"{topology.describe('machine_rank')}, but {topology.describe('main_process_ip')}"
     if topology.node_rank == 0 and not is_local_address(ip):
         mine = [one for ips in interface_addresses().values() for one in ips if ":" not in one and not one.startswith("127.")]
-        is_public = not main.is_private and any(ipaddress.ip_address(one).is_private for one in mine)
-        found.append(
-            local_finding(
-                topology, "E_MAIN_PUBLIC" if is_public else "E_MAIN_ELSEWHERE", f"{topology.describe('machine_rank')}, but "
-                f"{topology.describe('main_process_ip')} is not an address of this host ({', '.join(mine) or 'it has none'})"
-                + (": it is a public address, which a cloud translates and no instance has itself" if is_public else ""),
-                ("" if is_public else "if this is not node 0, use --machine_rank 1 here; if it is, ")
-                + f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node",
-            )
-        )  # fmt: skip
+        saw = f"{ranks} is not an address of this host ({', '.join(mine) or 'it has none'})"
+        fix = f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node"
+        if not main.is_private and any(ipaddress.ip_address(one).is_private for one in mine):
+            saw += ": it is a public address, which a cloud translates and no instance has itself"
+            found.append(local_finding(topology, "E_MAIN_PUBLIC", saw, fix))
+        else:
+            fix = f"if this is not node 0, use --machine_rank 1 here; if it is, {fix}"
+            found.append(local_finding(topology, "E_MAIN_ELSEWHERE", saw, fix))
     if topology.node_rank and is_local_address(ip) and not main.is_loopback:
-        found.append(
-            local_finding(
-                topology, "E_MAIN_IS_HERE", f"{topology.describe('machine_rank')}, but {topology.describe('main_process_ip')} "
-                "is an address of this host: the main node must have machine_rank 0",
-                f"use --machine_rank 0 here, or the address of node 0 instead of {topology.main_address}",
-            )
-        )  # fmt: skip
+        fix = f"use --machine_rank 0 here, or the address of node 0 instead of {topology.main_address}"
+        saw = f"{ranks} is an address of this host: the main node must have machine_rank 0"
+        found.append(local_finding(topology, "E_MAIN_IS_HERE", saw, fix))
     return found
 
 
@@ -307,13 +290,10 @@ def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, lis
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")  # NCCL also accepts the beginning of a name
         matches = [name for name in addresses if any(name == one or (is_prefix and name.startswith(one)) for one in names)]
         if not matches:
-            found.append(
-                local_finding(
-                    topology, "E_IFNAME", f"{variable}={value}: no interface with this name is up. This host has "
-                    f"{', '.join(f'{name} ({ips[0]})' for name, ips in addresses.items()) or 'none'}",
-                    f"unset {variable}, or export {variable}={interface or next(iter(addresses), 'eth0')}",
-                )
-            )  # fmt: skip
+            present = ", ".join(f"{name} ({ips[0]})" for name, ips in addresses.items()) or "none"
+            saw = f"{variable}={value}: no interface with this name is up. This host has {present}"
+            fix = f"unset {variable}, or export {variable}={interface or next(iter(addresses), 'eth0')}"
+            found.append(local_finding(topology, "E_IFNAME", saw, fix))
         elif variable.startswith("GLOO") and not any(address in addresses[name] for name in matches):
             interface, address = matches[0], min(addresses[matches[0]], key=lambda ip: (":" in ip, ip.startswith("fe80")))
     return address, interface, found
@@ -338,7 +318,7 @@ def check_host_name(
         else "does not resolve: gloo cannot determine the address of this node"
     )
     if not interface:
-        return [local_finding(topology, "E_HOST_NAME", saw, "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, see `ip addr`")]
+        return [local_finding(topology, "E_HOST_NAME", saw)]
     if will_be_set:
         settings = " and ".join(f"{name}={value}" for name, value in variables.items())
         return [local_finding(topology, "I_HOST_NAME", f"{saw}; the preflight has set {settings} for this run", "")]
@@ -354,34 +334,24 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
     found = []
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < 1024:
-        found.append(local_finding(topology, "W_OPEN_FILES", f"ulimit -n is {files}: data workers need more", "ulimit -n 65536"))
+        found.append(local_finding(topology, "W_OPEN_FILES", f"ulimit -n is {files}: data workers need more"))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
-        found.append(
-            local_finding(
-                topology, "W_MEMLOCK",
-                f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory",
-                "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",
-            )
-        )  # fmt: skip
+        saw = f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory"
+        found.append(local_finding(topology, "W_MEMLOCK", saw))
     with contextlib.suppress(OSError):
         shared = shutil.disk_usage("/dev/shm")
         if shared.free < _LITTLE:
-            found.append(
-                local_finding(
-                    topology, "W_SHM", f"/dev/shm has {format_bytes(shared.free)} free of {format_bytes(shared.total)}: data "
-                    "workers and NCCL are killed with `Bus error` when it is full",
-                    "docker run --shm-size=8g (Kubernetes: an emptyDir with medium: Memory at /dev/shm)",
-                )
-            )  # fmt: skip
+            free = f"/dev/shm has {format_bytes(shared.free)} free of {format_bytes(shared.total)}"
+            saw = f"{free}: data workers and NCCL are killed with `Bus error` when it is full"
+            found.append(local_finding(topology, "W_SHM", saw))
     if output_dir:
         free = -1 if folder is None else call_with_timeout(lambda: shutil.disk_usage(folder).free, 3, -1)
         if free < 0:
             saw = f"the disk of {output_dir} does not answer within 3 s; it may be a network disk that is down"
             found.append(local_finding(topology, "E_DISK_STUCK", saw, "see `df`; mount it again, or use another --output_dir"))
         elif free < _LITTLE:
-            saw = f"the disk of {folder} has {format_bytes(free)} free"
-            found.append(local_finding(topology, "W_DISK", saw, "delete files, or use another disk"))
+            found.append(local_finding(topology, "W_DISK", f"the disk of {folder} has {format_bytes(free)} free"))
     return found
 
 

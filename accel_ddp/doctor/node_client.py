@@ -228,12 +228,12 @@ async def is_torch_store(ip: str, port: int) -> bool:
 def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     """Return the finding for a main address that does not resolve."""
     is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
-    fix = {
+    fix = {  # None: the usual one
         "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
         "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)"
         if is_slurms
         else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
-    }.get(detect_platform(), "use the private IP address of node 0, or add the name to /etc/hosts on every node")
+    }.get(detect_platform())
     saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
     return local_finding(topology, "E_NAME", saw, fix)
 
@@ -268,9 +268,7 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
             "E_UNREACHABLE", f"{at}: {reason or 'the connection failed'}", "look for a proxy or firewall between the nodes",
         ),
         OTHER_PROGRAM: (
-            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})",
-            "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of "
-            "accel_ddp must be the same on every node",
+            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
         ),
     }[result]  # fmt: skip
     if other_main and result != OTHER_PROGRAM:

@@ -57,14 +57,9 @@ def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> l
         median = statistics.median(rates.values())
         (source, target), slowest = min(rates.items(), key=lambda item: item[1])
         if slowest < median / 4:
-            found.append(
-                Finding(
-                    "W_PATH_SLOW", f"{_name(peers[source])} -> {_name(peers[target])}: {slowest / 1e6:.1f} MB/s, while the "
-                    f"median of all pairs is {median / 1e6:.1f} MB/s: every step waits for this path",
-                    "check the cable, duplex and load of that link (ethtool, ip -s link)",
-                    host=peers[source]["host"], node=source,
-                )
-            )  # fmt: skip
+            path = f"{_name(peers[source])} -> {_name(peers[target])}: {slowest / 1e6:.1f} MB/s"
+            saw = f"{path}, while the median of all pairs is {median / 1e6:.1f} MB/s: every step waits for this path"
+            found.append(Finding("W_PATH_SLOW", saw, host=peers[source]["host"], node=source))
     return found
 
 
@@ -72,8 +67,8 @@ def _name(peer: dict[str, Any]) -> str:
     return f"{peer['host']} (machine_rank {peer['node']})"
 
 
-def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]) -> tuple[str, str, str]:
-    """Return (code, observation, fix) for a path that does not work."""
+def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]) -> tuple[str, str, str | None]:
+    """Return (code, observation, fix) for a path that does not work. None is the usual fix of the code."""
     open_firewall = source.get("open") or firewall_advice("the main port", "")
     return {
         DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped", open_firewall),
@@ -90,8 +85,7 @@ def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]
             f"{source.get('interface') or 'eth0'} mtu 1400; or let ICMP `fragmentation needed` pass",
         ),
         CUT: (
-            "E_PATH_CUT", "the connection was opened, but then closed, or not answered by the doctor of that node",
-            "check that the doctor of that node is still running; then look for a proxy or a firewall that resets connections",
+            "E_PATH_CUT", "the connection was opened, but then closed, or not answered by the doctor of that node", None,
         ),
     }[result]  # fmt: skip
 

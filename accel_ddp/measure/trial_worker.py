@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor.collective_process import read_nccl_log
-from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Transport, best_choice, best_exact
-from accel_ddp.measure.tune_shapes import Entries, unpack
+from accel_ddp.measure.tune_results import (
+    DEFAULT,
+    MUCH_SLOWER,
+    Choice,
+    DdpConfig,
+    Entries,
+    Transport,
+    best_choice,
+    best_exact,
+    unpack,
+)
 from accel_ddp.nodes.launcher import cpu_is_wanted
 
 WARM_UP_STEPS = 4  # DDP rebuilds its buckets after the first step, and PowerSGD compresses from the third step on

@@ -94,8 +94,7 @@ def _prepare_preflight(checks: CheckOptions, given: argparse.Namespace, options:
     same |= {"try": given.tries, "tune_backend": given.backend}
     checks.recipe |= {name: str(value) for name, value in same.items()}
     if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
-        text = f"--out {options.out}: {reason}"
-        checks.findings.append(host.local_finding(topology, "E_OUT", text, "give another folder with --out on this node"))
+        checks.findings.append(host.local_finding(topology, "E_OUT", f"--out {options.out}: {reason}"))
 
 
 def _why_not_writable(folder: str) -> str:

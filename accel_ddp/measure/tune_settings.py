@@ -5,11 +5,10 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from accel_ddp.measure import tune_results, tune_shapes
+from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
-from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Transport, Trial
-from accel_ddp.measure.tune_shapes import Entries, Gradients
+from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Entries, Gradients, Transport, Trial
 
 SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are timed after them
 
@@ -243,7 +242,7 @@ class DdpTuner:
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
-            "read_nccl_log": False, "entries": tune_shapes.pack(entries), "dtype": self.gradients.dtype,
+            "read_nccl_log": False, "entries": tune_results.pack(entries), "dtype": self.gradients.dtype,
             "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
             "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
             "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],
@@ -281,8 +280,8 @@ class DdpTuner:
         limit = max(10.0, self.deadline - time.monotonic()) * 0.7 / (len(self.measurements.configs) * 8)
         if step_seconds <= limit:
             return entries
-        kept = tune_shapes.first_entries(entries, int(tune_shapes.count_elements(entries) * limit / step_seconds))
-        size = tune_results.format_size(tune_shapes.count_elements(kept) * self.gradients.bytes_per_element)
+        kept = tune_results.first_entries(entries, int(tune_results.count_elements(entries) * limit / step_seconds))
+        size = tune_results.format_size(tune_results.count_elements(kept) * self.gradients.bytes_per_element)
         await self.coordinator.print_on_all(
             f"a step with all gradients would take {step_seconds:.1f} s, so only the first {size} of them are used; a larger "
             "--minutes allows more"

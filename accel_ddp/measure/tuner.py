@@ -11,12 +11,11 @@ import sys
 import time
 from typing import Any
 
-from accel_ddp.measure import tune_results, tune_shapes
+from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import OWN_RANKS, TuneOptions
-from accel_ddp.measure.tune_results import DdpConfig, Transport, Trial
+from accel_ddp.measure.tune_results import DdpConfig, Entries, Gradients, Transport, Trial
 from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
-from accel_ddp.measure.tune_shapes import Entries, Gradients
 from accel_ddp.nodes.topology import describe_ranks
 
 SHAPES_MODULE = "accel_ddp.tasks.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
@@ -72,11 +71,11 @@ class Tuner:
             text = "bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes"
             await self.coordinator.print_on_all(text)
             return Gradients([])
-        entries = tune_shapes.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
+        entries = tune_results.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
         is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
         gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "float32"))
         size = tune_results.format_size(gradients.bytes)
-        await self.coordinator.print_on_all(f"gradients: {tune_shapes.count_elements(entries):,} elements, {size}")
+        await self.coordinator.print_on_all(f"gradients: {tune_results.count_elements(entries):,} elements, {size}")
         return gradients
 
     async def _read_entries(self) -> Entries:
