@@ -136,9 +136,9 @@ def _refuse_deepspeed(argv: list[str]) -> None:
 
 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, report: Callable[[str], None] = lambda reason: None) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces that of every rank.
+    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
 
-    `report` is called with the message, so that nodes with another config do not wait for this one.
+    `report` is called with the message, because nodes with another config would wait for this one.
     """
     from accel_ddp.errors import USER_ERROR, UserError
     from accel_ddp.nodes.launcher import find_config_file

@@ -1,4 +1,4 @@
-"""All checks except for collectives, from this host alone to every path between the nodes."""
+"""All checks except for collectives, from this host alone to every path between the nodes, and the preflight that runs them."""
 
 import asyncio
 import contextlib
@@ -211,8 +211,8 @@ def _check_host(topology: Topology, options: CheckOptions, ip: str) -> _LocalChe
 def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     """Return the facts of this node and findings about them.
 
-    Only the first rank of a node collects facts: those of the other ranks are the same, and the driver would be queried by
-    all of them at once.
+    Only the first rank of a node collects facts: the other ranks have the same ones, and all of them would query the driver at
+    once.
     """
     if topology.local_rank:
         return {}, []
@@ -228,11 +228,11 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     return collected
 
 
-# The checks that every recipe on more than one node runs before torch is imported.
-
-
 def run_preflight(cfg: TrainConfig) -> None:
-    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank."""
+    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank.
+
+    Every recipe on more than one node calls this before it imports torch.
+    """
     topology = topology_of_this_rank()
     check_rank_variables()
     if cfg.preflight == "off" or topology.num_nodes <= 1:
@@ -264,7 +264,7 @@ def run_preflight(cfg: TrainConfig) -> None:
 def _is_preflight_running(topology: Topology) -> bool:
     """Return whether ranks that are not restarted are still in their preflight, which needs this node too.
 
-    With c10d the ranks of all nodes are started together, and the main port is that of their store.
+    With c10d the ranks of all nodes are started together, and their store has the main port.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -276,9 +276,9 @@ def _is_preflight_running(topology: Topology) -> bool:
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:
-    """Report to the other nodes that this node ends because of its options, so that they do not wait. Takes 5 s at most.
+    """Report to the other nodes, which would wait, that this node exits because of its options. Takes 5 s at most.
 
-    A launcher gives the topology and the script. Otherwise they are those of this rank.
+    A launcher gives the topology and the script. The default is the topology and the script of this rank.
     """
     topology = topology or topology_of_this_rank()
     if topology.num_nodes <= 1 or topology.local_rank:
@@ -303,4 +303,4 @@ def raise_on_errors(outcome: Outcome) -> None:
 
 def print_findings(findings: list[Finding]) -> None:
     if findings:
-        print(report.format_findings(findings, report.supports_colour(sys.stderr)), file=sys.stderr, flush=True)
+        print(report.format_findings(findings, report.supports_color(sys.stderr)), file=sys.stderr, flush=True)

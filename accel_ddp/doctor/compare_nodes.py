@@ -156,7 +156,7 @@ def _compare_clocks(members: list[dict[str, Any]], found: list[Finding], rows: l
         return
     off = max(members, key=lambda m: abs(m["clock"] - clocks[0]))
     seconds = f"{off['clock'] - clocks[0]:+.0f} s"
-    saw = f"the clock differs by {seconds} from that of {members[0]['host']}: times in logs cannot be compared"
+    saw = f"the clock differs by {seconds} from the clock of {members[0]['host']}: times in logs cannot be compared"
     found.append(Finding("W_CLOCK", saw, host=off["host"], node=off["node"]))
     rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
 

@@ -23,14 +23,14 @@ from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, top
 ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
 
 The checks go from the simple to the complex: this machine alone, the connection to the main node, what differs between
-the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronisation, and the
+the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronization, and the
 share of a step that communication takes. Options of `accelerate launch` and of torchrun are accepted as they are. Values
-that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and those of torchrun, mpirun, Slurm and
-Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
+that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and the variables of torchrun, mpirun, Slurm
+and Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an error, 2 an invalid command line."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of `accel-ddp doctor`, which `accel-ddp tune` shares, and return the parser."""
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `accel-ddp doctor` and `accel-ddp tune` share."""
     node = parser.add_argument_group("the position of this node, as for accelerate launch or torchrun")
     node.add_argument("--config_file", default="", help="an accelerate config, for example accelerate_configs/2node.yaml")
     add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
@@ -48,14 +48,19 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     node.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     for flag in ("--multi_gpu", "--same_network"):
         node.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    checks = parser.add_argument_group("what is checked")
-    checks.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
-    checks.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
+    parser.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
+    parser.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
                         "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all options of `accel-ddp doctor`, and return the parser."""
+    add_shared_options(parser)
+    checks = parser.add_argument_group("what is checked")
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
     checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
-    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
     checks.add_argument("--data", action="append", default=[], metavar="PATH",
                         help="a file or folder whose content must be the same on every node")  # fmt: skip
@@ -75,17 +80,13 @@ def spellings(*names: str) -> list[str]:
 
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    script = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
     usage = f"{prog} [options] [RECIPE.py [its options]]"
-    parser = add_options(
-        argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    given, unknown = parser.parse_known_args(argv[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    given, _, script = parse_before_script(add_options(parser), argv)
     try:
-        topology, options = read_options(given, argv[script:])
+        topology, options = read_options(given, script)
         return run_checks(topology, options, given)
     except UserError as error:
         if is_local_main():
@@ -93,6 +94,16 @@ def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def parse_before_script(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the parsed options before the script, their words, and the script with its arguments. Exits if one is unknown."""
+    at = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), len(argv))
+    given, unknown = parser.parse_known_args(argv[:at])
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    return given, argv[:at], argv[at:]
 
 
 def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology, CheckOptions]:
@@ -168,7 +179,7 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
         }))  # fmt: skip
     elif prints_text:
         if outcome.findings:
-            show(report.format_findings(outcome.findings, report.supports_colour()))
+            show(report.format_findings(outcome.findings, report.supports_color()))
         show(f"verdict: {report.summarize(outcome.findings)}")
     return 1 if outcome.has_errors else 0
 

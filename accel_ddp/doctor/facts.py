@@ -1,4 +1,7 @@
-"""What this node has that must be the same on the other nodes: packages, code, options and files."""
+"""What this node has that must be the same on the other nodes: packages, code, options and files, and its GPUs.
+
+The driver reports the GPUs, without torch.
+"""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +27,6 @@ from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, cpu_is_wanted
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
 
-# The GPUs of this node as its driver reports them, without torch.
 _HANGS = "nvidia-smi does not answer"
 
 
@@ -169,7 +171,7 @@ PACKAGES = (
     "bitsandbytes", "deepspeed",
 )  # fmt: skip
 NOT_READ = "~"  # instead of a hash
-_SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, so that hashing takes less than a second
+_SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, to hash them in less than a second
 _IS_FSDP = ("distributed_type", "FSDP")
 _PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # prefixes; these may differ
 

@@ -77,10 +77,10 @@ def sort_findings(findings: list[Finding]) -> list[Finding]:
     return [finding for _, finding in sorted(keyed.items())]
 
 
-def format_findings(findings: list[Finding], colour: bool = False) -> str:
+def format_findings(findings: list[Finding], color: bool = False) -> str:
     """Return the lines of all findings. Findings with the same text are printed once, with the names of their nodes."""
-    paint = {ERROR: "\033[1;31m", WARNING: "\033[1;33m", INFO: "\033[2m"} if colour else {}
-    plain = "\033[0m" if colour else ""
+    paint = {ERROR: "\033[1;31m", WARNING: "\033[1;33m", INFO: "\033[2m"} if color else {}
+    plain = "\033[0m" if color else ""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in sort_findings(findings):
         groups.setdefault((finding.code, finding.saw, finding.fix), []).append(finding.where)
@@ -101,7 +101,7 @@ def summarize(findings: list[Finding]) -> str:
     return ", ".join(parts) or "healthy"
 
 
-def supports_colour(stream: Any = None) -> bool:
+def supports_color(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

@@ -29,11 +29,11 @@ NO_ANSWER = 8.0  # without any answer from an address; a host that is up answers
 PREFLIGHT_NO_ANSWER = 60.0  # the same in a preflight, where the main node may still be booting
 
 
-# The platform this machine belongs to (a cloud, Slurm, Kubernetes), and how its firewall is opened.
-
-
 def detect_platform(vendor_files: Path = Path("/sys/class/dmi/id")) -> str:
-    """Return `kubernetes`, `slurm`, `ec2`, `gcp`, `azure` or an empty text. Only variables and local files are read."""
+    """Return the platform of this host: `kubernetes`, `slurm`, `ec2`, `gcp`, `azure` or an empty text.
+
+    Only variables and local files are read.
+    """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if "SLURM_JOB_ID" in os.environ:
@@ -70,6 +70,8 @@ def firewall_advice(ports: str, platform: str | None = None) -> str:
 T = TypeVar("T")
 
 HOST = socket.gethostname()
+_LITTLE = 1 << 30  # bytes; less free space than this is a warning
+_PREFIX = ".accel_ddp_doctor_"  # of the marker files
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
@@ -157,7 +159,7 @@ def route_to(ip: str) -> tuple[str, str]:
 
 
 def external_interfaces() -> list[str]:
-    """Return the interfaces that may lead to other hosts, without loopback and those of containers and tunnels."""
+    """Return the interfaces that may lead to other hosts, without loopback, containers and tunnels."""
     internal = "lo docker veth virbr br- cni flannel cali kube podman lxc tun tap wg tailscale"
     return [name for name in interface_addresses() if not name.startswith(tuple(internal.split()))]
 
@@ -179,7 +181,7 @@ def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]
 
 
 def external_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host that other hosts may use, that of the default route first."""
+    """Return the IPv4 addresses of this host that other hosts may use, with the default route first."""
     addresses = interface_addresses()
     found = [ip for name in external_interfaces() for ip in addresses[name] if ":" not in ip]
     default = route_to("192.0.2.1")[0]  # an address reserved for documentation; nothing is sent
@@ -206,9 +208,6 @@ def nearest_existing_folder(folder: str) -> Path | None:
         return path
 
     return call_with_timeout(search, 3, None)
-
-
-_LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
 
 def check_topology(topology: Topology, ip: str) -> list[Finding]:
@@ -355,12 +354,11 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
     return found
 
 
-# Whether the nodes share the output folder: each node writes a marker file there and lists the markers of the others.
-_PREFIX = ".accel_ddp_doctor_"
-
-
 def write_marker(folder: Path | None, mark: Any, node_rank: int | None) -> tuple[Path | None, str]:
-    """Write the marker file of this node. Returns (the file, the reason why it could not be written or "")."""
+    """Write the marker file of this node. Returns (the file, the reason why it could not be written or "").
+
+    The nodes share the output folder if they see the markers of each other in it.
+    """
     if not folder:
         return None, ""
     file = folder / f"{_PREFIX}{_clean_mark(mark)}_{node_rank or 0}"

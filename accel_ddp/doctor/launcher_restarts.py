@@ -116,7 +116,7 @@ def _hides_output(trace: TracebackType | None) -> bool:
 
 
 def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
-    """Return the exit codes of the ranks of torch's agent, which is a local variable of a function in the traceback."""
+    """Return the ranks' exit codes from torch's agent, found in the locals of the traceback's frames."""
     while trace:
         if codes := _codes_of(trace.tb_frame.f_locals.get("agent")):
             return codes
@@ -148,7 +148,7 @@ def find_max_restarts() -> int:
 
 
 class RestartingRendezvous:
-    """A rendezvous handler of torch whose second and later rounds are restarts. The methods are those of torch's class."""
+    """A rendezvous handler of torch whose second and later rounds are restarts. It has the methods of torch's class."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class RestartingRendezvous:
         """Set IS_RESTART for the ranks if any node of this round continues an earlier attempt. Every node sets the same.
 
         Ranks of a restart skip their preflight. If only some did, these would wait for the others. With the static backend, nodes
-        do not wait for each other at a restart, and the store is that of the first round, so that only the first round is agreed.
+        do not wait for each other at a restart, and keep the store of the first round, so they agree only in the first round.
         """
         is_restart = self.num_rounds > 1 or self.joins_running_job
         store, rank, size = info.store, info.rank, info.world_size
@@ -386,8 +386,8 @@ class RestartingRendezvous:
         self._open()
 
     def _announce_job(self) -> None:
-        """Store which command this node runs, for launchers that are started again. Commands may differ in options of a node."""
-        store = getattr(self.handler, "_store", None)  # that of the launchers; the static handler opens it in its first round
+        """Store which command this node runs, for launchers that are restarted. Commands may differ in options of a node."""
+        store = getattr(self.handler, "_store", None)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
                 store.set(self.job_key, "")
@@ -399,7 +399,7 @@ class RestartingRendezvous:
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
-            return False  # the main launcher opens the store itself; another one at its port is that of another job
+            return False  # the main launcher opens the store itself; another one at its port belongs to another job
         address, port = self._endpoint()
 
         def has_job() -> bool:
@@ -422,7 +422,7 @@ class RestartingRendezvous:
 
 
 def _final_exit_code() -> int:
-    """Return the exit code of ranks that must not be started again and have stored no outcome, or 0.
+    """Return the exit code of ranks that must not be restarted and have stored no outcome, or 0.
 
     They are programs that end before `accel_ddp.start`, or without it. Their launcher answers SIGTERM to the remaining ranks, which
     may then return the code of a stop.

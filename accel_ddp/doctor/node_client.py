@@ -64,7 +64,7 @@ async def resolve_main_address(
 
 
 class CoordinatorSearch:
-    """Connects to the coordinator at `ip`, again and again until it answers or a time limit is over.
+    """Tries to connect to the coordinator at `ip` until it answers or a time limit is over.
 
     `began` is the time from which the limits count. Errors among `findings` shorten the wait, because they end the run in any case. A
     finding is added to them if the main node can be reached, but not on its main port. If nothing listens after `start_after`

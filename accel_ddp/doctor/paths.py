@@ -1,6 +1,7 @@
-"""Probes of every pair of nodes in both directions, on fresh ports, with payloads as large as those of training.
+"""Probes of every pair of nodes in both directions, on fresh ports, with payloads as large as in training.
 
-A firewall or a tunnel that would block the first all-reduce is found here, together with the two nodes it is between.
+They find a firewall or a tunnel that would block the first all-reduce, and the two nodes it is between. This module also validates what
+nodes send to each other: types, sizes and ranges. Invalid content raises ValueError.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:
     """Return the probes from this node to every other one.
 
-    Probes run at the same time. Measurements run one after the other and start with the next node, so that not all nodes
+    Probes run at the same time. Measurements run one after the other and start with the next node. Otherwise all nodes would
     measure the path to the same node at once.
     """
     others = [peer for peer in roster if peer["node"] != node]
@@ -113,7 +114,6 @@ def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
     return lines
 
 
-# Validation of what other nodes send to the doctor: types, sizes and ranges. Invalid content raises ValueError.
 MOST_NODES, MOST_LOCAL_RANKS, MOST_FINDINGS = 4096, 256, 64
 FACT_GROUPS = ("versions", "code", "recipe", "accelerate", "files", "driver", "environment")
 _PROBE_RESULTS = (OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT)

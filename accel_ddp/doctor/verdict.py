@@ -194,7 +194,7 @@ class Examiner(Coordinator):
 
     async def _wait_for_all(self) -> list[Finding]:
         """Wait until every node has sent its facts, and print which are missing. Returns why the wait ended early."""
-        waiting = _Waiting(self)
+        waiting = _WaitForNodes(self)
         while True:
             for member in [m for m in self.members if m.lost]:
                 self.members.remove(member)
@@ -334,7 +334,7 @@ def _verdict_message(outcome: Outcome, member: Member) -> Message:
     }  # fmt: skip
 
 
-class _Waiting:
+class _WaitForNodes:
     """The wait for all nodes: `look` reads its state, `why_over` ends it, and `notices` are printed meanwhile."""
 
     def __init__(self, examiner: Examiner):

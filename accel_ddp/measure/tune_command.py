@@ -1,8 +1,7 @@
-"""`accel-ddp tune`: run the preflight, then connect the nodes and tune."""
+"""`accel-ddp tune`: the preflight, then the connection of the nodes and the tuning."""
 
 import argparse
 import asyncio
-import difflib
 import ipaddress
 import os
 import signal
@@ -16,7 +15,7 @@ import psutil
 from accel_ddp.doctor import findings, host
 from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
-from accel_ddp.doctor.doctor_command import read_options
+from accel_ddp.doctor.doctor_command import parse_before_script, read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.measure.agent import Agent, WorkerProcesses
@@ -41,14 +40,9 @@ def main(words: list[str]) -> int:
     0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
     130: interrupted.
     """
-    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    parser = build_parser()
-    given, unknown = parser.parse_known_args(words[:script])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {near[0]}?" if near else ""))
+    given, own_words, script_words = parse_before_script(build_parser(), words)
     try:
-        return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))
+        return asyncio.run(preflight_and_tune(given, own_words, script_words))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -59,7 +53,7 @@ def main(words: list[str]) -> int:
 async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:
     """Run the doctor's preflight, then tune. Return the exit code."""
     cfg = load_recipe_config(script_words) if script_words else None
-    # Add the options that only the doctor has. The model is left out, because only the main node reads it.
+    # The doctor has more options. The model is left out, because only the main node reads it.
     doctor_options = {**vars(given), "no_deep": False, "data": [], "output_dir": "", "model": ""}
     topology, checks = read_options(argparse.Namespace(**doctor_options), script_words)
     require_ddp(topology.accelerate_config, "accel-ddp tune")
@@ -74,7 +68,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
     _prepare_preflight(checks, given, options, topology)
     outcome = await check_cluster(topology, checks, print_progress)
     if outcome.findings:
-        print(findings.format_findings(outcome.findings, findings.supports_colour()), flush=True)
+        print(findings.format_findings(outcome.findings, findings.supports_color()), flush=True)
     if outcome.has_errors or not outcome.deep_port:
         for line in outcome.table:
             print(line)

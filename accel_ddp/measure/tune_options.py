@@ -1,13 +1,12 @@
 """The options of `accel-ddp tune`: the parser, and what they mean for the tuning."""
 
 import argparse
-import contextlib
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
-from accel_ddp.doctor.doctor_command import add_options
+from accel_ddp.doctor.doctor_command import add_shared_options
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
 
@@ -22,7 +21,6 @@ and the address of the main node come from the same options and environment vari
 
 DEFAULT_OUT = "accelerate_configs"
 OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
-_DOCTOR_ONLY = ("no_deep", "deep", "deep_seconds", "megabytes", "data", "step_ms", "output_dir", "json")
 _LAUNCH_OPTIONS = ("--config_file", "--num_machines", "--num_processes", "--main_process_ip", "--main_process_port",
                    "--mixed_precision", "--rdzv_backend")  # fmt: skip
 _TORCHRUN_OPTIONS = ("--nnodes", "--nproc_per_node", "--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
@@ -48,16 +46,9 @@ class TuneOptions:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="accel-ddp tune", usage="accel-ddp tune [options] [RECIPE.py [its options]]", description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    add_options(parser)
-    for action in [action for action in parser._actions if action.dest in _DOCTOR_ONLY]:
-        parser._remove_action(action)
-        for group in parser._action_groups:
-            with contextlib.suppress(ValueError):
-                group._group_actions.remove(action)
-        for option in action.option_strings:
-            del parser._option_string_actions[option]
+    add_shared_options(parser)
     tuning = parser.add_argument_group("tuning")
     tuning.add_argument("--model", default="", metavar="NAME",
                         help="hub name or folder of the model, or builtin:NAME; default: the recipe's model")  # fmt: skip

@@ -1,4 +1,9 @@
-"""Types for what is measured, the rows of the printed tables, and the files with the best values."""
+"""The search of `accel-ddp tune` as pure functions, the types for what is measured, its tables and the files with the best values.
+
+Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is better. NCCL reads its variables
+once per process, so every trial has to start new processes. The search therefore makes few trials: first sets of variables that were
+fast elsewhere, then changes of one coordinate at a time from the best of these sets.
+"""
 
 import json
 import math
@@ -9,11 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Choose which settings to try next, and which of the measured ones to recommend.
-#
-# All functions are pure. Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is
-# better. NCCL reads its variables once per process, so every trial has to start new processes. The search therefore makes few
-# trials: first sets of variables that were fast elsewhere, then changes of one coordinate at a time from the best of these sets.
 Settings = dict[str, str]
 
 THREADS, SOCKETS, BUFFER = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_BUFFSIZE"
@@ -55,7 +55,7 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
     """Return the time by which settings are compared, from the all-reduce time of each message size.
 
     If the gradients fit into one bucket, this is the time of a message of their size. Otherwise it is the geometric mean over the
-    sizes from one bucket up, so that no single size decides.
+    sizes from one bucket up, because no single size should decide.
     """
     if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
         return milliseconds[gradient_bytes]
@@ -225,7 +225,7 @@ class Transport:
 
 @dataclass
 class DdpConfig:
-    """DDP options under which a step of the model is timed. The field names are those of TrainConfig."""
+    """DDP options under which a step of the model is timed. TrainConfig has the same field names."""
 
     bucket_cap_mb: int = 0  # 0: the best size measured so far
     comm_hook: str = "none"  # "": the best hook measured so far
@@ -287,13 +287,13 @@ def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms:
 def env_text(header: list[str], settings: Settings) -> str:
     """Return the content of tuned.env, which the user sources on every node.
 
-    The file is also written if nothing was faster, so that an older one does not stay in use.
+    The file is also written if nothing was faster. Otherwise an older one would stay in use.
     """
     lines = ["# NCCL and gloo settings for this cluster, written by `accel-ddp tune`.",
              "# Run this on every node before `accelerate launch`: set -a; . THIS_FILE; set +a",
              *(f"# {line}" for line in header)]  # fmt: skip
     if "NCCL_BUFFSIZE" in settings or "NCCL_MIN_NCHANNELS" in settings:
-        lines.append("# Larger buffers and more channels use more GPU memory: channels x buffer size for each neighbour.")
+        lines.append("# Larger buffers and more channels use more GPU memory: channels x buffer size for each neighbor.")
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]  # a value of NCCL_ALGO may have a semicolon
     lines += [] if settings else ["# Nothing was faster than the default, so no NCCL or gloo variable is set."]
     lines += ["# The next variable ends the recipes' advice to run `accel-ddp tune`.", "ACCEL_DDP_TUNED=1"]
@@ -340,8 +340,7 @@ def write_files(folder: str, files: dict[str, str]) -> tuple[list[str], bool]:
     return lines, is_complete
 
 
-# The gradients of a model: the shapes of its parameters, their dtype and their size. Every parameter is an entry
-# [kind, shape, is_trained], in the model's order. The kind is "embedding", "matrix" or "vector".
+# Every parameter of a model is an entry [kind, shape, is_trained], in the model's order. The kind is "embedding", "matrix" or "vector".
 Entries = list[list[Any]]
 
 _SIDE = 1024  # of the square matrices that stand for a model if only its size is given

@@ -1,4 +1,7 @@
-"""Tune environment variables: time all-reduce under different settings of NCCL, or network interfaces for gloo."""
+"""The two searches of `accel-ddp tune`: settings under which all-reduce is fastest, and DDP options with the shortest step.
+
+Settings are environment variables of NCCL, or network interfaces for gloo. DDP options are bucket sizes and communication hooks.
+"""
 
 import math
 import time
@@ -171,7 +174,6 @@ def why_not_sockets(transport: Transport, nodes: int) -> str:
     return f"the network is {transport.network}"
 
 
-# Tune DDP options: time a step of the model with different bucket sizes and communication hooks.
 MAX_STARTS = 3  # a config that fails ends its processes, and the remaining configs need new ones
 TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
 

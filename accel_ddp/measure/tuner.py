@@ -1,4 +1,4 @@
-"""Run the whole tuning from the main node: all-reduce trials, DDP trials, and the files with the best values.
+"""The whole tuning from the main node: all-reduce trials, DDP trials, and the files with the best values.
 
 A trial that hangs or fails is ended on every node and shown in the table, and the tuning continues with the next trial.
 """

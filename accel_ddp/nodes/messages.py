@@ -1,6 +1,7 @@
 """Messages over TCP: JSON of bounded size, exchanged only with a peer that proves that it has the run's token.
 
-A process without the token receives nothing but a random number. Its connection is closed after a few seconds and a few bytes.
+A process without the token receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. The
+functions at the top validate received values: each returns the value, or raises ValueError.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import socket
 import struct
 from typing import Any
 
-# Validation of values that another process has sent. Each function returns the value, or raises ValueError.
 LONGEST_TEXT = 2000  # characters
 
 
