@@ -22,7 +22,7 @@ from accel_ddp.doctor import (
     facts,
     findings,
     host,
-    launcher_exit,
+    launcher_restarts,
     node_client,
     paths,
 )
@@ -137,8 +137,8 @@ def test_a_running_rendezvous_is_told_apart_from_other_programs():
 
 
 def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
-    assert launcher_exit.choose_exit_code([-15, 75, 2]) == 75
-    assert launcher_exit.choose_exit_code([None, -9]) == 0, "torch reports a killed rank with the exit code 1"
+    assert launcher_restarts.choose_exit_code([-15, 75, 2]) == 75
+    assert launcher_restarts.choose_exit_code([None, -9]) == 0, "torch reports a killed rank with the exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_the_report_of_a_launcher_is_left_out_if_the_first_rank_has_printed_why_
         if has_file:
             (tmp_path / str(rank)).write_text(json.dumps({"message": {"message": "", "extraInfo": {"timestamp": "1"}}}))
         failures[rank] = ProcessFailure(rank, rank + 100, exit_code, str(tmp_path / str(rank)))
-    assert launcher_exit.is_explained(ChildFailedError("recipe.py", failures), code) == is_explained
-    assert launcher_exit.is_explained(SignalException("the launcher was told to stop", signal.SIGTERM), 75)
+    assert launcher_restarts.is_explained(ChildFailedError("recipe.py", failures), code) == is_explained
+    assert launcher_restarts.is_explained(SignalException("the launcher was told to stop", signal.SIGTERM), 75)
 
 
 def test_ctrl_c_ends_the_doctor_immediately_without_a_traceback():
@@ -485,9 +485,9 @@ def test_help_lists_the_checks():
 
 def test_the_table_of_codes_lists_exactly_the_codes_that_are_used():
     package = ROOT / "accel_ddp"
-    table = package / "doctor" / "codes.py"
-    sources = [path for path in package.rglob("*.py") if path != table]
-    used = {code for path in sources for code in re.findall(r"\"([EWI]_[A-Z]\w*)\"", path.read_text())}
+    sources = [path.read_text() for path in package.rglob("*.py") if path.name != "findings.py"]
+    sources.append((package / "doctor" / "findings.py").read_text().partition("\nCODES = {")[0])
+    used = {code for text in sources for code in re.findall(r"\"([EWI]_[A-Z]\w*)\"", text)}
     assert used == CODES.keys()
     for code, (meaning, fix) in CODES.items():
         assert meaning.endswith("."), f"{code}: the meaning is a sentence"

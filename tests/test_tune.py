@@ -16,7 +16,7 @@ import pytest
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.measure import agent as processes
-from accel_ddp.measure import tune_results, tune_shapes, tuner
+from accel_ddp.measure import tune_results, tuner
 from accel_ddp.measure import tune_settings as settings
 from tests.conftest import Running, clean_environment, free_port, run_all
 
@@ -259,10 +259,10 @@ def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     assert gradient_shapes.__name__ == tuner.SHAPES_MODULE
     entries = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model))
     assert [shape for _, shape, _ in entries] == [list(weight.shape) for weight in weights]
-    assert tune_shapes.unpack(tune_shapes.pack(entries)) == entries
-    assert tune_shapes.count_elements(entries) == sum(weight.numel() for weight in weights)
+    assert tune_results.unpack(tune_results.pack(entries)) == entries
+    assert tune_results.count_elements(entries) == sum(weight.numel() for weight in weights)
     adapters = gradient_shapes.parameter_shapes(RecipeConfig(model=tiny_model, lora_r=2))
-    assert 0 < tune_shapes.count_elements(adapters) < tune_shapes.count_elements(entries) / 10, (
+    assert 0 < tune_results.count_elements(adapters) < tune_results.count_elements(entries) / 10, (
         "only trained parameters are counted"
     )
-    assert tune_shapes.count_elements(tune_shapes.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)
+    assert tune_results.count_elements(tune_results.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)

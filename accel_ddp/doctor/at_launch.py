@@ -1,7 +1,7 @@
 """The preflight inside `accelerate launch` and torchrun, before they start a rank.
 
 Launchers wait for the other nodes before they start any process, up to 30 minutes and without output. What goes wrong in this
-time can only be reported from inside the launcher. Restarts are decided here too (`restarts`).
+time can only be reported from inside the launcher. Restarts are decided here too (`launcher_restarts`).
 
 torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), by which packages add rendezvous
 backends. The preflight then runs before the usual backends if the launched script uses this package on several nodes, and the
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_ddp import compat
-from accel_ddp.doctor import launcher_exit
 from accel_ddp.words import find_options, value_of
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ def add_to_torchrun():
     creators = compat.rendezvous_creators()
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
-        launcher_exit.return_exit_code_of_ranks()
+        from accel_ddp.doctor.launcher_restarts import return_exit_code_of_ranks  # other scripts do not wait for this import
+
+        return_exit_code_of_ranks()
         adopt_config()
         _refuse_deepspeed(argv)
         if _is_checked(argv):
@@ -134,9 +135,9 @@ def _refuse_deepspeed(argv: list[str]) -> None:
 
 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, report: Callable[[str], None] = lambda reason: None) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces that of every rank.
+    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
 
-    `report` is called with the message, so that nodes with another config do not wait for this one.
+    `report` is called with the message, because nodes with another config would wait for this one.
     """
     from accel_ddp.errors import USER_ERROR, UserError
     from accel_ddp.nodes.launcher import find_config_file
@@ -167,7 +168,7 @@ def _leave_port_check_to_preflight() -> None:
 def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[str]) -> Any:
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
     from accel_ddp.doctor.cluster import report_to_other_nodes
-    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous
+    from accel_ddp.doctor.launcher_restarts import RestartingRendezvous, find_max_restarts
     from accel_ddp.nodes.launcher import parse_accelerate_command
 
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
@@ -191,7 +192,7 @@ def _create_after_preflight(params: Any, backend: str, create: Any, argv: list[s
 
     wait = read_recipe_option(argv, "preflight_wait", "")
     seconds = float(wait) if wait.replace(".", "", 1).isdigit() else 300.0
-    return RestartingRendezvous(params, backend, create, check, argv, seconds, launcher_exit.find_max_restarts())
+    return RestartingRendezvous(params, backend, create, check, argv, seconds, find_max_restarts())
 
 
 def _find_topology(params: Any, backend: str) -> "Topology":

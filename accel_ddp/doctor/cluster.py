@@ -1,4 +1,4 @@
-"""All checks except for collectives, from this host alone to every path between the nodes."""
+"""All checks except for collectives, from this host alone to every path between the nodes, and the preflight that runs them."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.doctor import facts, host, host_checks, node_client, paths
+from accel_ddp.doctor import facts, host, node_client, paths
 from accel_ddp.doctor import findings as report
 from accel_ddp.doctor.check_options import CheckOptions, options_of_config
-from accel_ddp.doctor.coordinator import Coordinator
+from accel_ddp.doctor.coordinator import Connection
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors
 from accel_ddp.doctor.host import HOST, firewall_advice, local_finding
-from accel_ddp.doctor.node_client import Facts, follow_coordinator
+from accel_ddp.doctor.node_client import CoordinatorSearch, DoctorNode, Facts, StartCoordinator
+from accel_ddp.doctor.verdict import Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
 from accel_ddp.nodes.launcher import check_rank_variables, check_requested_world, warn_about_independent_tasks
@@ -43,7 +45,7 @@ class _LocalChecks:
 async def check_cluster(topology: Topology, options: CheckOptions, print_progress: Callable[[str], None]) -> Outcome:
     """Run all checks except for collectives and return their outcome, in bounded time whatever the other nodes do.
 
-    The node that has the main address runs the coordinator. Every node, also that one, connects to it as a client.
+    The node that has the main address runs the coordinator. Every node, including that one, connects to it as a client.
     """
     began = time.monotonic()
     token = messages.make_token(topology.main_port, options.script, options.secret)
@@ -55,105 +57,162 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
         if not ip:
             return Outcome(options.findings)
     local = await asyncio.to_thread(_check_host, topology, options, ip)
-    findings = local.findings
-    collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
-    probe_server = ProbeServer(token)
-    coordinator: Coordinator | None = None
-    following: asyncio.Future | None = None
-    start = lambda **more: _start_coordinator(topology, local, token, options, print_progress, **more)
-    may_rescue = topology.local_rank == 0 and topology.rescue_port and (host.is_local_address(ip) or topology.node_rank == 0)
-    reach = lambda **more: node_client.connect_to_coordinator(topology, local.connect_ip, token, options, print_progress, **more)
+    check = _ClusterCheck(topology, options, print_progress, token, ip, local)
     try:
-        if topology.local_rank == 0:
-            try:
-                await probe_server.open(local.data_ip)
-            except OSError as error:
-                saw = f"no port can be opened on {local.data_ip}: {error.strerror}"
-                fix = "choose another interface with GLOO_SOCKET_IFNAME, see `ip addr`"
-                findings.append(local_finding(topology, "E_PORT", saw, fix))
-        may_coordinate = host.is_local_address(ip) and topology.local_rank == 0
-        # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It
-        # therefore waits some seconds for node 0.
-        start_after = 0.0 if not topology.node_rank else 5.0 if ipaddress.ip_address(ip).is_loopback else 0.5
-        if may_coordinate and not start_after:
-            coordinator = await start()
-        reached = await reach(
-            findings=findings, began=began, start_coordinator=start if may_coordinate else None, start_after=start_after
-        )
-        if isinstance(reached, Finding):
-            if reached.severity != ERROR or not may_rescue:
-                return Outcome([*findings, *(await collecting)[1], reached])
-            if not has_errors(findings):  # otherwise these errors are the reason
-                findings.append(reached)
-            # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
-            coordinator = await start(is_rescue=True)
-            reached = await node_client.connect_to_rescue_port(topology, token) if coordinator else None
-            if not reached:
-                return Outcome([*findings, *(await collecting)[1]])
-        if isinstance(reached, Coordinator):
-            coordinator = reached
-            reached = await reach(findings=[], began=time.monotonic())
-            if isinstance(reached, Finding):
-                return Outcome([*findings, reached])
-        hello = {
-            "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks, "rank": topology.rank,
-            "node_ranks": topology.num_node_ranks,
-            "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
-            "ip": local.data_ip, "interface": local.interface, "ports": probe_server.ports, "needed": options.checkpoint_bytes,
-            "open": firewall_advice(f"TCP {topology.main_port}"), "deep": options.deep,
-            "findings": [finding.as_dict() for finding in findings[: paths.MOST_FINDINGS]],
-        }  # fmt: skip
-        client_progress = (lambda text: None) if coordinator else print_progress  # the coordinator prints it itself
-        following = asyncio.ensure_future(
-            follow_coordinator(reached, hello, collecting, local.folder, token, options.measures_bandwidth, client_progress)
-        )
-        if coordinator:  # an exception in the coordinator must not look like a main node that does not answer
-            await asyncio.wait([following, coordinator.finished], return_when=asyncio.FIRST_COMPLETED)
-            if coordinator.finished.done():
-                coordinator.finished.result()
-        outcome = await following
-        if coordinator:
-            await coordinator.finished
-        outcome.about, outcome.interface = facts.describe_node((await collecting)[0]), local.interface
-        return outcome
+        return await check.run(began)
     except (OSError, asyncio.TimeoutError) as error:
         reason = str(error) or f"it sent nothing for {host.MAIN_SILENT:.0f} s"
-        lost = local_finding(
-            topology, "E_MAIN_LOST", f"the connection to the main node {topology.main_address}:{topology.main_port} was lost "
-            f"before the verdict: {reason}", "read the output of the main node to see why; then start again on every node",
-        )  # fmt: skip
-        return Outcome([*findings, lost])
+        main = f"{topology.main_address}:{topology.main_port}"
+        saw = f"the connection to the main node {main} was lost before the verdict: {reason}"
+        return Outcome([*local.findings, local_finding(topology, "E_MAIN_LOST", saw)])
     finally:
-        await probe_server.close()
-        if coordinator:
-            await coordinator.close()
-        for task in (collecting, following):  # after Ctrl-C; what they raise now is already reported or irrelevant
+        await check.close()
+
+
+class _ClusterCheck:
+    """The checks of one node together with all other nodes. `ip` is the address of the main node."""
+
+    def __init__(
+        self, topology: Topology, options: CheckOptions, print_progress: Callable[[str], None], token: bytes, ip: str,
+        local: _LocalChecks,
+    ):  # fmt: skip
+        self.topology, self.options, self.print_progress = topology, options, print_progress
+        self.token, self.ip, self.local = token, ip, local
+        self.probe_server = ProbeServer(token)
+        self.coordinator: Examiner | None = None  # if this node runs it
+        self.collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
+        self.following: asyncio.Future | None = None
+
+    async def run(self, began: float) -> Outcome:
+        """Connect to the coordinator, or start it, and return its verdict. Raises OSError if the connection is lost."""
+        if self.topology.local_rank == 0:
+            await self._open_probe_server()
+        connection = await self._connect(began)
+        if connection is None:
+            return Outcome([*self.local.findings, *(await self.collecting)[1]])
+        progress = (lambda text: None) if self.coordinator else self.print_progress  # the coordinator prints it itself
+        node = DoctorNode(self._hello(), self.local.folder, self.token, self.options.measures_bandwidth, progress)
+        self.following = asyncio.ensure_future(node.follow(connection, self.collecting))
+        if self.coordinator:  # an exception in the coordinator must not look like a main node that does not answer
+            await asyncio.wait([self.following, self.coordinator.finished], return_when=asyncio.FIRST_COMPLETED)
+            if self.coordinator.finished.done():
+                self.coordinator.finished.result()
+        outcome = await self.following
+        if self.coordinator:
+            await self.coordinator.finished
+        outcome.about, outcome.interface = facts.describe_node((await self.collecting)[0]), self.local.interface
+        return outcome
+
+    async def close(self) -> None:
+        await self.probe_server.close()
+        if self.coordinator:
+            await self.coordinator.close()
+        for task in (self.collecting, self.following):  # after Ctrl-C; what they raise now is already reported or irrelevant
             if task:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
+    async def _open_probe_server(self) -> None:
+        try:
+            await self.probe_server.open(self.local.data_ip)
+        except OSError as error:
+            saw = f"no port can be opened on {self.local.data_ip}: {error.strerror}"
+            fix = "choose another interface with GLOO_SOCKET_IFNAME, see `ip addr`"
+            self.local.findings.append(local_finding(self.topology, "E_PORT", saw, fix))
+
+    async def _connect(self, began: float) -> Connection | None:
+        """Return a connection to the coordinator, which may be started here. None: `local.findings` has the reason."""
+        topology, findings, is_main_address = self.topology, self.local.findings, host.is_local_address(self.ip)
+        may_coordinate = is_main_address and topology.local_rank == 0
+        # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It
+        # therefore waits some seconds for node 0.
+        start_after = 0.0 if not topology.node_rank else 5.0 if ipaddress.ip_address(self.ip).is_loopback else 0.5
+        if may_coordinate and not start_after:
+            self.coordinator = await self._start_coordinator()
+        reached = await self._search(findings, began, self._start_coordinator if may_coordinate else None, start_after)
+        if isinstance(reached, Examiner):
+            self.coordinator = reached
+            reached = await self._search([], time.monotonic())
+        if not isinstance(reached, Finding):
+            return reached
+        may_rescue = topology.local_rank == 0 and topology.rescue_port and (is_main_address or topology.node_rank == 0)
+        if reached.severity != ERROR or not may_rescue or self.coordinator:
+            findings.append(reached)
+            return None
+        if not has_errors(findings):  # otherwise these errors are the reason
+            findings.append(reached)
+        # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
+        self.coordinator = await self._start_coordinator(is_rescue=True)
+        return await node_client.connect_to_rescue_port(topology, self.token) if self.coordinator else None
+
+    async def _search(
+        self, findings: list[Finding], began: float, start: StartCoordinator | None = None, start_after: float = 0.0
+    ) -> Connection | Examiner | Finding:
+        search = CoordinatorSearch(
+            self.topology,
+            self.local.connect_ip,
+            self.token,
+            self.options,
+            self.print_progress,
+            findings,
+            began,
+            start,
+            start_after,
+        )
+        return await search.run()
+
+    async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
+        """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
+
+        A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
+        """
+        topology, local = self.topology, self.local
+        coordinator = Examiner(self.token, self.options.wait_seconds, self.print_progress)
+        try:
+            address, ports = ("0.0.0.0", (topology.rescue_port,)) if is_rescue else (local.listen_ip, topology.coordinator_ports)
+            await coordinator.open(address, ports, local.connect_ip, topology.rescue_port, topology.main_address)
+        except OSError as error:
+            if not is_rescue and error.errno != errno.EADDRINUSE:
+                saw = f"it is not possible to listen on {local.listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
+                fix = "use another --main_process_port, above 1023, on every node"
+                local.findings.append(local_finding(topology, "E_PORT", saw, fix))
+            return None
+        return coordinator
+
+    def _hello(self) -> dict[str, Any]:
+        """Return the description of this node for the coordinator."""
+        topology, local, options = self.topology, self.local, self.options
+        return {
+            "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks, "rank": topology.rank,
+            "node_ranks": topology.num_node_ranks,
+            "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
+            "ip": local.data_ip, "interface": local.interface, "ports": self.probe_server.ports, "needed": options.checkpoint_bytes,
+            "open": firewall_advice(f"TCP {topology.main_port}"), "deep": options.deep,
+            "findings": [finding.as_dict() for finding in local.findings[: paths.MOST_FINDINGS]],
+        }  # fmt: skip
+
 
 def _check_host(topology: Topology, options: CheckOptions, ip: str) -> _LocalChecks:
     """Run the checks of this host alone. `ip` is the address of the main node."""
-    findings = [*options.findings, *host_checks.check_topology(topology, ip)]
+    findings = [*options.findings, *host.check_topology(topology, ip)]
     listen_ip, connect_ip = host.choose_coordinator_addresses(topology, ip)
-    address, interface, wrong = host_checks.choose_data_address(topology, connect_ip)
+    address, interface, wrong = host.choose_data_address(topology, connect_ip)
     data_ip = address or ip
     variables = host.socket_interface_variables(interface, data_ip)
-    findings += [*wrong, *host_checks.check_host_name(topology, interface, data_ip, variables, options.sets_interface)]
+    findings += [*wrong, *host.check_host_name(topology, interface, data_ip, variables, options.sets_interface)]
     if options.sets_interface:
         os.environ.update(variables)
     folder = host.nearest_existing_folder(options.output_dir) if options.output_dir else None
     if topology.local_rank == 0:
-        findings += host_checks.check_limits(topology, options.output_dir, folder)
+        findings += host.check_limits(topology, options.output_dir, folder)
     return _LocalChecks(findings, listen_ip, connect_ip, data_ip, interface, folder)
 
 
 def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     """Return the facts of this node and findings about them.
 
-    Only the first rank of a node collects facts: those of the other ranks are the same, and the driver would be queried by
-    all of them at once.
+    Only the first rank of a node collects facts: the other ranks have the same ones, and all of them would query the driver at
+    once.
     """
     if topology.local_rank:
         return {}, []
@@ -165,37 +224,15 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     collected = host.call_with_timeout(collect, seconds, None)
     if collected is None:
         saw = f"this node could not collect its versions, files and GPUs within {seconds:.0f} s: a disk or a program hangs"
-        fix = "try `df`, `git status` and `nvidia-smi` there"
-        return {}, [local_finding(topology, "E_DISK_STUCK", saw, fix)]
+        return {}, [local_finding(topology, "E_DISK_STUCK", saw)]
     return collected
 
 
-async def _start_coordinator(
-    topology: Topology, local: "_LocalChecks", token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
-    is_rescue: bool = False,
-) -> Coordinator | None:  # fmt: skip
-    """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
-
-    A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
-    """
-    coordinator = Coordinator(token, options.wait_seconds, print_progress)
-    try:
-        address, ports = (local.listen_ip, topology.coordinator_ports) if not is_rescue else ("0.0.0.0", (topology.rescue_port,))
-        await coordinator.open(address, ports, local.connect_ip, topology.rescue_port, topology.main_address)
-    except OSError as error:
-        if not is_rescue and error.errno != errno.EADDRINUSE:
-            saw = f"it is not possible to listen on {local.listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
-            fix = "use another --main_process_port, above 1023, on every node"
-            local.findings.append(local_finding(topology, "E_PORT", saw, fix))
-        return None
-    return coordinator
-
-
-# The checks that every recipe on more than one node runs before torch is imported.
-
-
 def run_preflight(cfg: TrainConfig) -> None:
-    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank."""
+    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank.
+
+    Every recipe on more than one node calls this before it imports torch.
+    """
     topology = topology_of_this_rank()
     check_rank_variables()
     if cfg.preflight == "off" or topology.num_nodes <= 1:
@@ -227,7 +264,7 @@ def run_preflight(cfg: TrainConfig) -> None:
 def _is_preflight_running(topology: Topology) -> bool:
     """Return whether ranks that are not restarted are still in their preflight, which needs this node too.
 
-    With c10d the ranks of all nodes are started together, and the main port is that of their store.
+    With c10d the ranks of all nodes are started together, and their store has the main port.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -239,9 +276,9 @@ def _is_preflight_running(topology: Topology) -> bool:
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:
-    """Report to the other nodes that this node ends because of its options, so that they do not wait. Takes 5 s at most.
+    """Report to the other nodes, which would wait, that this node exits because of its options. Takes 5 s at most.
 
-    A launcher gives the topology and the script. Otherwise they are those of this rank.
+    A launcher gives the topology and the script. The default is the topology and the script of this rank.
     """
     topology = topology or topology_of_this_rank()
     if topology.num_nodes <= 1 or topology.local_rank:
@@ -266,4 +303,4 @@ def raise_on_errors(outcome: Outcome) -> None:
 
 def print_findings(findings: list[Finding]) -> None:
     if findings:
-        print(report.format_findings(findings, report.supports_colour(sys.stderr)), file=sys.stderr, flush=True)
+        print(report.format_findings(findings, report.supports_color(sys.stderr)), file=sys.stderr, flush=True)

@@ -5,18 +5,10 @@ from typing import Any
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.text import format_bytes, listed, table
 
-# group of facts -> (code, fix)
-_ERRORS = {
-    "versions": ("E_VERSIONS", "install the same versions: run `pip install -c constraints.txt -e .` on every node"),
-    "code": ("E_CODE", "check out the same commit on every node (git status, git pull), or share one folder"),
-    "recipe": ("E_OPTIONS", "start every node with the same options"),
-    "accelerate": ("E_ACCELERATE_CONFIG", "use the same accelerate config and options of `accelerate launch` on every node"),
-    "files": ("E_FILES", "copy the same files to every node, or use a shared disk"),
-}
-_WARNINGS = {
-    "environment": ("W_ENVIRONMENT", "export the same NCCL settings on every node"),
-    "driver": ("W_DRIVER", "results are the same; update the older driver when you can"),
-}
+_CODES = {  # of the groups of facts
+    "versions": "E_VERSIONS", "code": "E_CODE", "recipe": "E_OPTIONS", "accelerate": "E_ACCELERATE_CONFIG", "files": "E_FILES",
+    "environment": "W_ENVIRONMENT", "driver": "W_DRIVER",
+}  # fmt: skip
 _HARMLESS_VERSIONS = {"python"}  # neither pickles nor results depend on it
 _MAY_LACK = ("code", "accelerate")  # groups: there may be no git, or a setting has its default
 _CLOCK_SECONDS = 5.0
@@ -123,7 +115,7 @@ def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[st
     """Return (findings, lines of a table) about facts that differ between the nodes."""
     members = _sort_members(members)
     found, rows = [], []
-    for group, (code, fix) in {**_ERRORS, **_WARNINGS}.items():
+    for group, code in _CODES.items():
         facts = [m["facts"].get(group) or {} for m in members]
         if group == "recipe" and not all(facts):
             continue  # the command line of a node is invalid, which that node reports; its options are not known
@@ -137,7 +129,7 @@ def compare_facts(members: list[dict[str, Any]]) -> tuple[list[Finding], list[st
                 continue  # the node that cannot read the file reports it
             as_code = "W_PYTHON" if name in _HARMLESS_VERSIONS else "W_HUB" if is_hub_commit else code
             label = f"--{name}" if group == "recipe" else f"accelerate {name}" if group == "accelerate" else name
-            found.append(Finding(as_code, f"{label} differs: {describe_values(values, members)}", fix))
+            found.append(Finding(as_code, f"{label} differs: {describe_values(values, members)}"))
             rows.append((label, values, found[-1].severity))
     _compare_gpus(members, found, rows)
     _compare_clocks(members, found, rows)
@@ -152,12 +144,9 @@ def _compare_gpus(members: list[dict[str, Any]], found: list[Finding], rows: lis
     if len(set(gpus)) <= 1 or is_planned:
         return
     if "no GPU" in gpus:
-        saw = f"some nodes have GPUs and some have none: {describe_values(gpus, known)}"
-        fix = "check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node"
-        found.append(Finding("E_GPU_MIX", saw, fix))
+        found.append(Finding("E_GPU_MIX", f"some nodes have GPUs and some have none: {describe_values(gpus, known)}"))
     else:
-        fix = "a step takes as long as on the slowest GPU: choose --micro_batch_size for the smallest one"
-        found.append(Finding("W_GPU_KINDS", f"GPUs differ: {describe_values(gpus, known)}", fix))
+        found.append(Finding("W_GPU_KINDS", f"GPUs differ: {describe_values(gpus, known)}"))
     if len(known) == len(members):
         rows.append(("GPUs", gpus, found[-1].severity))
 
@@ -167,10 +156,9 @@ def _compare_clocks(members: list[dict[str, Any]], found: list[Finding], rows: l
     if not clocks or max(clocks) - min(clocks) <= _CLOCK_SECONDS:
         return
     off = max(members, key=lambda m: abs(m["clock"] - clocks[0]))
-    found.append(
-        Finding("W_CLOCK", f"the clock differs by {off['clock'] - clocks[0]:+.0f} s from that of {members[0]['host']}: times in "
-                "logs cannot be compared", "timedatectl set-ntp true", host=off["host"], node=off["node"])
-    )  # fmt: skip
+    seconds = f"{off['clock'] - clocks[0]:+.0f} s"
+    saw = f"the clock differs by {seconds} from the clock of {members[0]['host']}: times in logs cannot be compared"
+    found.append(Finding("W_CLOCK", saw, host=off["host"], node=off["node"]))
     rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
 
 
@@ -203,12 +191,10 @@ def check_storage(members: list[dict[str, Any]], folders: dict[int, dict[str, An
     found = []
     if answer.get("error"):
         saw = f"{folder} cannot be written: {answer['error']}"
-        fix = "choose another --output_dir, or correct its permissions: checkpoints are written on this node"
-        found.append(Finding("E_OUTPUT_DIR", saw, fix, host=main["host"], node=main["node"]))
+        found.append(Finding("E_OUTPUT_DIR", saw, host=main["host"], node=main["node"]))
     if needed and answer.get("free", needed) < needed:
         saw = f"{folder} has {free} free; checkpoints will need about {format_bytes(needed)}"
-        fix = "delete files, or use another --output_dir"
-        found.append(Finding("E_DISK", saw, fix, host=main["host"], node=main["node"]))
+        found.append(Finding("E_DISK", saw, host=main["host"], node=main["node"]))
     num_sharing = sum(main["node"] in one.get("sees", []) for one in folders.values())
     if len(members) == 1:
         text = folder

@@ -50,17 +50,16 @@ def add_shared_options(parser: argparse.ArgumentParser) -> Any:
     node.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     for flag in ("--multi_gpu", "--same_network"):
         node.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    checks = parser.add_argument_group("what is checked")
-    checks.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
-    checks.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
+    parser.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
+    parser.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
                         "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
-    checks.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
-    return checks
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of `accel-ddp doctor`, and return the parser."""
-    checks = add_shared_options(parser)
+    """Add all options of `accel-ddp doctor`, and return the parser."""
+    add_shared_options(parser)
+    checks = parser.add_argument_group("what is checked")
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
     checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
@@ -78,25 +77,15 @@ def spellings(*names: str) -> list[str]:
     return list(dict.fromkeys(f"--{one}" for name in names for one in (name, name.replace("_", "-"))))
 
 
-def parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Return the options. Exit with code 2 for one that does not exist, with a message that suggests the nearest name."""
-    given, unknown = parser.parse_known_args(words)
-    if unknown:
-        meant = did_you_mean(unknown[0], parser._option_string_actions)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'.{meant}' if meant else ''}")
-    return given
-
-
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    script = script_at(argv)
     usage = f"{prog} [options] [RECIPE.py [its options]]"
-    parser = add_options(
-        argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    given = parse(parser, argv[:script])
+    given, _, script = parse_before_script(add_options(parser), argv)
     try:
-        topology, options = read_options(given, argv[script:])
+        topology, options = read_options(given, script)
         return run_checks(topology, options, given)
     except UserError as error:
         if is_local_main():
@@ -104,6 +93,16 @@ def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def parse_before_script(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the parsed options before the script, their words, and the script with its arguments. Exits if one is unknown."""
+    at = script_at(argv)
+    given, unknown = parser.parse_known_args(argv[:at])
+    if unknown:
+        meant = did_you_mean(unknown[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'.{meant}' if meant else ''}")
+    return given, argv[:at], argv[at:]
 
 
 def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology, CheckOptions]:
@@ -179,6 +178,6 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
         }))  # fmt: skip
     elif prints_text:
         if outcome.findings:
-            show(report.format_findings(outcome.findings, report.supports_colour()))
+            show(report.format_findings(outcome.findings, report.supports_color()))
         show(f"verdict: {report.summarize(outcome.findings)}")
     return 1 if outcome.has_errors else 0

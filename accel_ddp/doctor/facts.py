@@ -1,4 +1,7 @@
-"""What this node has that must be the same on the other nodes: packages, code, options and files."""
+"""What this node has that must be the same on the other nodes: packages, code, options and files, and its GPUs.
+
+The driver reports the GPUs, without torch.
+"""
 
 import concurrent.futures
 import contextlib
@@ -26,7 +29,6 @@ from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
 from accel_ddp.text import format_bytes
 
-# The GPUs of this node as its driver reports them, without torch.
 _HANGS = "nvidia-smi does not answer"
 
 
@@ -91,7 +93,7 @@ def check_gpus(
         return [], []
     if gpus is None:
         code = "E_GPU_DRIVER" if error.startswith(_HANGS) else "W_GPU_DRIVER"
-        return None, [local_finding(topology, code, error, "restart the node, or install the NVIDIA driver and its tools")]
+        return None, [local_finding(topology, code, error)]
     visible, found = _select_visible(topology, gpus)
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is not None and gpus and not visible:
@@ -122,8 +124,7 @@ def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[lis
             if not (entry.isdigit() or entry.startswith("GPU-")):  # -1 and Slurm's NoDevFiles mean none, on purpose
                 return visible, []
             saw = f"CUDA_VISIBLE_DEVICES={value}: there is no GPU {entry}; this host has 0 to {len(gpus) - 1}"
-            fix = "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist"
-            return visible, [local_finding(topology, "E_CUDA_VISIBLE_DEVICES", saw, fix)]
+            return visible, [local_finding(topology, "E_CUDA_VISIBLE_DEVICES", saw)]
         visible.append(index)
     return visible, []
 
@@ -137,8 +138,7 @@ def _check_one(topology: Topology, index: int, gpu: dict[str, Any]) -> list[Find
     if gpu["processes"] or gpu["used"] > 0.2 * max(1, gpu["bytes"]):
         users = ", ".join(gpu["processes"][:3]) or "processes that this container does not see"
         saw = f"GPU {index} has {format_bytes(gpu['used'])} of {format_bytes(gpu['bytes'])} in use by {users}"
-        fix = "end what is left of an earlier run (kill PID), or choose others with CUDA_VISIBLE_DEVICES"
-        found.append(local_finding(topology, "W_GPU_BUSY", saw, fix))
+        found.append(local_finding(topology, "W_GPU_BUSY", saw))
     return found
 
 
@@ -151,7 +151,7 @@ def _check_torch(topology: Topology, num_gpus: int, driver: dict[str, str]) -> l
         return [local_finding(topology, "E_GPU_DRIVER", saw, fix)]
     if build and driver_cuda.isdigit() and int(build["cuda"].split(".")[0]) > int(driver_cuda):
         saw = f"torch is built for CUDA {build['cuda']}, but the driver {driver['driver']} supports CUDA {driver['cuda']}"
-        return [local_finding(topology, "E_GPU_DRIVER", saw, "update the driver, or install a torch for that CUDA")]
+        return [local_finding(topology, "E_GPU_DRIVER", saw)]
     return []
 
 
@@ -173,7 +173,7 @@ PACKAGES = (
     "bitsandbytes", "deepspeed",
 )  # fmt: skip
 NOT_READ = "~"  # instead of a hash
-_SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, so that hashing takes less than a second
+_SAMPLED_ABOVE = 64 << 20  # bytes; only parts of larger files are read, to hash them in less than a second
 _IS_FSDP = ("distributed_type", "FSDP")
 _PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_DEBUG")  # prefixes; these may differ
 
@@ -301,8 +301,7 @@ def collect_facts(
             found.append(local_finding(topology, "E_ACCELERATE_CONFIG", str(error), ""))
     for name, digest in facts["files"].items():
         if digest.startswith("!"):
-            saw = f"{name} {files[name]}: {digest[1:]}"
-            found.append(local_finding(topology, "E_FILES", saw, "copy it to this node, or mount the disk"))
+            found.append(local_finding(topology, "E_FILES", f"{name} {files[name]}: {digest[1:]}"))
         if digest == NOT_READ:
             saw = f"{name} {files[name]}: not compared, because reading it takes more than {seconds:.0f} s"
             found.append(local_finding(topology, "I_FILES", saw, ""))

@@ -1,7 +1,7 @@
-"""All codes of findings, each with its meaning and the usual fix.
+"""Findings, the outcome of the checks and how both are printed, and the table of all codes.
 
-A finding has its own observation and, in most cases, a fix with the values at hand. This table is for documentation, and for
-findings whose fix does not depend on values. E_ codes end the run, W_ codes do not, and I_ codes are information.
+A finding has its own observation. Its fix is the one of the table, unless it depends on values that are known only where it is found.
+E_ codes end the run, W_ codes do not, and I_ codes are information. Every node prints the same text.
 """
 
 import os
@@ -17,14 +17,18 @@ ERROR, WARNING, INFO = "error", "warning", "info"
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about the cluster: where it was made, what it is, and how to fix it. `codes` lists all codes."""
+    """One observation about the cluster: where it was made, what it is, and how to fix it."""
 
     code: str  # E_...: training must not start; W_...: training works, with a disadvantage; I_...: information
     saw: str
-    fix: str
+    fix: str | None = None  # None: the usual one of the code, in CODES
     host: str = ""
     node: int | None = None
     rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fix is None:
+            object.__setattr__(self, "fix", CODES[self.code].fix)
 
     @property
     def severity(self) -> str:
@@ -76,10 +80,10 @@ def sort_findings(findings: list[Finding]) -> list[Finding]:
     return [finding for _, finding in sorted(keyed.items())]
 
 
-def format_findings(findings: list[Finding], colour: bool = False) -> str:
+def format_findings(findings: list[Finding], color: bool = False) -> str:
     """Return the lines of all findings. Findings with the same text are printed once, with the names of their nodes."""
-    paint = {ERROR: "\033[1;31m", WARNING: "\033[1;33m", INFO: "\033[2m"} if colour else {}
-    plain = "\033[0m" if colour else ""
+    paint = {ERROR: "\033[1;31m", WARNING: "\033[1;33m", INFO: "\033[2m"} if color else {}
+    plain = "\033[0m" if color else ""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in sort_findings(findings):
         groups.setdefault((finding.code, finding.saw, finding.fix), []).append(finding.where)
@@ -100,7 +104,7 @@ def summarize(findings: list[Finding]) -> str:
     return ", ".join(parts) or "healthy"
 
 
-def supports_colour(stream: Any = None) -> bool:
+def supports_color(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
@@ -175,7 +179,8 @@ CODES = {
         "A disk or a program of this node does not answer.", "try `df`, `git status` and `nvidia-smi`; mount the disk again"
     ),
     "E_OUTPUT_DIR": Code(
-        "The output folder of the main node cannot be written.", "choose another --output_dir, or correct its permissions"
+        "The output folder of the main node cannot be written.",
+        "choose another --output_dir, or correct its permissions: checkpoints are written on that node",
     ),
     "E_OUT": Code("`accel-ddp tune` cannot write to its output folder.", "choose another --out on this node"),
     "E_GPU_COUNT": Code(
@@ -193,7 +198,9 @@ CODES = {
         "The driver hangs, or the installed torch cannot use GPUs with it.",
         "restart the node, update the driver, or install a torch for the CUDA version of the driver",
     ),
-    "W_GPU_DRIVER": Code("The GPUs of this node could not be checked.", "install the NVIDIA driver and its tools"),
+    "W_GPU_DRIVER": Code(
+        "The GPUs of this node could not be checked.", "restart the node, or install the NVIDIA driver and its tools"
+    ),
     "W_GPU_BUSY": Code(
         "Another process uses a GPU.",
         "end what is left of an earlier run (kill PID), or choose other GPUs with CUDA_VISIBLE_DEVICES",
@@ -212,7 +219,8 @@ CODES = {
     ),
     "E_PORT_BUSY": Code(
         "Another program, or the doctor of another run, has the main port.",
-        "end what is left of an earlier run, or use another --main_process_port; script, --token and version must be the same",
+        "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of accel_ddp "
+        "must be the same on every node",
     ),
     "E_PORT_BLOCKED": Code(
         "A firewall blocks the main port, although another port of the main node can be reached.",
@@ -249,7 +257,10 @@ CODES = {
         "run `pip install -c constraints.txt -e .` on every node",
     ),
     "W_PYTHON": Code("Python versions differ between the nodes.", "results are the same; use one version when you can"),
-    "E_CODE": Code("The code differs between the nodes.", "check out the same commit on every node, or share one folder"),
+    "E_CODE": Code(
+        "The code differs between the nodes.",
+        "check out the same commit on every node (git status, git pull), or share one folder",
+    ),
     "E_OPTIONS": Code(
         "Options differ between the nodes, or a node ended because of its options.", "start every node with the same options"
     ),

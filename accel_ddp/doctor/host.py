@@ -1,17 +1,25 @@
-"""Addresses, interfaces and folders of this host. No call takes longer than its timeout."""
+"""This host alone: its addresses, interfaces and folders, and the checks of them before any connection is opened.
+
+No call takes longer than its timeout.
+"""
 
 import contextlib
 import ipaddress
 import os
+import resource
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.messages import printable
 from accel_ddp.nodes.topology import Topology
+from accel_ddp.text import format_bytes
 
 # Time limits that several modules of the doctor share, in seconds.
 FIRST_NOTICE = 2.0  # until the first line about what the doctor waits for
@@ -22,11 +30,11 @@ NO_ANSWER = 8.0  # without any answer from an address; a host that is up answers
 PREFLIGHT_NO_ANSWER = 60.0  # the same in a preflight, where the main node may still be booting
 
 
-# The platform this machine belongs to (a cloud, Slurm, Kubernetes), and how its firewall is opened.
-
-
 def detect_platform(vendor_files: Path = Path("/sys/class/dmi/id")) -> str:
-    """Return `kubernetes`, `slurm`, `ec2`, `gcp`, `azure` or an empty text. Only variables and local files are read."""
+    """Return the platform of this host: `kubernetes`, `slurm`, `ec2`, `gcp`, `azure` or an empty text.
+
+    Only variables and local files are read.
+    """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if "SLURM_JOB_ID" in os.environ:
@@ -63,10 +71,12 @@ def firewall_advice(ports: str, platform: str | None = None) -> str:
 T = TypeVar("T")
 
 HOST = socket.gethostname()
+_LITTLE = 1 << 30  # bytes; less free space than this is a warning
+_PREFIX = ".accel_ddp_doctor_"  # of the marker files
 
 
-def local_finding(topology: Topology, code: str, saw: str, fix: str) -> Finding:
-    """Return a finding about this node."""
+def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
+    """Return a finding about this node. Without `fix`, it has the usual one of its code."""
     return Finding(code, saw, fix, host=HOST, node=topology.node_rank)
 
 
@@ -150,7 +160,7 @@ def route_to(ip: str) -> tuple[str, str]:
 
 
 def external_interfaces() -> list[str]:
-    """Return the interfaces that may lead to other hosts, without loopback and those of containers and tunnels."""
+    """Return the interfaces that may lead to other hosts, without loopback, containers and tunnels."""
     internal = "lo docker veth virbr br- cni flannel cali kube podman lxc tun tap wg tailscale"
     return [name for name in interface_addresses() if not name.startswith(tuple(internal.split()))]
 
@@ -172,7 +182,7 @@ def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]
 
 
 def external_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host that other hosts may use, that of the default route first."""
+    """Return the IPv4 addresses of this host that other hosts may use, with the default route first."""
     addresses = interface_addresses()
     found = [ip for name in external_interfaces() for ip in addresses[name] if ":" not in ip]
     default = route_to("192.0.2.1")[0]  # an address reserved for documentation; nothing is sent
@@ -199,3 +209,194 @@ def nearest_existing_folder(folder: str) -> Path | None:
         return path
 
     return call_with_timeout(search, 3, None)
+
+
+def check_topology(topology: Topology, ip: str) -> list[Finding]:
+    """Return what is wrong with the numbers of this node and with the main address, which is `ip`."""
+    return [
+        *_check_process_counts(topology),
+        *_check_machine_rank(topology, ip),
+        *_check_main_address(topology, ip),
+    ]
+
+
+def _check_process_counts(topology: Topology) -> list[Finding]:
+    found = []
+    num_nodes, num_ranks = topology.num_nodes, topology.num_ranks
+    if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
+        below = num_ranks // num_nodes * num_nodes
+        total = f"{topology.describe('num_processes')} is the total over all nodes"
+        saw = f"{total} and is not a multiple of {topology.describe('num_machines')}: accelerate would start {below} and print "
+        saw += "nothing about it"
+        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; for different numbers of ranks on the nodes, use "
+        fix += "torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`"
+        found.append(local_finding(topology, "E_PROCESSES", saw, fix))
+    kind = str(topology.accelerate_config.get("distributed_type", ""))
+    uses_cpu = topology.accelerate_config.get("cpu")
+    if num_nodes > 1 and (kind in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
+        given = f"{'--cpu' if uses_cpu else f'distributed_type {kind}'} with num_machines {num_nodes}"
+        saw = f"accelerate was given {given}: every node would start one process that trains alone and ends with exit code 0"
+        found.append(local_finding(topology, "E_TRAINS_ALONE", saw))
+    return found
+
+
+def _check_machine_rank(topology: Topology, ip: str) -> list[Finding]:
+    found = []
+    node_rank, num_nodes = topology.node_rank, topology.num_nodes
+    if node_rank is not None and node_rank >= num_nodes and (num_nodes > 1 or not is_local_address(ip)):
+        numbers = f"{topology.describe('machine_rank')}, but {topology.describe('num_machines')}"
+        fix = f"use --machine_rank 0 to {num_nodes - 1}, or --num_machines {node_rank + 1} on every node"
+        found.append(local_finding(topology, "E_MACHINE_RANK", f"{numbers}: machine ranks go from 0 to {num_nodes - 1}", fix))
+    if num_nodes == 1 and not is_local_address(ip) and (node_rank or 0) < 1:
+        saw = f"{topology.describe('num_machines')}, but {topology.describe('main_process_ip')} is another host: this node would "
+        saw += "train alone, and the other node would wait for it"
+        found.append(local_finding(topology, "E_TRAINS_ALONE", saw, "use the same --num_machines on every node, 2 or more"))
+    return found
+
+
+def _check_main_address(topology: Topology, ip: str) -> list[Finding]:
+    if topology.num_nodes <= 1:
+        return []
+    found, main = [], ipaddress.ip_address(ip)
+    ranks = f"{topology.describe('machine_rank')}, but {topology.describe('main_process_ip')}"
+    if topology.node_rank == 0 and not is_local_address(ip):
+        mine = [one for ips in interface_addresses().values() for one in ips if ":" not in one and not one.startswith("127.")]
+        saw = f"{ranks} is not an address of this host ({', '.join(mine) or 'it has none'})"
+        fix = f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node"
+        if not main.is_private and any(ipaddress.ip_address(one).is_private for one in mine):
+            saw += ": it is a public address, which a cloud translates and no instance has itself"
+            found.append(local_finding(topology, "E_MAIN_PUBLIC", saw, fix))
+        else:
+            fix = f"if this is not node 0, use --machine_rank 1 here; if it is, {fix}"
+            found.append(local_finding(topology, "E_MAIN_ELSEWHERE", saw, fix))
+    if topology.node_rank and is_local_address(ip) and not main.is_loopback:
+        fix = f"use --machine_rank 0 here, or the address of node 0 instead of {topology.main_address}"
+        saw = f"{ranks} is an address of this host: the main node must have machine_rank 0"
+        found.append(local_finding(topology, "E_MAIN_IS_HERE", saw, fix))
+    return found
+
+
+def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, list[Finding]]:
+    """Return (address, interface) that this node will use for data, and findings about interfaces chosen by variables."""
+    address, interface = (main_ip, "") if is_local_address(main_ip) else route_to(main_ip)
+    addresses, found = interface_addresses(), []
+    loopback = "lo" if address[:4] == "127." else ""
+    interface = interface or next((name for name, ips in addresses.items() if address in ips), loopback)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        names = [name for name in value.lstrip("=").split(",") if name]
+        if not names or value.startswith("^"):
+            continue
+        is_prefix = variable.startswith("NCCL") and not value.startswith("=")  # NCCL also accepts the beginning of a name
+        matches = [name for name in addresses if any(name == one or (is_prefix and name.startswith(one)) for one in names)]
+        if not matches:
+            present = ", ".join(f"{name} ({ips[0]})" for name, ips in addresses.items()) or "none"
+            saw = f"{variable}={value}: no interface with this name is up. This host has {present}"
+            fix = f"unset {variable}, or export {variable}={interface or next(iter(addresses), 'eth0')}"
+            found.append(local_finding(topology, "E_IFNAME", saw, fix))
+        elif variable.startswith("GLOO") and not any(address in addresses[name] for name in matches):
+            interface, address = matches[0], min(addresses[matches[0]], key=lambda ip: (":" in ip, ip.startswith("fe80")))
+    return address, interface, found
+
+
+def check_host_name(
+    topology: Topology, interface: str, main_ip: str, variables: dict[str, str], will_be_set: bool
+) -> list[Finding]:
+    """Return a finding if the host name resolves to loopback, or not at all.
+
+    gloo announces the address of the host name to the other nodes. With Debian's default of 127.0.1.1 they would connect to
+    themselves. `variables` select the right interface; `will_be_set` is true if the caller sets them.
+    """
+    address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
+    is_good = address and not address.startswith("127.") and address != "::1"
+    is_one_machine = ipaddress.ip_address(main_ip).is_loopback
+    if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or is_one_machine:
+        return []
+    saw = f"the host name {HOST} " + (
+        f"resolves to {address}: gloo would announce this address to the other nodes"
+        if address
+        else "does not resolve: gloo cannot determine the address of this node"
+    )
+    if not interface:
+        return [local_finding(topology, "E_HOST_NAME", saw)]
+    if will_be_set:
+        settings = " and ".join(f"{name}={value}" for name, value in variables.items())
+        return [local_finding(topology, "I_HOST_NAME", f"{saw}; the preflight has set {settings} for this run", "")]
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
+    return [local_finding(topology, "W_HOST_NAME", saw, f"export {settings} (the recipes of accel_ddp set this themselves)")]
+
+
+def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
+    """Return findings about open files, locked memory, shared memory and the disk.
+
+    `folder` is the existing part of `output_dir`, or None if its disk does not answer.
+    """
+    found = []
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < 1024:
+        found.append(local_finding(topology, "W_OPEN_FILES", f"ulimit -n is {files}: data workers need more"))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+        saw = f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory"
+        found.append(local_finding(topology, "W_MEMLOCK", saw))
+    with contextlib.suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm")
+        if shared.free < _LITTLE:
+            free = f"/dev/shm has {format_bytes(shared.free)} free of {format_bytes(shared.total)}"
+            saw = f"{free}: data workers and NCCL are killed with `Bus error` when it is full"
+            found.append(local_finding(topology, "W_SHM", saw))
+    if output_dir:
+        free = -1 if folder is None else call_with_timeout(lambda: shutil.disk_usage(folder).free, 3, -1)
+        if free < 0:
+            saw = f"the disk of {output_dir} does not answer within 3 s; it may be a network disk that is down"
+            found.append(local_finding(topology, "E_DISK_STUCK", saw, "see `df`; mount it again, or use another --output_dir"))
+        elif free < _LITTLE:
+            found.append(local_finding(topology, "W_DISK", f"the disk of {folder} has {format_bytes(free)} free"))
+    return found
+
+
+def write_marker(folder: Path | None, mark: Any, node_rank: int | None) -> tuple[Path | None, str]:
+    """Write the marker file of this node. Returns (the file, the reason why it could not be written or "").
+
+    The nodes share the output folder if they see the markers of each other in it.
+    """
+    if not folder:
+        return None, ""
+    file = folder / f"{_PREFIX}{_clean_mark(mark)}_{node_rank or 0}"
+
+    def write() -> str:
+        try:
+            file.write_text("written by accel-ddp doctor\n")
+            return ""
+        except OSError as error:
+            return error.strerror or str(error)
+
+    return file, call_with_timeout(write, 3, "the disk does not answer")
+
+
+def list_markers(folder: Path | None, mark: Any, error: str) -> dict[str, Any]:
+    """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it.
+
+    `error` is the reason why this node could not write its own marker.
+    """
+    if not folder:
+        return {"folder": "", "error": "", "free": 0, "sees": []}
+    prefix = f"{_PREFIX}{_clean_mark(mark)}_"
+    for _ in range(3):  # a network disk may show files of other hosts a moment later
+        names = call_with_timeout(lambda: os.listdir(folder), 2, [])
+        suffixes = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+        nodes = sorted(int(suffix) for suffix in suffixes if suffix.isdigit())
+        if 0 in nodes:
+            break
+        time.sleep(0.1)
+    for name in names:  # a doctor that was killed leaves its marker behind
+        with contextlib.suppress(OSError):
+            if name.startswith(_PREFIX) and time.time() - (folder / name).stat().st_mtime > 3600:
+                (folder / name).unlink()
+    free = call_with_timeout(lambda: shutil.disk_usage(folder).free, 2, 0)
+    return {"folder": str(folder), "error": error, "free": free, "sees": nodes}
+
+
+def _clean_mark(mark: Any) -> str:
+    """Return the part of a received mark that is safe in a file name."""
+    return "".join(letter for letter in printable(mark, 20) if letter.isalnum())

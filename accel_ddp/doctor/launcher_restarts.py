@@ -1,17 +1,22 @@
-"""Restarts inside of `accelerate launch` and torchrun with `--max_restarts`: whether to restart, and the rendezvous for it.
+"""What `accelerate launch` and torchrun do when their ranks end: the exit code that they return, and restarts with `--max_restarts`.
 
-torch's agents restart their ranks by a second call of `next_rendezvous`. What goes wrong there in torch 2.13, and what the handler
-of this module does about it:
+By themselves the launchers return 1 for every failure. A scheduler sees only this code. With the code of the ranks it can tell a user's
+mistake (2), which must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers also
+print for each rank that they end it, and a report that the script has FAILED. These lines are left out, because the ranks have printed
+in a line or two why they end.
+
+torch's agents restart their ranks by a second call of `next_rendezvous`. What goes wrong there in torch 2.13, and what the handler of
+this module does about it:
 
 - A stop on request and a user error are failures for torch, and are restarted. The handler reads the outcome of the last attempt
-  (`watch.outcome`), and ends the launcher if the attempt must be the last one.
-- c10d: all rounds share one store whose keys are stale after a restart, so that one failure uses several restarts, and a node that
-  is replaced never gets in again. TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives each round a store of its own.
+  (`watch.restart_files`), and ends the launcher if the attempt must be the last one.
+- c10d: all rounds share one store whose keys are stale after a restart, so one failure uses several restarts, and a node that is
+  replaced never gets in again. TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives each round a store of its own.
 - c10d: agents restart healthy ranks when another node waits for the next round. The ranks of all nodes end by themselves after
   every failure, with its diagnosis, which this would cut short. The handler therefore reports waiting nodes only after a long time.
 - If the main node is lost, the agents of the other nodes end (c10d), or their ranks wait for a store that does not exist any more
-  (static). The handler waits until the main launcher is started again, and takes part in its preflight.
-- A launcher that is started again while the others run would wait for a preflight that does not happen. It finds the store of the
+  (static). The handler waits until the main launcher is restarted, and takes part in its preflight.
+- A launcher that is restarted while the others run would wait for a preflight that does not happen. It finds the store of the
   running job and joins. The store contains a digest of the command, because the port may belong to another job.
 """
 
@@ -19,18 +24,19 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any
 
 from accel_ddp import compat
-from accel_ddp.doctor import launcher_exit
-from accel_ddp.doctor.host import HOST
+from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 from accel_ddp.watch import restart_files
 
@@ -39,10 +45,106 @@ DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
 PROBE_SECONDS = 3.0  # for the store of a running job to answer
 TOUCH_SECONDS = 3600.0
 _JOB, _FLAG, _AGREED = "accel_ddp/job", "accel_ddp/is_restart", "accel_ddp/agreed"
+EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)
+_NOT_LOGGED = (
+    *(f"failed (exitcode: {code})" for code in (*EXPLAINED, -signal.SIGTERM)),
+    "no error file defined for parent",  # for launchers inside of launchers
+    "closing signal",
+    "death signal, shutting down",
+)
+
+
+def return_exit_code_of_ranks() -> None:
+    """Let this launcher end with the exit code of its ranks. An excepthook is enough: torch's own handling stays as it is."""
+    hook_before = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = _find_exit_code(error, trace)
+        if not code:
+            return hook_before(kind, error, trace)
+        if not is_explained(error, code) or _hides_output(trace):
+            # This is torch's report. The traceback of the launcher, which would hide it, is left out.
+            print(error, file=sys.stderr, flush=True)
+        raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
+
+    sys.excepthook = end
+    for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_logged)
+
+
+def _is_logged(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not any(part in text for part in _NOT_LOGGED)
+
+
+def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
+    """Return the exit code of the ranks if `error` was raised because they ended, and 0 otherwise or if a signal ended them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if isinstance(error, ChildFailedError):
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        return choose_exit_code(failure.exitcode for failure in failures)
+    if isinstance(error, SignalException):  # sent to the launcher, which has forwarded the signal and waited for its ranks
+        return choose_exit_code(_codes_of_ended_ranks(trace))
+    return 0
+
+
+def choose_exit_code(codes: Iterable[int | None]) -> int:
+    """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
+    return next((code for code in codes if code is not None and code > 0), 0)
+
+
+def is_explained(error: BaseException, code: int) -> bool:
+    """Return whether the first rank of this node has printed why the ranks end, and no rank has ended for another reason."""
+    failures = list(getattr(error, "failures", {}).values())
+    if code not in EXPLAINED or any(one.exitcode not in (*EXPLAINED, -signal.SIGTERM) for one in failures):
+        return False
+    if not failures:  # a SignalException: the ranks have reported the stop
+        return True
+    return any(
+        one.local_rank == 0 and os.path.isfile(one.error_file) for one in failures
+    )  # it prints first, and then writes this
+
+
+def _hides_output(trace: TracebackType | None) -> bool:
+    """Return whether the output of some ranks is not shown, because of `--redirects` or `--local_ranks_filter` of torchrun."""
+    while trace:
+        if specs := getattr(trace.tb_frame.f_locals.get("config"), "logs_specs", None):
+            return compat.hides_output(specs)
+        trace = trace.tb_next
+    return False
+
+
+def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
+    """Return the ranks' exit codes from torch's agent, found in the locals of the traceback's frames."""
+    while trace:
+        if codes := compat.exit_codes_of(trace.tb_frame.f_locals.get("agent")):
+            return codes
+        trace = trace.tb_next
+    return []
+
+
+def codes_of_agent() -> list[int | None]:
+    """Return the exit codes of the ranks of the agent that calls this code."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if codes := compat.exit_codes_of(frame.f_locals.get("self")):
+            return codes
+    return []
+
+
+def find_max_restarts() -> int:
+    """Return `--max_restarts` of the launcher that calls this code, or 0. It may come from an environment variable too."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if isinstance(count := getattr(frame.f_locals.get("config"), "max_restarts", None), int):
+            return count
+    return 0
 
 
 class RestartingRendezvous:
-    """A rendezvous handler of torch whose second and later rounds are restarts. The methods are those of torch's class."""
+    """A rendezvous handler of torch whose second and later rounds are restarts. It has the methods of torch's class."""
 
     def __init__(
         self,
@@ -210,7 +312,7 @@ class RestartingRendezvous:
         """Set IS_RESTART for the ranks if any node of this round continues an earlier attempt. Every node sets the same.
 
         Ranks of a restart skip their preflight. If only some did, these would wait for the others. With the static backend, nodes
-        do not wait for each other at a restart, and the store is that of the first round, so that only the first round is agreed.
+        do not wait for each other at a restart, and keep the store of the first round, so they agree only in the first round.
         """
         is_restart = self.num_rounds > 1 or self.joins_running_job
         store, rank, size = info.store, info.rank, info.world_size
@@ -229,7 +331,11 @@ class RestartingRendezvous:
         store = compat.store_of_handler(self.handler)
         if store is None:  # the handler has just been created
             return True
-        return not self._is_store_closed() and self._port_answers() and _in_time(lambda: store.check(["any"]) is not None)
+        return (
+            not self._is_store_closed()
+            and self._port_answers()
+            and call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
+        )
 
     def _watch_store(self) -> None:
         """Open one more connection to the store, which shows whether the store is closed.
@@ -276,8 +382,8 @@ class RestartingRendezvous:
         self._open()
 
     def _announce_job(self) -> None:
-        """Store which command this node runs, for launchers that are started again. Commands may differ in options of a node."""
-        store = compat.store_of_handler(self.handler)  # that of the launchers; the static handler opens it in its first round
+        """Store which command this node runs, for launchers that are restarted. Commands may differ in options of a node."""
+        store = compat.store_of_handler(self.handler)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
                 store.set(self.job_key, "")
@@ -289,14 +395,14 @@ class RestartingRendezvous:
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
-            return False  # the main launcher opens the store itself; another one at its port is that of another job
+            return False  # the main launcher opens the store itself; another one at its port belongs to another job
         address, port = self._endpoint()
 
         def has_job() -> bool:
             store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PROBE_SECONDS), wait_for_workers=False)
             return store.check([self.job_key])
 
-        return _in_time(has_job)
+        return call_with_timeout(has_job, 2 * PROBE_SECONDS, False)
 
     def _endpoint(self) -> tuple[str, int]:
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -312,31 +418,15 @@ class RestartingRendezvous:
 
 
 def _final_exit_code() -> int:
-    """Return the exit code of ranks that must not be started again and have stored no outcome, or 0.
+    """Return the exit code of ranks that must not be restarted and have stored no outcome, or 0.
 
     They are programs that end before `accel_ddp.start`, or without it. Their launcher answers SIGTERM to the remaining ranks, which
     may then return the code of a stop.
     """
-    codes = {code for code in launcher_exit.codes_of_agent() if code}
+    codes = {code for code in codes_of_agent() if code}
     if USER_ERROR in codes:
         return USER_ERROR
     return codes.pop() if len(codes) == 1 and codes <= {STOPPED, UNSAVED, INTERRUPTED} else 0
-
-
-def _in_time(ask: Callable[[], bool]) -> bool:
-    """Return the answer of `ask`, or False if it raises an error or takes too long."""
-    answers: list[bool] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except Exception:  # another program, a preflight, or a store that is lost
-            answers.append(False)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(2 * PROBE_SECONDS)
-    return bool(answers and answers[0])
 
 
 def _print(text: str) -> None:

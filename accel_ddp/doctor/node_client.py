@@ -1,4 +1,4 @@
-"""How a node finds and reaches the coordinator, and why it cannot."""
+"""A node's side of the doctor: how it finds and reaches the coordinator, why it cannot, and how it answers requests."""
 
 import asyncio
 import contextlib
@@ -9,22 +9,34 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor import discovery, host, paths
+from accel_ddp.doctor import host, paths
 from accel_ddp.doctor.check_options import CheckOptions
-from accel_ddp.doctor.coordinator import GRACE_SECONDS, Coordinator
+from accel_ddp.doctor.coordinator import OTHER_PROGRAM, Connection, CoordinatorClient, Message, find_coordinator, try_port
 from accel_ddp.doctor.findings import Finding, Outcome, has_errors
-from accel_ddp.doctor.host import detect_platform, external_addresses, find_port_user, firewall_advice, local_finding, resolve
-from accel_ddp.doctor.host_checks import list_markers, write_marker
+from accel_ddp.doctor.host import (
+    detect_platform,
+    external_addresses,
+    find_port_user,
+    firewall_advice,
+    list_markers,
+    local_finding,
+    resolve,
+    write_marker,
+)
+from accel_ddp.doctor.verdict import GRACE_SECONDS, Examiner
 from accel_ddp.errors import UserError
-from accel_ddp.nodes import messages, probe
+from accel_ddp.nodes import messages
 from accel_ddp.nodes.messages import bounded_list, printable, whole_number
 from accel_ddp.nodes.topology import Topology
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Facts = tuple[dict[str, Any], list[Finding]]  # facts of a node, and findings made while they were collected
+StartCoordinator = Callable[[], Awaitable[Examiner | None]]
+
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
 _STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
+_MOST_CERTAIN = (OTHER_PROGRAM, paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)  # results, the most certain first
 LONGEST_BROADCAST_INTERVAL = 16.0  # seconds
-OTHER_PROGRAM = "other program"  # a result of `_try_port`, besides those of `paths`
+RESCUE_INTERVAL = 1.0
 
 
 async def resolve_main_address(
@@ -51,69 +63,138 @@ async def resolve_main_address(
             await asyncio.sleep(1)
 
 
-async def connect_to_coordinator(
-    topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
-    findings: list[Finding], began: float, start_coordinator: Callable[[], Awaitable[Coordinator | None]] | None = None,
-    start_after: float = 0.0,
-) -> Connection | Coordinator | Finding:  # fmt: skip
-    """Return a connection to the coordinator, or a finding that says why there is none.
+class CoordinatorSearch:
+    """Tries to connect to the coordinator at `ip` until it answers or a time limit is over.
 
-    If nothing listens after `start_after` seconds and `start_coordinator` is given, it is called, and the coordinator that it
-    returns is returned. Errors among `findings` shorten the wait, because they end the run in any case. A finding is added to them
-    if the main node can be reached, but not on its main port.
+    `began` is the time from which the limits count. Errors among `findings` shorten the wait, because they end the run in any case. A
+    finding is added to them if the main node can be reached, but not on its main port. If nothing listens after `start_after`
+    seconds, `start_coordinator` is called, if it is given.
     """
-    printed_at = time.monotonic() - host.NOTICE_INTERVAL + host.FIRST_NOTICE
-    other_program = other_main = ""
-    tried_rescue_at = began
-    broadcast_at, broadcast_after = began, 1.0  # seconds; doubled each time, because every node of a network receives a broadcast
-    while True:
-        answers = await asyncio.gather(*(_try_port(ip, port, token) for port in topology.coordinator_ports))
+
+    def __init__(
+        self, topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
+        findings: list[Finding], began: float, start_coordinator: StartCoordinator | None = None, start_after: float = 0.0,
+    ):  # fmt: skip
+        self.topology, self.ip, self.token, self.options, self.print_progress = topology, ip, token, options, print_progress
+        self.findings, self.began, self.start_coordinator, self.start_after = findings, began, start_coordinator, start_after
+        self.result = self.reason = ""  # how the last attempt failed
+        self.other_program = ""  # the answer of another program on the main port
+        self.other_main = ""  # address of a coordinator for the same script that answered a broadcast
+        self.printed_at = time.monotonic() - host.NOTICE_INTERVAL + host.FIRST_NOTICE
+        self.rescue_at = self.broadcast_at = began
+        self.broadcast_after = 1.0  # doubled each time, because every node of a network receives a broadcast
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self.began
+
+    async def run(self) -> Connection | Examiner | Finding:
+        """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
+        while True:
+            if connection := await self._try_main_ports():
+                return connection
+            if ended := await self._find_end():
+                return ended
+            if time.monotonic() - self.printed_at >= host.NOTICE_INTERVAL:
+                self.printed_at = time.monotonic()
+                finding = self._explain()
+                self.print_progress(
+                    f"waiting for the main node ({self.waited:.0f} of {self._limit():.0f} s): {finding.saw}; fix: {finding.fix}"
+                )
+            if self.topology.rescue_port and time.monotonic() - self.rescue_at > RESCUE_INTERVAL:
+                self.rescue_at = time.monotonic()
+                if connection := await self._try_rescue_port():
+                    return connection
+            await asyncio.sleep(0.1 if self.result == paths.REFUSED else 0.3)
+
+    async def _try_main_ports(self) -> Connection | None:
+        answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
         connections = [answer for answer in answers if not isinstance(answer[0], str)]
         for _, writer in connections[1:]:
             writer.close()
         if connections:
             return connections[0]
-        order = (OTHER_PROGRAM, paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)
-        result, reason = min(answers, key=lambda answer: order.index(answer[0]))
-        other_program = reason if result == OTHER_PROGRAM else other_program
-        waited = time.monotonic() - began
-        if result == OTHER_PROGRAM and options.may_join_rendezvous and await is_torch_store(ip, topology.main_port):
+        self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
+        if self.result == OTHER_PROGRAM:
+            self.other_program = self.reason
+        return None
+
+    async def _find_end(self) -> Examiner | Finding | None:
+        """Return the coordinator if it was started here, or a finding if the search is over."""
+        topology, result = self.topology, self.result
+        if result == OTHER_PROGRAM and self.options.may_join_rendezvous and await is_torch_store(self.ip, topology.main_port):
             saw = f"the rendezvous at {topology.main_address}:{topology.main_port} is already running"
             return local_finding(topology, "I_RENDEZVOUS", saw, "")
-        if start_coordinator and result == paths.REFUSED and waited >= start_after and (started := await start_coordinator()):
+        may_start = self.start_coordinator and result == paths.REFUSED and self.waited >= self.start_after
+        if may_start and (started := await self.start_coordinator()):
             return started
-        limit = options.wait_seconds if result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
-        if result == OTHER_PROGRAM:  # it holds the port and will probably keep it
+        if self.waited < self._limit():
+            return None
+        if self.other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
+            self.result, self.reason = OTHER_PROGRAM, self.other_program
+        return self._explain()
+
+    def _limit(self) -> float:
+        """Return after how many seconds the search ends with the last result."""
+        options = self.options
+        limit = options.wait_seconds if self.result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
+        if self.result == OTHER_PROGRAM:  # it holds the port and will probably keep it
             # Node 0 gives up first. The other nodes then receive its report.
-            limit = min(options.wait_seconds, host.NO_ANSWER + (0 if start_coordinator else GRACE_SECONDS))
-        if has_errors(findings):
-            limit = min(limit, 5.0)
-        if waited >= limit:
-            if other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
-                result, reason = OTHER_PROGRAM, other_program
-            return _explain_failure(topology, ip, result, reason, waited, other_main)
-        if time.monotonic() - printed_at >= host.NOTICE_INTERVAL:
-            printed_at = time.monotonic()
-            finding = _explain_failure(topology, ip, result, reason, waited, other_main)
-            print_progress(f"waiting for the main node ({waited:.0f} of {limit:.0f} s): {finding.saw}; fix: {finding.fix}")
-        if topology.rescue_port and time.monotonic() - tried_rescue_at > 1:
-            tried_rescue_at = now = time.monotonic()
-            broadcasts = topology.local_rank == 0 and now - broadcast_at > broadcast_after
-            if broadcasts:
-                broadcast_at, broadcast_after = now, min(2 * broadcast_after, LONGEST_BROADCAST_INTERVAL)
-            rescued, found = await _try_rescue(topology, ip, token, result, findings, broadcasts)
-            other_main = found if broadcasts else other_main
-            if rescued:
-                return rescued
-        await asyncio.sleep(0.1 if result == paths.REFUSED else 0.3)
+            limit = min(options.wait_seconds, host.NO_ANSWER + (0 if self.start_coordinator else GRACE_SECONDS))
+        return min(limit, 5.0) if has_errors(self.findings) else limit
+
+    def _explain(self) -> Finding:
+        return _explain_failure(self.topology, self.ip, self.result, self.reason, self.waited, self.other_main)
+
+    async def _try_rescue_port(self) -> Connection | None:
+        """Return a connection to the rescue port of the coordinator, or None.
+
+        The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. If it listens
+        on the main port too, a firewall blocks that port.
+        """
+        topology, port = self.topology, self.topology.rescue_port or 0
+        direct = await try_port(self.ip, port, self.token)
+        found, is_same = await self._broadcast()
+        if isinstance(direct[0], str):
+            connection = await try_port(found, port, self.token) if is_same else direct
+            return None if isinstance(connection[0], str) else connection
+        if self.result == OTHER_PROGRAM:  # node 0 reports this
+            return direct
+        again = await try_port(self.ip, topology.main_port, self.token)  # node 0 may have started in the meantime
+        if not isinstance(again[0], str):
+            direct[1].close()
+            return again
+        if again[0] != OTHER_PROGRAM:
+            how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
+            main = f"{topology.main_address}:{topology.main_port}"
+            saw = f"a firewall {how} {main}: port {port} of the main node can be reached from here"
+            fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
+            self.findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
+        return direct
+
+    async def _broadcast(self) -> tuple[str, bool]:
+        """Return the address of a coordinator that is not at the main address, and whether it belongs to this run."""
+        now = time.monotonic()
+        if self.topology.local_rank or now - self.broadcast_at <= self.broadcast_after:
+            return "", False
+        self.broadcast_at, self.broadcast_after = now, min(2 * self.broadcast_after, LONGEST_BROADCAST_INTERVAL)
+        found, is_same = "", False
+        if not ipaddress.ip_address(self.ip).is_loopback:  # a loopback address is the main address of many runs
+            found, is_same = await _find_by_broadcast(self.topology, self.token)
+        self.other_main = "" if found == self.ip else found
+        return self.other_main, is_same and bool(self.other_main)
+
+
+async def _find_by_broadcast(topology: Topology, token: bytes) -> tuple[str, bool]:
+    return await asyncio.to_thread(find_coordinator, token, topology.main_address, topology.rescue_port or 0)
 
 
 async def find_address_without_name(topology: Topology, token: bytes) -> str:
-    """Return an address of the main node although its name does not resolve, so that the other nodes receive this error too."""
+    """Find the main node when its name does not resolve, to report the error to every node."""
     if topology.node_rank == 0:
         return next(iter(external_addresses()), "")
     for _ in range(5 if topology.rescue_port else 0):
-        found, is_same = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port)
+        found, is_same = await _find_by_broadcast(topology, token)
         if is_same:
             return found
         await asyncio.sleep(0.3)
@@ -122,58 +203,8 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
 
 async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection | None:
     """Return a connection of this node to the rescue port that it has opened itself."""
-    connection = await _try_port("127.0.0.1", topology.rescue_port or 0, token)
+    connection = await try_port("127.0.0.1", topology.rescue_port or 0, token)
     return None if isinstance(connection[0], str) else connection
-
-
-async def _try_rescue(
-    topology: Topology, ip: str, token: bytes, result: str, findings: list[Finding], broadcasts: bool
-) -> tuple[Connection | None, str]:
-    """Return a connection to the rescue port of the coordinator, or None, and the address of a coordinator that may be the right one.
-
-    The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. `result` is what
-    connecting to the main port gave. If a coordinator listens there too, a firewall blocks it. A broadcast is sent if `broadcasts`.
-    """
-    port = topology.rescue_port or 0
-    direct = await _try_port(ip, port, token)
-    found, is_same = ("", False) if not broadcasts else await _find_other_coordinator(topology, ip, token)
-    if isinstance(direct[0], str):
-        connection = await _try_port(found, port, token) if is_same else direct
-        return (None, found) if isinstance(connection[0], str) else (connection, "")
-    if result == OTHER_PROGRAM:  # node 0 reports this
-        return direct, ""
-    again = await _try_port(ip, topology.main_port, token)  # node 0 may have started in the meantime
-    if not isinstance(again[0], str):
-        direct[1].close()
-        return again, ""
-    if again[0] != OTHER_PROGRAM:
-        how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
-        saw = f"a firewall {how} {topology.main_address}:{topology.main_port}: port {port} of the main node can be reached from here"
-        fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
-        findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
-    return direct, ""
-
-
-async def _find_other_coordinator(topology: Topology, ip: str, token: bytes) -> tuple[str, bool]:
-    """Return the address of a coordinator that is not at the main address `ip`, and whether it belongs to this run."""
-    if ipaddress.ip_address(ip).is_loopback:  # a loopback address is the main address of many runs
-        return "", False
-    found = await asyncio.to_thread(discovery.find_coordinator, token, topology.main_address, topology.rescue_port or 0)
-    return ("", False) if found[0] == ip else found
-
-
-async def _try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str, str]:
-    """Return (reader, writer) of the coordinator on this port, or (how the attempt failed, the reason)."""
-    try:
-        reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
-    except (OSError, asyncio.TimeoutError) as error:
-        return probe.classify_error(error), getattr(error, "strerror", "") or ""
-    try:
-        await messages.handshake(reader, writer, token, is_client=True)
-        return reader, writer
-    except (messages.HandshakeError, OSError) as error:
-        writer.close()
-        return OTHER_PROGRAM, str(error)
 
 
 async def is_torch_store(ip: str, port: int) -> bool:
@@ -197,12 +228,12 @@ async def is_torch_store(ip: str, port: int) -> bool:
 def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     """Return the finding for a main address that does not resolve."""
     is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
-    fix = {
+    fix = {  # None: the usual one
         "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
         "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)"
         if is_slurms
         else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
-    }.get(detect_platform(), "use the private IP address of node 0, or add the name to /etc/hosts on every node")
+    }.get(detect_platform())
     saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
     return local_finding(topology, "E_NAME", saw, fix)
 
@@ -237,9 +268,7 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
             "E_UNREACHABLE", f"{at}: {reason or 'the connection failed'}", "look for a proxy or firewall between the nodes",
         ),
         OTHER_PROGRAM: (
-            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})",
-            "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of "
-            "accel_ddp must be the same on every node",
+            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
         ),
     }[result]  # fmt: skip
     if other_main and result != OTHER_PROGRAM:
@@ -251,66 +280,78 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
     return local_finding(topology, code, saw, fix)
 
 
-# The side of every node in the exchange with the coordinator: send facts, do what is requested, receive the verdict.
-Facts = tuple[dict[str, Any], list[Finding]]  # facts of a node, and findings made while they were collected
+class DoctorNode:
+    """Answers the requests of the doctor's coordinator on this node.
 
-
-async def follow_coordinator(
-    connection: Connection, hello: dict[str, Any], collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
-    measures_bandwidth: bool, print_progress: Callable[[str], None],
-) -> Outcome:  # fmt: skip
-    """Send `hello` and the facts, do what the coordinator requests, and return its verdict.
-
-    `folder` is the existing part of the output folder. Raises OSError if the connection is lost before the verdict.
+    `hello` describes the node, `folder` is the existing part of its output folder.
     """
-    reader, writer = connection
-    node_rank, outcome = hello["node"], None
-    marker: Path | None = None
-    marker_error: str | None = None  # None: no marker was written yet
-    sending: asyncio.Future | None = None
-    try:
-        await messages.send(writer, hello)
-        sending = asyncio.ensure_future(_send_facts(writer, collecting))
-        while True:
-            message = await messages.receive(reader, host.MAIN_SILENT)
-            request = message.get("do")
-            if request == "print":
-                print_progress(printable(message["text"]))
-            elif request == "probe":
-                roster = paths.clean_roster(message["roster"])
-                me = next((peer for peer in roster if peer["ip"] == hello["ip"] and peer["ports"] == hello["ports"]), {})
-                node_rank = me.get("node", node_rank)
-                marker, marker_error = await asyncio.to_thread(write_marker, folder, message["mark"], node_rank)
-                probes = await paths.probe_all(node_rank, roster, token, measures_bandwidth)
-                await messages.send(writer, {"paths": probes})
-            elif request == "check_folder":
-                if marker_error is None:
-                    marker, marker_error = await asyncio.to_thread(write_marker, folder, message["mark"], node_rank)
-                answer = await asyncio.to_thread(list_markers, folder, message["mark"], marker_error)
-                await messages.send(writer, answer)
-            elif request == "verdict":
-                outcome = _read_verdict(message)
-                await messages.send(writer, {"received": True})
-            elif request == "close":
-                break
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConnectionError(f"it sent an invalid message ({error})") from error
-    except (OSError, asyncio.TimeoutError):
-        if not outcome:
-            raise
-    finally:
-        if sending:
+
+    def __init__(
+        self, hello: Message, folder: Path | None, token: bytes, measures_bandwidth: bool, print_progress: Callable[[str], None]
+    ):
+        self.hello, self.folder, self.token = hello, folder, token
+        self.measures_bandwidth, self.print_progress = measures_bandwidth, print_progress
+        self.node_rank: int | None = hello["node"]
+        self.marker: Path | None = None
+        self.marker_error: str | None = None  # None: no marker was written yet
+        self.outcome: Outcome | None = None
+
+    async def follow(self, connection: Connection, collecting: "asyncio.Future[Facts]") -> Outcome:
+        """Send `hello` and the facts, answer the coordinator, and return its verdict.
+
+        Raises OSError or asyncio.TimeoutError if the connection is lost before the verdict.
+        """
+        self.client = CoordinatorClient(connection, host.MAIN_SILENT)
+        sending = asyncio.ensure_future(self._send_facts(collecting))
+        try:
+            await self.client.follow(self.hello, self._answer)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConnectionError(f"it sent an invalid message ({error})") from error
+        except (OSError, asyncio.TimeoutError):
+            if not self.outcome:
+                raise
+        finally:
             sending.cancel()
-        if marker:
-            with contextlib.suppress(OSError):
-                marker.unlink()
-        await messages.close(writer)
-    if not outcome:
-        raise ConnectionError("it closed the connection without a verdict")
-    return outcome
+            if self.marker:
+                with contextlib.suppress(OSError):
+                    self.marker.unlink()
+        if not self.outcome:
+            raise ConnectionError("it closed the connection without a verdict")
+        return self.outcome
+
+    async def _send_facts(self, collecting: "asyncio.Future[Facts]") -> None:
+        """Send the facts when they are collected. They follow `hello`, so missing nodes are reported meanwhile."""
+        facts, wrong = await asyncio.shield(collecting)
+        findings = [finding.as_dict() for finding in wrong[: paths.MOST_FINDINGS]]
+        self.client.outbox.put_nowait({**facts, "findings": findings, "time": time.time()})
+
+    async def _answer(self, request: Message) -> None:
+        kind = request["do"]
+        if kind == "print":
+            self.print_progress(printable(request["text"]))
+        elif kind == "probe":
+            self.client.outbox.put_nowait({"paths": await self._probe(request)})
+        elif kind == "check_folder":
+            if self.marker_error is None:
+                await self._write_marker(request)
+            answer = await asyncio.to_thread(list_markers, self.folder, request["mark"], self.marker_error)
+            self.client.outbox.put_nowait(answer)
+        elif kind == "verdict":
+            self.outcome = _read_verdict(request)
+            self.client.outbox.put_nowait({"received": True})
+
+    async def _probe(self, request: Message) -> list[dict[str, Any]]:
+        roster = paths.clean_roster(request["roster"])
+        is_me = lambda peer: peer["ip"] == self.hello["ip"] and peer["ports"] == self.hello["ports"]
+        self.node_rank = next((peer["node"] for peer in roster if is_me(peer)), self.node_rank)
+        await self._write_marker(request)
+        return await paths.probe_all(self.node_rank, roster, self.token, self.measures_bandwidth)
+
+    async def _write_marker(self, request: Message) -> None:
+        self.marker, self.marker_error = await asyncio.to_thread(write_marker, self.folder, request["mark"], self.node_rank)
 
 
-def _read_verdict(message: dict[str, Any]) -> Outcome:
+def _read_verdict(message: Message) -> Outcome:
     return Outcome(
         paths.clean_findings(message["verdict"], 1000),
         lines=paths.clean_lines(message["lines"], 200),
@@ -320,11 +361,3 @@ def _read_verdict(message: dict[str, Any]) -> Outcome:
         node_rank=whole_number(message["node"]),
         deep_port=whole_number(message.get("deep_port")),
     )
-
-
-async def _send_facts(writer: asyncio.StreamWriter, collecting: "asyncio.Future[Facts]") -> None:
-    """Send the facts when they are collected. They follow `hello`, so that missing nodes are reported meanwhile."""
-    facts, wrong = await asyncio.shield(collecting)
-    findings = [finding.as_dict() for finding in wrong[: paths.MOST_FINDINGS]]
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        await messages.send(writer, {**facts, "findings": findings, "time": time.time()})

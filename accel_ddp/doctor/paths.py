@@ -1,6 +1,7 @@
-"""Probes of every pair of nodes in both directions, on fresh ports, with payloads as large as those of training.
+"""Probes of every pair of nodes in both directions, on fresh ports, with payloads as large as in training.
 
-A firewall or a tunnel that would block the first all-reduce is found here, together with the two nodes it is between.
+They find a firewall or a tunnel that would block the first all-reduce, and the two nodes it is between. This module also validates what
+nodes send to each other: types, sizes and ranges. Invalid content raises ValueError.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:
     """Return the probes from this node to every other one.
 
-    Probes run at the same time. Measurements run one after the other and start with the next node, so that not all nodes
+    Probes run at the same time. Measurements run one after the other and start with the next node. Otherwise all nodes would
     measure the path to the same node at once.
     """
     others = [peer for peer in roster if peer["node"] != node]
@@ -58,14 +59,9 @@ def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> l
         median = statistics.median(rates.values())
         (source, target), slowest = min(rates.items(), key=lambda item: item[1])
         if slowest < median / 4:
-            found.append(
-                Finding(
-                    "W_PATH_SLOW", f"{_name(peers[source])} -> {_name(peers[target])}: {slowest / 1e6:.1f} MB/s, while the "
-                    f"median of all pairs is {median / 1e6:.1f} MB/s: every step waits for this path",
-                    "check the cable, duplex and load of that link (ethtool, ip -s link)",
-                    host=peers[source]["host"], node=source,
-                )
-            )  # fmt: skip
+            path = f"{_name(peers[source])} -> {_name(peers[target])}: {slowest / 1e6:.1f} MB/s"
+            saw = f"{path}, while the median of all pairs is {median / 1e6:.1f} MB/s: every step waits for this path"
+            found.append(Finding("W_PATH_SLOW", saw, host=peers[source]["host"], node=source))
     return found
 
 
@@ -73,8 +69,8 @@ def _name(peer: dict[str, Any]) -> str:
     return f"{peer['host']} (machine_rank {peer['node']})"
 
 
-def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]) -> tuple[str, str, str]:
-    """Return (code, observation, fix) for a path that does not work."""
+def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]) -> tuple[str, str, str | None]:
+    """Return (code, observation, fix) for a path that does not work. None is the usual fix of the code."""
     open_firewall = source.get("open") or firewall_advice("the main port", "")
     return {
         DROPPED: ("E_PATH_DROPPED", f"no answer within {CONNECT_SECONDS:.0f} s: packets are dropped", open_firewall),
@@ -91,8 +87,7 @@ def _explain_failure(result: str, source: dict[str, Any], target: dict[str, Any]
             f"{source.get('interface') or 'eth0'} mtu 1400; or let ICMP `fragmentation needed` pass",
         ),
         CUT: (
-            "E_PATH_CUT", "the connection was opened, but then closed, or not answered by the doctor of that node",
-            "check that the doctor of that node is still running; then look for a proxy or a firewall that resets connections",
+            "E_PATH_CUT", "the connection was opened, but then closed, or not answered by the doctor of that node", None,
         ),
     }[result]  # fmt: skip
 
@@ -120,7 +115,6 @@ def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
     return lines
 
 
-# Validation of what other nodes send to the doctor: types, sizes and ranges. Invalid content raises ValueError.
 MOST_NODES, MOST_LOCAL_RANKS, MOST_FINDINGS = 4096, 256, 64
 FACT_GROUPS = ("versions", "code", "recipe", "accelerate", "files", "driver", "environment")
 _PROBE_RESULTS = (OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT)

@@ -1,45 +1,40 @@
-"""Run one trial on all nodes and end it on all nodes, in bounded time."""
+"""Trials on all nodes: each one is started and ended on every node, in bounded time.
 
-import asyncio
-import contextlib
+The main node sends these requests to the agents, by the value of "do" (`doctor.coordinator` has the ones that every tool shares):
+
+    print    text
+    start    trial, port, environment, spec    start the worker processes of a trial
+    kill                                       kill the worker processes of this node
+    write    files                             write the files with the best values
+    close    code, text                        print the text and exit with this code
+
+An agent sends these events, by the value of "event":
+
+    worker_report    trial, rank, report         a worker printed this report, see `trial_worker`
+    worker_exit      trial, rank, code, output   a worker ended; output is its last error message
+    node_done        trial                       all workers of this node have ended
+    written          lines, is_complete          the answer to `write`
+    leaving          reason                      the user ended this agent
+"""
+
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_ddp.doctor.coordinator import Coordinator, Member, Message
 from accel_ddp.measure.tune_results import Trial
-from accel_ddp.nodes import messages
-from accel_ddp.nodes.messages import find_free_port, printable
+from accel_ddp.nodes.messages import find_free_port, printable, whole_number
 
-# Constants and messages that the coordinator on the main node and the agents on all nodes share.
-#
-# Every message is a JSON object. From the coordinator to an agent, by the value of "command":
-#
-#     heartbeat
-#     print    text
-#     start    trial, port, environment, spec    start the worker processes of a trial
-#     kill                                       kill the worker processes of this node
-#     write    files                             write the files with the best values
-#     exit     code, text                        print the text and exit with this code
-#
-# From an agent to the coordinator, by the value of "event":
-#
-#     heartbeat
-#     worker_report    trial, rank, report         a worker printed this report, see `worker`
-#     worker_exit      trial, rank, code, output   a worker ended; output is its last error message
-#     node_done        trial                       all workers of this node have ended
-#     written          lines, is_complete          the answer to `write`
-#     leaving          reason                      the user ended this agent
-#
-# The first message of an agent has no "event": it describes its node. The coordinator itself adds two events, `joined` and `lost`.
-HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0  # after this time without a message the other side counts as lost
 JOIN_SECONDS = 30.0  # for all agents to connect after the preflight
+FIRST_STARTUP_SECONDS = 180.0  # torch may be read from a slow network disk
+STATUS_SECONDS = 15.0  # a status line is printed after this time without a report of rank 0
+FAILURE_SECONDS = 1.0  # for other ranks to report their reason too, after one rank has failed
+KILL_SECONDS = 15.0  # for killed processes to end
 
-
-# The main node's side of the connections between the nodes. The agents on all nodes connect to the coordinator.
-#
-# Both sides send a heartbeat every second, so a node that dies, hangs or loses its network is named on all nodes within seconds.
+Report = dict[str, Any]
+OnReport = Callable[[Report], Awaitable[None]]
 
 
 class TuningEnded(Exception):
@@ -50,112 +45,58 @@ class TuningEnded(Exception):
         self.code, self.text = code, text
 
 
-@dataclass
-class Member:
-    """A node whose agent is connected."""
-
-    info: dict[str, Any]  # the agent's first message
-    writer: asyncio.StreamWriter
-
-
-class Coordinator:
-    """Sends commands to the agents of all nodes and receives their events."""
+class TuneCoordinator(Coordinator):
+    """The main node's side of the tuning. `members` are in the order of the nodes once all of them are connected."""
 
     def __init__(self, nodes: int, token: bytes):
-        self.nodes, self.token = nodes, token
-        self.members: dict[int, Member] = {}
-        self.events: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
-        self.heartbeat: asyncio.Future | None = None
-        self.server: asyncio.Server | None = None
+        super().__init__(token, SILENCE_SECONDS)
+        self.nodes = nodes
 
-    async def open(self, ip: str, port: int) -> None:
-        self.server = await asyncio.start_server(self._serve, sock=messages.open_listening_socket(ip, port))
+    def read_hello(self, message: Message) -> Message:
+        return {**message, "node": whole_number(message["node"], self.nodes - 1), "host": printable(message["host"], 100)}
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        node = None
-        try:
-            await messages.handshake(reader, writer, self.token, is_client=False)
-            info = await messages.receive(reader, SILENCE_SECONDS)
-            node = int(info["node"])
-            if node in self.members or not 0 <= node < self.nodes:
-                raise ValueError("not expected")
-            self.members[node] = Member(info, writer)
-            self.events.put_nowait((node, {"event": "joined"}))
-            while True:
-                message = await messages.receive(reader, SILENCE_SECONDS)
-                if message["event"] != "heartbeat":
-                    self.events.put_nowait((node, message))
-        except asyncio.CancelledError:  # asyncio would print it as an error if it were raised again
-            pass
-        except (messages.HandshakeError, ValueError, KeyError, TypeError, OSError, asyncio.TimeoutError) as error:
-            if node in self.members and self.members[node].writer is writer:
-                is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
-                silent = f"has sent nothing for {SILENCE_SECONDS:.0f} s"
-                reason = silent if is_silent else "has closed the connection: its process was killed, or its network failed"
-                self.events.put_nowait((node, {"event": "lost", "reason": reason}))
-        finally:
-            writer.close()
+    async def join(self, member: Member) -> None:
+        if any(member.hello["node"] == one.hello["node"] for one in self.members):
+            raise ValueError("not expected")
+        await super().join(member)
+        self.members.sort(key=lambda one: one.hello["node"])
 
     async def wait_for_members(self) -> None:
         """Return when the agents of all nodes are connected. Raises TuningEnded if one does not connect."""
         deadline = time.monotonic() + JOIN_SECONDS
-        self.heartbeat = asyncio.ensure_future(self._send_heartbeats())
         while len(self.members) < self.nodes:
-            if await self.next_event(deadline) is None:
-                missing = ", ".join(f"machine_rank {node}" for node in range(self.nodes) if node not in self.members)
+            await self.next_event(time.monotonic() + 0.05)
+            if time.monotonic() > deadline:
+                there = {member.hello["node"] for member in self.members}
+                missing = ", ".join(f"machine_rank {node}" for node in range(self.nodes) if node not in there)
                 raise TuningEnded(1, f"{missing} passed the preflight but did not connect within {JOIN_SECONDS:.0f} s after it.")
 
-    async def _send_heartbeats(self) -> None:
-        while True:
-            await self.send({"command": "heartbeat"})
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-
     def name(self, node: int) -> str:
-        return f"machine_rank {node} ({printable(self.members[node].info['host'], 100)})"
+        return f"machine_rank {node} ({self.members[node].hello['host']})"
 
     @property
     def hosts(self) -> str:
         """The host names of the first 16 nodes."""
-        return ", ".join(self.members[node].info["host"] for node in range(min(self.nodes, 16)))
+        return ", ".join(member.hello["host"] for member in self.members[:16])
 
-    async def next_event(self, deadline: float) -> tuple[int, dict[str, Any]] | None:
+    async def next_event(self, deadline: float) -> tuple[int, Message] | None:
         """Return (node, event), or None at the deadline. Raises TuningEnded if a node is lost or leaves."""
-        try:
-            node, event = await asyncio.wait_for(self.events.get(), max(0.0, deadline - time.monotonic()))
-        except (asyncio.TimeoutError, TimeoutError):
-            return None
-        if event["event"] in ("lost", "leaving"):
-            reason = printable(event["reason"], 300)
-            raise TuningEnded(1, f"{self.name(node)} {reason}. The tuning ends on every node.")
-        return node, event
+        received = await self.receive(deadline)
+        lost = next((member for member in self.members if member.lost), None)
+        if received and received[1].get("event") == "leaving":
+            self._end(received[0], printable(received[1]["reason"], 300))
+        if lost and self.inbox.empty():  # everything that it has sent is handled first
+            closed = ": its process was killed, or its network failed" if "closed" in lost.lost else ""
+            self._end(lost, lost.lost + closed)
+        return (received[0].hello["node"], received[1]) if received else None
 
-    async def send(self, message: dict[str, Any], only: int | None = None) -> None:
-        """Send a command to all nodes, or to one. A failed connection is ignored here: `next_event` reports the lost node."""
-
-        async def send_to(member: Member) -> None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError, RuntimeError):
-                await messages.send(member.writer, message, 5)
-
-        await asyncio.gather(*(send_to(member) for node, member in list(self.members.items()) if only in (None, node)))
+    def _end(self, member: Member, reason: str) -> None:
+        text = f"machine_rank {member.hello['node']} ({member.hello['host']}) {reason}. The tuning ends on every node."
+        raise TuningEnded(1, text)
 
     async def print_on_all(self, text: str) -> None:
         """Print a text on every node."""
-        await self.send({"command": "print", "text": text})
-
-    async def close(self) -> None:
-        if self.heartbeat:
-            self.heartbeat.cancel()
-        if self.server:
-            self.server.close()
-
-
-Report = dict[str, Any]
-OnReport = Callable[[Report], Awaitable[None]]
-
-FIRST_STARTUP_SECONDS = 180.0  # torch may be read from a slow network disk
-STATUS_SECONDS = 15.0  # a status line is printed after this time without a report of rank 0
-FAILURE_SECONDS = 1.0  # for other ranks to report their reason too, after one rank has failed
-KILL_SECONDS = 15.0  # for killed processes to end
+        await self.send_to_all({"do": "print", "text": text})
 
 
 @dataclass
@@ -174,7 +115,7 @@ class _State:
 
 
 class TrialRunner:
-    def __init__(self, coordinator: Coordinator, ranks: int, main_ip: str, trial_seconds: float):
+    def __init__(self, coordinator: TuneCoordinator, ranks: int, main_ip: str, trial_seconds: float):
         self.coordinator, self.main_ip, self.trial_seconds = coordinator, main_ip, trial_seconds
         self.nodes, self.ranks = coordinator.nodes, ranks
         self.number = 0  # of the current trial
@@ -191,7 +132,7 @@ class TrialRunner:
         began, port = time.monotonic(), find_free_port(self.main_ip)
         for node in range(self.nodes):
             start = {"trial": self.number, "port": port, "environment": trial.environment(node), "spec": spec}
-            await self.coordinator.send({"command": "start", **start}, only=node)
+            await self.coordinator.members[node].send({"do": "start", **start})
         is_first = self.startup_seconds == FIRST_STARTUP_SECONDS
         startup = FIRST_STARTUP_SECONDS if is_first else self.startup_seconds + max(5.0, self.startup_seconds)
         state = _State(began, began + self.trial_seconds + startup, began + STATUS_SECONDS, began)
@@ -229,7 +170,7 @@ class TrialRunner:
             reason = f" (rank {missing} did not connect)" if missing else ""
             state.failure = f"no progress for {time.monotonic() - state.last_report_at:.0f} s{reason}, so it was killed"
         state.is_killed, state.deadline = True, time.monotonic() + KILL_SECONDS
-        await self.coordinator.send({"command": "kill"})
+        await self.coordinator.send_to_all({"do": "kill"})
 
     async def _handle(
         self, state: _State, node: int, event: dict[str, Any], spec: dict[str, Any], on_report: OnReport | None

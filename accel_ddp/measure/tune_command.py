@@ -1,4 +1,4 @@
-"""`accel-ddp tune`: run the preflight, then connect the nodes and tune."""
+"""`accel-ddp tune`: the preflight, then the connection of the nodes and the tuning."""
 
 import argparse
 import asyncio
@@ -16,11 +16,11 @@ from accel_ddp.doctor import findings, host
 from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
 from accel_ddp.doctor.collective_launch import WorkerProcesses
-from accel_ddp.doctor.doctor_command import parse, read_options
+from accel_ddp.doctor.doctor_command import parse_before_script, read_options
 from accel_ddp.doctor.findings import Outcome
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.measure.agent import WORKER_MODULE, Agent
-from accel_ddp.measure.trials import Coordinator
+from accel_ddp.measure.trials import TuneCoordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
 from accel_ddp.measure.tune_results import TUNED_VARIABLES
 from accel_ddp.measure.tuner import Tuner
@@ -28,7 +28,6 @@ from accel_ddp.nodes.messages import make_token
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.spawn import clean_environment
 from accel_ddp.nodes.topology import Topology
-from accel_ddp.words import script_at
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ONE_RANK = (
@@ -43,10 +42,9 @@ def main(words: list[str]) -> int:
     0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
     130: interrupted.
     """
-    script = script_at(words)
-    given = parse(build_parser(), words[:script])
+    given, own_words, script_words = parse_before_script(build_parser(), words)
     try:
-        return asyncio.run(preflight_and_tune(given, words[:script], words[script:]))
+        return asyncio.run(preflight_and_tune(given, own_words, script_words))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -57,7 +55,7 @@ def main(words: list[str]) -> int:
 async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:
     """Run the doctor's preflight, then tune. Return the exit code."""
     cfg = load_recipe_config(script_words) if script_words else None
-    # Add the options that only the doctor has. The model is left out, because only the main node reads it.
+    # The doctor has more options. The model is left out, because only the main node reads it.
     doctor_options = {**vars(given), "no_deep": False, "data": [], "output_dir": "", "model": ""}
     topology, checks = read_options(argparse.Namespace(**doctor_options), script_words)
     require_ddp(topology.accelerate_config, "accel-ddp tune")
@@ -72,7 +70,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
     _prepare_preflight(checks, given, options, topology)
     outcome = await check_cluster(topology, checks, print_progress)
     if outcome.findings:
-        print(findings.format_findings(outcome.findings, findings.supports_colour()), flush=True)
+        print(findings.format_findings(outcome.findings, findings.supports_color()), flush=True)
     if outcome.has_errors or not outcome.deep_port:
         for line in outcome.table:
             print(line)
@@ -92,8 +90,7 @@ def _prepare_preflight(checks: CheckOptions, given: argparse.Namespace, options:
     same |= {"try": given.tries, "tune_backend": given.backend}
     checks.recipe |= {name: str(value) for name, value in same.items()}
     if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
-        text = f"--out {options.out}: {reason}"
-        checks.findings.append(host.local_finding(topology, "E_OUT", text, "give another folder with --out on this node"))
+        checks.findings.append(host.local_finding(topology, "E_OUT", f"--out {options.out}: {reason}"))
 
 
 def _why_not_writable(folder: str) -> str:
@@ -112,10 +109,10 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
     node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     interrupted = _catch_signals()
-    coordinator, tuning = Coordinator(nodes, token), None
+    coordinator, tuning = TuneCoordinator(nodes, token), None
     try:
         if node == 0:
-            await coordinator.open(main_ip, port)
+            await coordinator.listen(main_ip, port)
             tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
         allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
         environment = _worker_environment(outcome.interface, main_ip)

@@ -1,10 +1,17 @@
-"""Types for what is measured, the rows of the printed tables, and the files with the best values."""
+"""The search of `accel-ddp tune` as pure functions, the types for what is measured, its tables and the files with the best values.
 
+Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is better. NCCL reads its variables
+once per process, so every trial has to start new processes. The search therefore makes few trials: first sets of variables that were
+fast elsewhere, then changes of one coordinate at a time from the best of these sets.
+"""
+
+import json
 import math
 import shlex
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from accel_ddp.records.files import replace_file
 from accel_ddp.text import format_bytes
@@ -55,7 +62,7 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
     """Return the time by which settings are compared, from the all-reduce time of each message size.
 
     If the gradients fit into one bucket, this is the time of a message of their size. Otherwise it is the geometric mean over the
-    sizes from one bucket up, so that no single size decides.
+    sizes from one bucket up, because no single size should decide.
     """
     if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
         return milliseconds[gradient_bytes]
@@ -225,7 +232,7 @@ class Transport:
 
 @dataclass
 class DdpConfig:
-    """DDP options under which a step of the model is timed. The field names are those of TrainConfig."""
+    """DDP options under which a step of the model is timed. TrainConfig has the same field names."""
 
     bucket_cap_mb: int = 0  # 0: the best size measured so far
     comm_hook: str = "none"  # "": the best hook measured so far
@@ -283,13 +290,13 @@ def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms:
 def env_text(header: list[str], settings: Settings) -> str:
     """Return the content of tuned.env, which the user sources on every node.
 
-    The file is also written if nothing was faster, so that an older one does not stay in use.
+    The file is also written if nothing was faster. Otherwise an older one would stay in use.
     """
     lines = ["# NCCL and gloo settings for this cluster, written by `accel-ddp tune`.",
              "# Run this on every node before `accelerate launch`: set -a; . THIS_FILE; set +a",
              *(f"# {line}" for line in header)]  # fmt: skip
     if "NCCL_BUFFSIZE" in settings or "NCCL_MIN_NCHANNELS" in settings:
-        lines.append("# Larger buffers and more channels use more GPU memory: channels x buffer size for each neighbour.")
+        lines.append("# Larger buffers and more channels use more GPU memory: channels x buffer size for each neighbor.")
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]  # a value of NCCL_ALGO may have a semicolon
     lines += [] if settings else ["# Nothing was faster than the default, so no NCCL or gloo variable is set."]
     lines += ["# The next variable ends the recipes' advice to run `accel-ddp tune`.", "ACCEL_DDP_TUNED=1"]
@@ -332,3 +339,62 @@ def write_files(folder: str, files: dict[str, str]) -> tuple[list[str], bool]:
             lines.append(f"could not write {path}: {error.strerror}")
             is_complete = False
     return lines, is_complete
+
+
+# Every parameter of a model is an entry [kind, shape, is_trained], in the model's order. The kind is "embedding", "matrix" or "vector".
+Entries = list[list[Any]]
+
+_SIDE = 1024  # of the square matrices that stand for a model if only its size is given
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that DDP averages in a step."""
+
+    entries: Entries  # empty if there is no model
+    dtype: str = "float32"
+
+    @property
+    def bytes_per_element(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bytes(self) -> int:
+        """A multiple of 4, because all-reduce is timed on float32; 0 if there is no model."""
+        return max(4, count_elements(self.entries) * self.bytes_per_element // 4 * 4) if self.entries else 0
+
+
+def entries_of_size(size: int) -> Entries:
+    """Return float32 matrices of together about `size` bytes: square ones, and a smaller one for the rest."""
+    whole, rest = divmod(size // 4, _SIDE * _SIDE)
+    entries: Entries = [["matrix", [_SIDE, _SIDE], True] for _ in range(whole)]
+    if rows := rest // _SIDE:
+        entries.append(["matrix", [rows, _SIDE], True])
+    return entries or [["vector", [max(1, rest)], True]]
+
+
+def count_elements(entries: Entries) -> int:
+    """Return the number of trained elements."""
+    return sum(math.prod(shape) for _, shape, is_trained in entries if is_trained)
+
+
+def first_entries(entries: Entries, elements: int) -> Entries:
+    """Return the first entries with together at most `elements` trained elements, and at least one entry."""
+    kept: Entries = []
+    for entry in entries:
+        elements -= count_elements([entry])
+        if kept and elements < 0:
+            break
+        kept.append(entry)
+    return kept
+
+
+def pack(entries: Entries) -> dict[str, Any]:
+    """Return the different entries and their order, because a message between nodes has a limited size."""
+    different = {json.dumps(entry): entry for entry in entries}
+    index = {key: number for number, key in enumerate(different)}
+    return {"different": list(different.values()), "order": [index[json.dumps(entry)] for entry in entries]}
+
+
+def unpack(message: dict[str, Any]) -> Entries:
+    return [message["different"][number] for number in message["order"]]

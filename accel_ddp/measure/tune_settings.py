@@ -1,15 +1,17 @@
-"""Tune environment variables: time all-reduce under different settings of NCCL, or network interfaces for gloo."""
+"""The two searches of `accel-ddp tune`: settings under which all-reduce is fastest, and DDP options with the shortest step.
+
+Settings are environment variables of NCCL, or network interfaces for gloo. DDP options are bucket sizes and communication hooks.
+"""
 
 import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from accel_ddp.measure import tune_results, tune_shapes
-from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
+from accel_ddp.measure import tune_results
+from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
-from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Transport, Trial
-from accel_ddp.measure.tune_shapes import Entries, Gradients
+from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Entries, Gradients, Transport, Trial
 from accel_ddp.text import counted, format_bytes
 
 SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are timed after them
@@ -18,7 +20,9 @@ SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are 
 class SettingsTuner:
     """Searches the settings under which all-reduce is fastest. `began` is the start of the tuning."""
 
-    def __init__(self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float):
+    def __init__(
+        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float
+    ):
         self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
         self.minutes = options.minutes * (SHARE_WITH_MODEL if gradients.entries else 1.0)
         self.settings_deadline, self.deadline = began + self.minutes * 60, began + options.minutes * 60
@@ -98,7 +102,7 @@ class SettingsTuner:
     def _trials_to_start_with(self, transport: Transport) -> list[Trial]:
         """Return trials of --try, of the settings in node 0's environment, and of the network interfaces."""
         nodes = self.coordinator.nodes
-        infos = [self.coordinator.members[node].info for node in range(nodes)]
+        infos = [member.hello for member in self.coordinator.members]
         trials = [Trial(settings, note="--try") for settings in self.options.tries]
         if transport.uses_sockets and (settings := infos[0]["environment"]):
             trials.append(Trial(settings, note="as in node 0's environment"))
@@ -171,7 +175,6 @@ def why_not_sockets(transport: Transport, nodes: int) -> str:
     return f"the network is {transport.network}"
 
 
-# Tune DDP options: time a step of the model with different bucket sizes and communication hooks.
 MAX_STARTS = 3  # a config that fails ends its processes, and the remaining configs need new ones
 TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
 
@@ -203,7 +206,7 @@ class DdpTuner:
     """Searches the bucket size and the hook with which a step is shortest, under the best settings."""
 
     def __init__(
-        self, coordinator: Coordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
+        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
         deadline: float,
     ):  # fmt: skip
         self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
@@ -242,7 +245,7 @@ class DdpTuner:
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
-            "nccl_debug": "WARN", "entries": tune_shapes.pack(entries), "dtype": self.gradients.dtype,
+            "nccl_debug": "WARN", "entries": tune_results.pack(entries), "dtype": self.gradients.dtype,
             "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
             "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
             "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],
@@ -280,8 +283,8 @@ class DdpTuner:
         limit = max(10.0, self.deadline - time.monotonic()) * 0.7 / (len(self.measurements.configs) * 8)
         if step_seconds <= limit:
             return entries
-        kept = tune_shapes.first_entries(entries, int(tune_shapes.count_elements(entries) * limit / step_seconds))
-        size = format_bytes(tune_shapes.count_elements(kept) * self.gradients.bytes_per_element)
+        kept = tune_results.first_entries(entries, int(tune_results.count_elements(entries) * limit / step_seconds))
+        size = format_bytes(tune_results.count_elements(kept) * self.gradients.bytes_per_element)
         await self.coordinator.print_on_all(
             f"a step with all gradients would take {step_seconds:.1f} s, so only the first {size} of them are used; a larger "
             "--minutes allows more"

@@ -1,4 +1,4 @@
-"""Run the whole tuning from the main node: all-reduce trials, DDP trials, and the files with the best values.
+"""The whole tuning from the main node: all-reduce trials, DDP trials, and the files with the best values.
 
 A trial that hangs or fails is ended on every node and shown in the table, and the tuning continues with the next trial.
 """
@@ -11,12 +11,11 @@ import sys
 import time
 from typing import Any
 
-from accel_ddp.measure import tune_results, tune_shapes
-from accel_ddp.measure.trials import Coordinator, TrialRunner, TuningEnded
+from accel_ddp.measure import tune_results
+from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import OWN_RANKS, TuneOptions
-from accel_ddp.measure.tune_results import DdpConfig, Transport, Trial
+from accel_ddp.measure.tune_results import DdpConfig, Entries, Gradients, Transport, Trial
 from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
-from accel_ddp.measure.tune_shapes import Entries, Gradients
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.text import counted, format_bytes, plural
 
@@ -28,7 +27,7 @@ Files = dict[str, str]  # name -> content
 
 
 class Tuner:
-    def __init__(self, coordinator: Coordinator, options: TuneOptions, ranks_of_nodes: list[int], main_ip: str):
+    def __init__(self, coordinator: TuneCoordinator, options: TuneOptions, ranks_of_nodes: list[int], main_ip: str):
         self.coordinator, self.options, self.ranks_of_nodes = coordinator, options, ranks_of_nodes
         self.nodes = coordinator.nodes
         self.runner = TrialRunner(coordinator, sum(ranks_of_nodes), main_ip, options.trial_seconds)
@@ -46,7 +45,7 @@ class Tuner:
             raise
 
     async def _end(self, code: int, text: str) -> None:
-        await self.coordinator.send({"command": "exit", "code": code, "text": text})
+        await self.coordinator.send_to_all({"do": "close", "code": code, "text": text})
 
     async def tune(self) -> None:
         """Measure, and write the best values to files. Raises TuningEnded if the tuning cannot be completed."""
@@ -73,11 +72,11 @@ class Tuner:
             text = "bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes"
             await self.coordinator.print_on_all(text)
             return Gradients([])
-        entries = tune_shapes.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
+        entries = tune_results.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
         is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
         gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "float32"))
         size = format_bytes(gradients.bytes)
-        await self.coordinator.print_on_all(f"gradients: {tune_shapes.count_elements(entries):,} elements, {size}")
+        await self.coordinator.print_on_all(f"gradients: {tune_results.count_elements(entries):,} elements, {size}")
         return gradients
 
     async def _read_entries(self) -> Entries:
@@ -115,11 +114,11 @@ class Tuner:
         is_complete = await self._write(files)
         env_name = "tuned.env" if "tuned.env" in files[0] else "tuned.$NODE_RANK.env"
         for node in range(self.nodes):
-            out = shlex.quote(str(self.coordinator.members[node].info["out"]).rstrip("/"))
+            out = shlex.quote(str(self.coordinator.members[node].hello["out"]).rstrip("/"))
             config = f" --config {out}/tuned.yaml" if ddp_best else ""
             launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
             text = f"To use the result, run on every node:\n  set -a; . {out}/{env_name}; set +a\n  {launch}{config}"
-            await self.coordinator.send({"command": "print", "text": text}, only=node)
+            await self.coordinator.members[node].send({"do": "print", "text": text})
         if not is_complete:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
@@ -131,7 +130,7 @@ class Tuner:
             lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
         if variables := best.environment(0):
             lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
-        obsolete = [name for name in self.coordinator.members[0].info["environment"] if name not in best.settings]
+        obsolete = [name for name in self.coordinator.members[0].hello["environment"] if name not in best.settings]
         if obsolete:
             lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
         return lines
@@ -141,7 +140,7 @@ class Tuner:
         largest = max(best.milliseconds)
         best_time = tune_results.format_time(best.milliseconds[largest])
         default_time = tune_results.format_time(default.milliseconds.get(largest, math.nan))
-        hosts = [str(self.coordinator.members[node].info["host"]) for node in range(self.nodes)]
+        hosts = [str(self.coordinator.members[node].hello["host"]) for node in range(self.nodes)]
         ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
         ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
         header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
@@ -170,7 +169,7 @@ class Tuner:
         """
         is_complete = True
         for node in range(self.nodes):
-            await self.coordinator.send({"command": "write", "files": files[node]}, only=node)
+            await self.coordinator.members[node].send({"do": "write", "files": files[node]})
             answer = await self._answer_of(node)
             is_complete = is_complete and answer["is_complete"]
             lines = [f"{self.coordinator.name(node)}: {line}" for line in answer["lines"]]
@@ -180,7 +179,7 @@ class Tuner:
     async def _answer_of(self, node: int) -> dict[str, Any]:
         deadline = time.monotonic() + WRITE_SECONDS
         while received := await self.coordinator.next_event(deadline):
-            if received[0] == node and received[1]["event"] == "written":
+            if received[0] == node and received[1].get("event") == "written":
                 return received[1]
         line = f"could not write its files within {WRITE_SECONDS:.0f} s: its disk does not answer"
         return {"lines": [line], "is_complete": False}

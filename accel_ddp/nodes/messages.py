@@ -1,6 +1,7 @@
 """Messages over TCP: JSON of bounded size, exchanged only with a peer that proves that it has the run's token.
 
-A process without the token receives nothing but a random number. Its connection is closed after a few seconds and a few bytes.
+A process without the token receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. The
+functions at the top validate received values: each returns the value, or raises ValueError.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import socket
 import struct
 from typing import Any
 
-# Validation of values that another process has sent. Each function returns the value, or raises ValueError.
 LONGEST_TEXT = 2000  # characters
 
 
@@ -48,7 +48,7 @@ def bounded_list(value: Any, most: int) -> list[Any]:
     return value
 
 
-MAGIC = b"accel-ddp messages 2\n"  # the number changes with the format of the messages
+MAGIC = b"accel-ddp messages 3\n"  # the number changes with the format of the messages
 LARGEST_MESSAGE = 1 << 20  # bytes
 # The largest TCP segment of `small_segments` connections. Control messages then pass a network path that drops large packets,
 # which is one of the faults that the doctor reports.

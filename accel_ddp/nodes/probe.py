@@ -128,7 +128,7 @@ async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
     """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
 
     It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
-    that of the fastest transfer, because the training delays some of them.
+    the rate of the fastest transfer, because the training delays some of them.
     """
     try:
         reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
