@@ -1,13 +1,14 @@
 """Import the libraries once, then fork this process for each program that a test requests. See tests/forking.py.
 
 A fork copies only the thread that calls it, and locks of other threads would stay locked. This process therefore has only one
-thread, and it imports the libraries without calling them. It imports neither accel_ddp nor a recipe, because these read
-environment variables when they are imported, and must read those of the test.
+thread, and it calls no function of the libraries apart from those in `fill_caches`. It imports neither accel_ddp nor a recipe,
+because these read environment variables when they are imported, and must read those of the test.
 """
 
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -24,8 +25,16 @@ LIBRARIES = [
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "transformers.data.data_collator",
     "transformers.generation.utils", "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
     "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
-    "tyro", "yaml",
+    "tyro", "tyro._backends._tyro_backend", "tyro._backends._tyro_help_formatting", "tyro.constructors._struct_spec_dataclass",
+    "tyro.constructors._struct_spec_pydantic", "typeguard", "yaml",
 ]  # fmt: skip
+
+
+def fill_caches() -> None:
+    """Compute what every fork would compute again in 0.4 s: pure Python, without threads and independent of the environment."""
+    inspect.getmodule(compile("", "a file of no module", "exec"))  # the files of all modules, for torch.library.custom_op
+    if conversions := sys.modules.get("transformers.conversion_mapping"):  # not in old versions
+        conversions.get_checkpoint_conversion_mapping("bert")  # compiles the patterns of all models
 
 
 class Children:
@@ -123,6 +132,7 @@ if __name__ == "__main__":
         importlib.import_module(library)
     for name in [name for name in sys.modules if name.startswith("accel_ddp")]:
         del sys.modules[name]  # torch imports the entry point of the doctor for torchrun
+    fill_caches()
     gc.freeze()  # a collection writes to shared memory, which would then be copied
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
     # The call is not inside a function, so that an exception of the script ends this interpreter as it ends any other.
