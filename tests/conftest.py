@@ -204,19 +204,38 @@ def node_environments(nodes: int, **more: str) -> list[dict[str, str]]:
     return [{**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for env in rank_environments(nodes, **more)]
 
 
+def two_node_commands(*words: object, **env: str) -> tuple[list[list], list[dict[str, str]]]:
+    """Return the commands and environments of `accelerate launch` on two nodes, with this machine as both."""
+    common = [
+        "--config_file",
+        "accelerate_configs/2node.yaml",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        free_port(),
+    ]
+    commands = [[*common, "--machine_rank", node, *words] for node in (0, 1)]
+    return commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", **env)] * 2
+
+
 def run_ranks(ranks: int, script: Path | str, *args: object, timeout: float = 300, fresh: bool = False, **env: str) -> Ended:
     """Run a script on several ranks without a launcher, so that the exit code and the output of each rank are available."""
     return run_all([[sys.executable, script, *args]] * ranks, rank_environments(ranks, **env), timeout, fresh=fresh)
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    """Return a folder for tokenised data that all workers of the session share, so that each data set is tokenised once."""
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_session(tmp_path_factory) -> str:
+    """Return a folder that all processes of all workers share, so that each model is made and each data set is tokenized once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["ACCEL_DDP_CACHE"] = OUTSIDE["ACCEL_DDP_CACHE"] = str(folder)
-    return OUTSIDE["ACCEL_DDP_CACHE"]
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def cache(cache_of_session) -> str:
+    return cache_of_session
 
 
 @pytest.fixture(scope="session")

@@ -29,13 +29,13 @@ MADE = ["builtin:tiny-llama", "builtin:tiny-t5", "builtin:tiny-bert"]
 
 ELSEWHERE = """
 import json, sys, transformers
-from accel_ddp.sources import builtin, tokenisation
+from accel_ddp.sources import builtin, tokenization
 shared, own = sys.argv[1:3]
 input()
 builtin.model_folder("builtin:tiny-t5", shared)
 for name in sys.argv[3:]:
     builtin.model_folder(name, own)
-print(json.dumps({name: [tokenisation.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
+print(json.dumps({name: [tokenization.fingerprint(part) for part in builtin.load_dataset(name).values()] for name in builtin.DATASETS}))
 """
 
 

@@ -18,16 +18,22 @@ import socket
 import sys
 from pathlib import Path
 
-# The list includes modules that the libraries import at first use, if the recipes or these test programs use them.
-LIBRARIES = [
-    "accelerate", "datasets", "evaluate", "numpy", "peft", "PIL.Image", "psutil", "rouge_score.rouge_scorer", "sacrebleu",
-    "safetensors.torch", "scipy.io", "scipy.stats", "seqeval.metrics", "sklearn.metrics", "torch",
-    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "transformers.data.data_collator",
-    "transformers.generation.utils", "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
-    "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
+# The lists include modules that the libraries import at first use, if the recipes or these test programs use them.
+OF_LOOP = [
+    "accelerate", "numpy", "psutil", "safetensors.torch", "torch", "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.fsdp",
     "tyro", "tyro._backends._tyro_backend", "tyro._backends._tyro_help_formatting", "tyro.constructors._struct_spec_dataclass",
     "tyro.constructors._struct_spec_pydantic", "typeguard", "yaml",
 ]  # fmt: skip
+LIBRARIES = {
+    "loop": OF_LOOP,
+    "recipes": [
+        *OF_LOOP, "datasets", "evaluate", "peft", "PIL.Image", "rouge_score.rouge_scorer", "sacrebleu", "scipy.io", "scipy.stats",
+        "seqeval.metrics", "sklearn.metrics", "transformers.data.data_collator", "transformers.generation.utils",
+        "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
+        "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
+    ],
+}  # fmt: skip
 
 
 def fill_caches() -> None:
@@ -128,7 +134,7 @@ def become(request: dict, output: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the tests and for forks in the same session
     gc.disable()
-    for library in LIBRARIES:
+    for library in LIBRARIES[sys.argv[2]]:
         importlib.import_module(library)
     for name in [name for name in sys.modules if name.startswith("accel_ddp")]:
         del sys.modules[name]  # torch imports the entry point of the doctor for torchrun
