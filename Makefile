@@ -1,6 +1,7 @@
 # What a contributor runs before a commit; CI runs `make test` through .ci/run.
 .PHONY: check lint types test gpu
-check: lint types test
+check: lint
+	$(MAKE) --no-print-directory --jobs 2 types test
 
 lint:
 	ruff check .
@@ -10,7 +11,7 @@ types:
 	mypy
 
 # More workers than cores: most tests wait for most of their time. One after another: plain `pytest`.
-WORKERS ?= 3
+WORKERS ?= 4
 test:
 	pytest -n $(WORKERS)
 

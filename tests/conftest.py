@@ -32,6 +32,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler 
 SINGLE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\n"
 # The copy is taken here, because libraries that tests import later add variables that the processes of a user do not have.
 OUTSIDE = dict(os.environ)
+# One thread for each process, also for this one. With more processes than cores, two threads of a matrix product wait for each
+# other in a busy loop, and a run of one rank takes 3 times the CPU time.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+os.environ.update(ONE_THREAD)
 
 
 @dataclass
@@ -64,13 +68,14 @@ def free_port() -> int:
             return port
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Return the environment of a new user, without variables that change a run, and without GPUs."""
+def clean_environment(**more: str | None) -> dict[str, str]:
+    """Return the environment of a new user, without variables that change a run, and without GPUs. None removes a variable."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "WANDB_API_KEY", "WANDB_MODE")
     # Without compiled files, every process would compile this package again, which takes 0.2 s.
     env = {name: value for name, value in OUTSIDE.items() if name not in (*drop, "PYTHONDONTWRITEBYTECODE")}
     fixed = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**env, "PATH": f"{BIN}{os.pathsep}{env['PATH']}", **fixed, **more}
+    env |= {"PATH": f"{BIN}{os.pathsep}{env['PATH']}", **ONE_THREAD, **fixed, **more}
+    return {name: value for name, value in env.items() if value is not None}
 
 
 @functools.cache
@@ -188,7 +193,7 @@ def rank_environments(ranks: int, **more: str) -> list[dict[str, str]]:
     return [
         clean_environment(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1", **more,
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more,
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -199,19 +204,38 @@ def node_environments(nodes: int, **more: str) -> list[dict[str, str]]:
     return [{**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for env in rank_environments(nodes, **more)]
 
 
+def two_node_commands(*words: object, **env: str) -> tuple[list[list], list[dict[str, str]]]:
+    """Return the commands and environments of `accelerate launch` on two nodes, with this machine as both."""
+    common = [
+        "--config_file",
+        "accelerate_configs/2node.yaml",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        free_port(),
+    ]
+    commands = [[*common, "--machine_rank", node, *words] for node in (0, 1)]
+    return commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", **env)] * 2
+
+
 def run_ranks(ranks: int, script: Path | str, *args: object, timeout: float = 300, fresh: bool = False, **env: str) -> Ended:
     """Run a script on several ranks without a launcher, so that the exit code and the output of each rank are available."""
     return run_all([[sys.executable, script, *args]] * ranks, rank_environments(ranks, **env), timeout, fresh=fresh)
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    """Return a folder for tokenised data that all workers of the session share, so that each data set is tokenised once."""
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_session(tmp_path_factory) -> str:
+    """Return a folder that all processes of all workers share, so that each model is made and each data set is tokenized once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["ACCEL_DDP_CACHE"] = OUTSIDE["ACCEL_DDP_CACHE"] = str(folder)
-    return OUTSIDE["ACCEL_DDP_CACHE"]
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def cache(cache_of_session) -> str:
+    return cache_of_session
 
 
 @pytest.fixture(scope="session")

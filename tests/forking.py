@@ -27,15 +27,17 @@ READ_LATE = {
     "ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS",
     "TRACKIO_DIR", "HF_TOKEN", "WANDB_API_KEY", "WANDB_MODE", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "NETRC",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "TERM", "LANG", "LC_ALL", "CI", "NO_COLOR", "COLORTERM",
+    "ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE", "TERM", "LANG", "LC_ALL", "CI", "NO_COLOR", "COLORTERM",
 }  # fmt: skip
 
 
 class Server:
-    def __init__(self, environment: dict[str, str], place: Callable[[list], list] = list):
+    def __init__(self, environment: dict[str, str], place: Callable[[list], list] = list, libraries: str = "recipes"):
         """Start the server. Its forks may differ from this environment only in the variables of READ_LATE.
 
         `place` translates the command, for example into one that runs inside a node of tests/nodes.py, as then all forks do.
+        `libraries` are those that recipes use, or only those of the training loop, which are imported in half of the time.
         """
         self.environment = environment
         self.connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,7 +49,7 @@ class Server:
         own.update(OPENBLAS_NUM_THREADS="1", JE_ARROW_MALLOC_CONF="background_thread:false")
         own.pop("OMP_NUM_THREADS", None)  # each fork sets its own number of threads
         self.process = subprocess.Popen(
-            place([sys.executable, SERVER, str(other.fileno())]), env=own, stdin=subprocess.DEVNULL, stdout=self.output,
+            place([sys.executable, SERVER, str(other.fileno()), libraries]), env=own, stdin=subprocess.DEVNULL, stdout=self.output,
             stderr=self.output, pass_fds=[other.fileno()],
         )  # fmt: skip
         other.close()

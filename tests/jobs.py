@@ -204,7 +204,7 @@ class Jobs:
 
     def server(self, number: int) -> forking.Server:
         if number not in self.servers:
-            self.servers[number] = forking.Server(clean_environment(), self.cluster.nodes[number].command)
+            self.servers[number] = forking.Server(clean_environment(), self.cluster.nodes[number].command, "loop")
         return self.servers[number]
 
     def close(self) -> None:

@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
-# These files come first. The run would take longer if a worker started a long one last.
+# Files that take more than 40 s come first, the longest at the beginning. The run would take longer if a worker started one last.
 LONGEST = [
-    "test_faults",
-    "test_stop",
-    "test_launch_ssh",
-    "test_classify",
-    "test_doctor",
-    "test_errors",
-    "test_docs",
-    "test_checkpoint",
-    "test_recipes",
-]
+    "test_doctor", "test_stop", "test_docs", "test_faults", "test_trackers", "test_errors", "test_launch_ssh", "test_restarts",
+    "test_classify", "test_checkpoint", "test_recipes", "test_export", "test_slowness", "test_endings", "test_kubernetes",
+    "test_builtin", "test_sharded_loading", "test_cli", "test_progress", "test_contrastive", "test_unequal_nodes",
+    "test_sharding_config", "test_packaging", "test_vision", "test_sharded_speed",
+]  # fmt: skip
 # The tests of these files share no launch, so that each of them may run on any worker.
 INDEPENDENT = {"test_docs", "test_launch", "test_recipes"}
 

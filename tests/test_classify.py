@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp.records.eval_tables import file_of, read_tables
-from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks
+from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks, two_node_commands
 from tests.log_schema import require_documented
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
@@ -121,14 +121,8 @@ def test_two_ranks_learn_the_same_weights(one, arguments, tmp_path):
 
 def test_two_nodes_with_our_config_learn_the_same_weights(one, arguments, tmp_path):
     """Start the two `accelerate launch` commands of two machines on 127.0.0.1."""
-    port = str(free_port())
-    common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
-    commands = [
-        [BIN / "accelerate", "launch", *common, "--machine_rank", str(node), "--mixed_precision", "no", CLASSIFY, *arguments,
-         "--output_dir", tmp_path / "run"]
-        for node in (0, 1)
-    ]  # fmt: skip
-    ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2).well()
+    commands, environments = two_node_commands("--mixed_precision", "no", CLASSIFY, *arguments, "--output_dir", tmp_path / "run")
+    ended = run_all([[BIN / "accelerate", "launch", *command] for command in commands], environments).well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
     assert "No rank of 2 has a GPU. Training on CPUs over gloo." in ended.texts[0]
     assert_same_run(one, tmp_path / "run")

@@ -158,7 +158,8 @@ def test_matrix_products_use_every_core_unless_the_user_has_set_the_threads(tmp_
         [*command, *options, tmp_path / "one"],
         [*command, "--num_cpu_threads_per_process", "1", *options, tmp_path / "option"],
     ]
-    given = [clean_environment(), clean_environment(OMP_NUM_THREADS="1"), clean_environment()]
+    unset = clean_environment(OMP_NUM_THREADS=None)
+    given = [unset, clean_environment(OMP_NUM_THREADS="1"), unset]
     found = [
         re.search(r"(\d+) threads of (\d+) have multiplied: DistributedType.NO", text).groups()
         for text in run_all(commands, given).well().texts

@@ -63,7 +63,7 @@ def test_a_fork_that_a_test_does_not_wait_for_is_reaped():
 
 
 def test_a_killed_server_raises_an_error_instead_of_a_hang():
-    server = forking.Server(clean_environment())
+    server = forking.Server(clean_environment(), libraries="loop")
     server.process.kill()
     with pytest.raises(RuntimeError, match="has ended"):
         server.fork([str(AS_STARTED), "end"], clean_environment(), ROOT, new_session=False)

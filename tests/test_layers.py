@@ -49,14 +49,18 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     return found
 
 
-GRAPH = {name: imports(path, modules()) for name, path in modules().items()}
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Return the modules that each module imports. Reading them takes seconds, which only one worker needs to spend."""
+    known = modules()
+    return {name: imports(path, known) for name, path in known.items()}
 
 
-def test_every_package_imports_only_what_is_below_it():
-    assert {name.split(".")[0] for name in GRAPH} == set(ORDER), "each package and module at the top needs its place in ORDER"
+def test_every_package_imports_only_what_is_below_it(graph):
+    assert {name.split(".")[0] for name in graph} == set(ORDER), "each package and module at the top needs its place in ORDER"
     wrong = [
         f"accel_ddp.{name} imports {used}"
-        for name, uses in GRAPH.items()
+        for name, uses in graph.items()
         for used in uses
         if ORDER.index(used.split(".")[0]) > ORDER.index(name.split(".")[0])
     ]
@@ -72,18 +76,18 @@ def test_there_are_few_packages_few_modules_at_the_top_and_no_file_name_twice():
     assert not {name.removesuffix(".py") for name in names} & set(packages), "a module and a package have the same name"
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_circle(graph):
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         assert name not in above, f"a cycle: {' -> '.join([*above[above.index(name) :], name])}"
         if name not in done:
-            for used in GRAPH.get(name, ()):
+            for used in graph.get(name, ()):
                 if used != name:
                     visit(used, (*above, name))
             done.add(name)
 
-    for name in GRAPH:
+    for name in graph:
         visit(name, ())
 
 
@@ -111,11 +115,11 @@ def test_no_module_has_mutable_globals():
                     assert is_constant or is_known, f"{name}.{one.id} is a global variable"
 
 
-def test_the_doctor_tune_and_launch_start_without_torch():
+def test_the_doctor_tune_and_launch_start_without_torch(graph):
     """The doctor examines clusters of other trainers too; neither waits for torch outside of the processes that need it."""
     names = [
         name
-        for name in GRAPH
+        for name in graph
         if name.split(".")[0] in ("doctor", "measure", "launch", "nodes", "watch", "phases", "records")
         and not name.endswith("__main__")
     ]
@@ -195,12 +199,12 @@ def test_every_way_to_write_gradients_is_found(code):
 
 
 @pytest.mark.parametrize("name", ["update", "evaluation", "losses"])
-def test_the_core_does_not_depend_on_the_speed_package(name):
+def test_the_core_does_not_depend_on_the_speed_package(graph, name):
     todo, seen = {f"training.{name}"}, set()
     while todo:
         module = todo.pop()
         seen.add(module)
-        todo |= GRAPH.get(module, set()) - seen
+        todo |= graph.get(module, set()) - seen
     assert not [module for module in seen if module.startswith("speed")]
 
 

@@ -241,7 +241,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("has_service", [True, False])
+@pytest.mark.parametrize("has_service", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_guard_turns_the_notice_into_a_stop_of_the_job(has_service, service, tmp_path):
     """Without a service, the launching machine receives the warning, and the job goes on until the launching machine stops it."""
     service.status = 0 if has_service else 404

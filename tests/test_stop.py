@@ -22,6 +22,7 @@ from tests.conftest import (
     rank_environments,
     run_all,
     run_ranks,
+    two_node_commands,
 )
 
 TRAINS = PROGRAMS / "trains.py"
@@ -35,16 +36,8 @@ def start_ranks(number: int, *arguments: object, **env: str) -> Running:
 
 def start_nodes(*arguments: object) -> Running:
     """Start `accelerate launch` twice, as on two machines."""
-    common = [
-        "--config_file",
-        "accelerate_configs/2node.yaml",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        free_port(),
-    ]
-    commands = [[BIN / "accelerate-launch", *common, "--machine_rank", node, TRAINS, *OPTIONS, *arguments] for node in (0, 1)]
-    return Running(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")] * 2)
+    commands, environments = two_node_commands(TRAINS, *OPTIONS, *arguments)
+    return Running([[BIN / "accelerate-launch", *command] for command in commands], environments)
 
 
 def last_checkpoint(folder: Path) -> dict[str, bytes]:

@@ -79,7 +79,8 @@ def mpi_variables(rank: int, size: int, local_rank: int, local_size: int) -> dic
 def test_ranks_of_mpirun_train_as_one_world(tmp_path, one_rank):
     folder, port = tmp_path / "run", str(free_port())
     command = [sys.executable, FAULTY, *OPTIONS, "--step_seconds", 0, "--output_dir", folder]
-    ended = run_all([command] * 3, [clean_environment(MASTER_PORT=port, **mpi_variables(r, 3, r, 3)) for r in range(3)]).well()
+    more = {"MASTER_PORT": port, "OMP_NUM_THREADS": None}
+    ended = run_all([command] * 3, [clean_environment(**more, **mpi_variables(r, 3, r, 3)) for r in range(3)]).well()
     assert "6 items per step = 1 node x 3 ranks x 2 per micro-batch" in ended.text
     assert "OMP_NUM_THREADS" not in ended.text, "Accelerate does not replace the number of threads"
     assert difference(folder / "step_00000012", one_rank) < 1e-12

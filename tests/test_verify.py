@@ -13,7 +13,7 @@ from accel_ddp.saving import checkpoint_format, pieces
 from accel_ddp.saving.pieces import is_identical, largest_difference
 from accel_ddp.verify import RECORDED
 from accel_ddp.verify import verify as run_verify
-from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
+from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all, two_node_commands
 
 TRAINS = PROGRAMS / "trains.py"
 SFT = ROOT / "recipes" / "sft.py"
@@ -139,16 +139,8 @@ def test_verify_prints_in_one_line_that_a_recipe_cannot_be_sharded():
 @pytest.mark.slow
 def test_verify_on_two_nodes():
     """Both commands differ only in --machine_rank, as with `accelerate launch`. The nodes do not share a folder."""
-    common = [
-        "--config_file",
-        "accelerate_configs/2node.yaml",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        free_port(),
-    ]
-    commands = [verify(*common, "--machine_rank", node, TRAINS) for node in (0, 1)]
-    ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")] * 2)
+    commands, environments = two_node_commands(TRAINS)
+    ended = run_all([verify(*command) for command in commands], environments)
     assert ended.codes == [0, 0], ended.text
     assert ended.texts[0].count("PASS") == 3, ended.texts[0]
     assert "The table is printed on node 0" in ended.texts[1]

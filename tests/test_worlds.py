@@ -6,7 +6,7 @@ import torch
 from tests.conftest import PROGRAMS, run_ranks
 
 
-@pytest.fixture(scope="module", params=[(1, 3, 8), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["3 and 8", "2 and 4"])
+@pytest.fixture(scope="module", params=[(1, 3), pytest.param((1, 2, 4, 8), marks=pytest.mark.slow)], ids=["3", "2, 4 and 8"])
 def results(request, tmp_path_factory) -> dict[int, dict]:
     """Return the results of tests/programs/core.py on 1 to 8 ranks. Each rank is a real process."""
     folder = tmp_path_factory.mktemp("results")

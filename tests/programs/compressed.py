@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+import base
+
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
+class Config(base.Config):
     global_batch_size: int = 64
     micro_batch_size: int = 32
     steps: int = 250

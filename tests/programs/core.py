@@ -3,12 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 
+import base
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.tasks import metrics
@@ -18,12 +18,10 @@ from accel_ddp.training.stream import TrainBatches
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
+class Config(base.Config):
     global_batch_size: int = 48
     micro_batch_size: int = 48
     steps: int = 9
-    lr: float = 0.05
     lr_schedule: str = "constant"
 
 

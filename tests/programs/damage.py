@@ -13,17 +13,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Exit, Moment, ending
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
-    steps: int = 6
+class Config(base.Config):
     save_every: int = 2
     keep_last: int = 3
     eval_every: int = 2
@@ -69,10 +68,9 @@ def main(cfg: Config) -> None:
 
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
-                accel_ddp.fit(
-                    accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), count=len, evaluate=evaluate,
-                    train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
-                    loss_sum=lambda model, batch: model(batch).square().sum(), files={"note.txt": b"of the user"},
+                base.fit(
+                    accelerator, config, model, rows, train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
+                    evaluate=evaluate, files={"note.txt": b"of the user"},
                 )  # fmt: skip
             except (UserError, accel_ddp.ranks.failures.Stopped) as problem:
                 error = str(problem)

@@ -5,23 +5,20 @@ With --how never, one head is never used. With --how sometimes, each head is use
 
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
+class Config(base.Config):
     how: str = "never"
-    steps: int = 6
     save_every: int = 6
-    global_batch_size: int = 8
     micro_batch_size: int = 2
     optimizer: str = "sgd"
-    lr: float = 0.05
 
 
 class Heads(nn.Module):
@@ -43,12 +40,8 @@ def main(cfg: Config) -> None:
     torch.manual_seed(0)
     model = Heads(cfg.how).double()
     rows = list(torch.randn(64, 4, dtype=torch.float64))
-    accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(rows, torch.stack),
-        loss_sum=lambda model, batch: (model(batch) - 1).square().sum(), count=len,
-        hooks=accel_ddp.hooks.standard(accelerator, cfg),
-    )  # fmt: skip
+    loss_sum = lambda model, batch: (model(batch) - 1).square().sum()
+    base.fit(accelerator, cfg, model, rows, loss_sum, hooks=accel_ddp.hooks.standard(accelerator, cfg))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Import the libraries once, then fork this process for each program that a test requests. See tests/forking.py.
 
 A fork copies only the thread that calls it, and locks of other threads would stay locked. This process therefore has only one
-thread, and it imports the libraries without calling them. It imports neither accel_ddp nor a recipe, because these read
-environment variables when they are imported, and must read those of the test.
+thread, and it calls no function of the libraries apart from those in `fill_caches`. It imports neither accel_ddp nor a recipe,
+because these read environment variables when they are imported, and must read those of the test.
 """
 
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -17,15 +18,29 @@ import socket
 import sys
 from pathlib import Path
 
-# The list includes modules that the libraries import at first use, if the recipes or these test programs use them.
-LIBRARIES = [
-    "accelerate", "datasets", "evaluate", "numpy", "peft", "PIL.Image", "psutil", "rouge_score.rouge_scorer", "sacrebleu",
-    "safetensors.torch", "scipy.io", "scipy.stats", "seqeval.metrics", "sklearn.metrics", "torch",
-    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "transformers.data.data_collator",
-    "transformers.generation.utils", "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
-    "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
-    "tyro", "yaml",
+# The lists include modules that the libraries import at first use, if the recipes or these test programs use them.
+OF_LOOP = [
+    "accelerate", "numpy", "psutil", "safetensors.torch", "torch", "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.fsdp",
+    "tyro", "tyro._backends._tyro_backend", "tyro._backends._tyro_help_formatting", "tyro.constructors._struct_spec_dataclass",
+    "tyro.constructors._struct_spec_pydantic", "typeguard", "yaml",
 ]  # fmt: skip
+LIBRARIES = {
+    "loop": OF_LOOP,
+    "recipes": [
+        *OF_LOOP, "datasets", "evaluate", "peft", "PIL.Image", "rouge_score.rouge_scorer", "sacrebleu", "scipy.io", "scipy.stats",
+        "seqeval.metrics", "sklearn.metrics", "transformers.data.data_collator", "transformers.generation.utils",
+        "transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert",
+        "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
+    ],
+}  # fmt: skip
+
+
+def fill_caches() -> None:
+    """Compute what every fork would compute again in 0.4 s: pure Python, without threads and independent of the environment."""
+    inspect.getmodule(compile("", "a file of no module", "exec"))  # the files of all modules, for torch.library.custom_op
+    if conversions := sys.modules.get("transformers.conversion_mapping"):  # not in old versions
+        conversions.get_checkpoint_conversion_mapping("bert")  # compiles the patterns of all models
 
 
 class Children:
@@ -119,10 +134,11 @@ def become(request: dict, output: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the tests and for forks in the same session
     gc.disable()
-    for library in LIBRARIES:
+    for library in LIBRARIES[sys.argv[2]]:
         importlib.import_module(library)
     for name in [name for name in sys.modules if name.startswith("accel_ddp")]:
         del sys.modules[name]  # torch imports the entry point of the doctor for torchrun
+    fill_caches()
     gc.freeze()  # a collection writes to shared memory, which would then be copied
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
     # The call is not inside a function, so that an exception of the script ends this interpreter as it ends any other.

@@ -14,15 +14,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.saving import checkpoint_format
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
+class Config(base.Config):
     steps: int = 8
     save_every: int = 2
     global_batch_size: int = 4
@@ -52,11 +52,7 @@ def main(cfg: Config) -> None:
         hooks = [hook, *(accel_ddp.hooks.standard(accelerator, config) if standard else [])]
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            outcome = accel_ddp.fit(
-                accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
-                train=accel_ddp.TrainBatches(list(torch.randn(40, 500)), torch.stack), count=len,
-                loss_sum=lambda model, batch: model(batch).square().sum(),
-            )  # fmt: skip
+            outcome = base.fit(accelerator, config, model, list(torch.randn(40, 500)), hooks=hooks)
         problems = {path.name: checkpoint_format.find_problem(path) for path in checkpoint_format.list_checkpoints(folder)}
         partial = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
         return {"said": output.getvalue(), "whole": problems, "left": partial, "unsaved": outcome.unsaved}

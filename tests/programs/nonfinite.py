@@ -7,12 +7,12 @@ With --bad_from, only train: all steps from this one on have a loss that is not 
 import dataclasses
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.training import optim
@@ -21,11 +21,8 @@ BAD = {0: "data", 3: "constant", 4: "gradient", 5: "data"}  # what is not finite
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
+class Config(base.Config):
     steps: int = 9
-    global_batch_size: int = 8
-    lr: float = 0.05
     bad_from: int = option(-1, "first step with a loss that is not finite", affects_result=False)
 
 
@@ -119,10 +116,7 @@ def main(cfg: Config) -> None:
         bad = dict.fromkeys(range(cfg.bad_from, cfg.steps), "constant")
         model, loss_sum = new_model(False, torch.float64), Loss(accelerator, bad)
         loss_sum.step = cfg.stop_after if cfg.resume else 0
-        accel_ddp.fit(
-            accelerator, cfg, model=model, optimizer=optim.build(model, cfg), loss_sum=loss_sum, count=len, speedups=None,
-            train=accel_ddp.TrainBatches(list(torch.ones(64, 8, dtype=torch.float64)), torch.stack),
-        )  # fmt: skip
+        base.fit(accelerator, cfg, model, list(torch.ones(64, 8, dtype=torch.float64)), loss_sum, speedups=None)
         return
     results = {}
     for name in ("adamw", "sgd", "not fused", "own"):

@@ -3,19 +3,17 @@
 import dataclasses
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 
 import accel_ddp
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(TrainConfig):
-    out: str = ""
+class Config(base.Config):
     steps: int = 5
-    global_batch_size: int = 8
     micro_batch_size: int = 2
     optimizer: str = "sgd"  # AdamW enlarges rounding errors where a gradient consists of them (biases of keys)
     lr: float = 0.1
