@@ -112,7 +112,7 @@ def flash_attention(
     """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
 
     No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Its arguments
-    are tested with torch 2.13 on the meta device, its values with tests that need a GPU.
+    are tested with torch 2.13 on the meta device, its values by tests that need a GPU.
     """
     import torch
 
@@ -207,7 +207,8 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 
-    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Its test needs a GPU and has not run with torch 2.13..
+    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Its test
+    needs a GPU and has not run with torch 2.13.
     """
     import torch
 
