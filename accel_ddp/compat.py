@@ -82,7 +82,7 @@ def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: 
 def split_like(flat: "Tensor", tensors: "list[Tensor]") -> "tuple[Tensor, ...]":
     """Return parts of `flat`, one after the other, in the shapes of `tensors`.
 
-    `split` and `view` for hundreds of gradients would take longer than the launch of a CUDA graph. Tested with torch 2.13.
+    It is one call for hundreds of gradients, and `split` and `view` are one call for each. Tested with torch 2.13.
     """
     import torch
 
@@ -111,8 +111,8 @@ def flash_attention(
 ) -> "tuple[Tensor, Tensor, Tensor]":
     """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
 
-    No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Tested on a GPU
-    with torch 2.13 and 2.11.
+    No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Its arguments
+    are tested with torch 2.13 on the meta device, its values by tests that need a GPU.
     """
     import torch
 
@@ -124,7 +124,7 @@ def flash_attention_gradients(
     gradient: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", starts: "Tensor", longest: int,
     dropout: float, causal: bool, random_state: "Tensor", scale: float | None,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
-    """Return the gradients of queries, keys and values of `flash_attention`. Tested on a GPU with torch 2.13 and 2.11."""
+    """Return the gradients of queries, keys and values of `flash_attention`. Tested like it with torch 2.13."""
     import torch
 
     return torch.ops.aten._flash_attention_backward(
@@ -134,7 +134,7 @@ def flash_attention_gradients(
 
 
 def grouped_products() -> set[Callable[..., Any]]:
-    """Return the products of experts. Before torch 2.10 they have no public name. Tested with torch 2.13."""
+    """Return the products of experts. Older versions have only a private one. Tested with torch 2.13."""
     import torch
     import torch.nn.functional as F
 
@@ -207,7 +207,8 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 
-    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Tested with torch 2.13.
+    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Its test
+    needs a GPU and has not run with torch 2.13.
     """
     import torch
 
@@ -267,9 +268,9 @@ def ignored_by_ddp(module: "nn.Module") -> set[str]:
 
 
 def fsdp_groups(part: "nn.Module") -> list[Any]:
-    """Return the groups of parameters that are gathered with a module. Since torch 2.12 a module may have several.
+    """Return the groups of parameters that are gathered with a module. After torch 2.11 a module may have several.
 
-    FSDP publishes neither its groups nor the order in which it gathers them. Tested with torch 2.13 and 2.11.
+    FSDP publishes neither its groups nor the order in which it gathers them. Tested with torch 2.13.
     """
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -279,7 +280,7 @@ def fsdp_groups(part: "nn.Module") -> list[Any]:
 def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any]], None]) -> None:
     """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters before it sums their gradients.
 
-    Public hooks of modules run after FSDP has started to communicate. Tested with torch 2.13 and 2.11.
+    Public hooks of modules run after FSDP has started to communicate. Tested with torch 2.13.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -303,7 +304,7 @@ def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[lis
 def has_gradient(param: Any) -> bool:
     """Return whether a parameter of a group has a gradient in this backward pass. If not, let it contribute zeros to the sum.
 
-    `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it. Tested with torch 2.13 and 2.11.
+    `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it. Tested with torch 2.13.
     """
     import torch
 
@@ -316,7 +317,7 @@ def has_gradient(param: Any) -> bool:
 def make_root(model: "nn.Module") -> None:
     """Make a sharded model the root of its layers. Otherwise the first layer that is called by itself would become the root.
 
-    FSDP does this in the first forward pass of the model. Tested with torch 2.13 and 2.11.
+    FSDP does this in the first forward pass of the model. Tested with torch 2.13.
     """
     model._get_fsdp_state()._lazy_init()
 
@@ -324,7 +325,7 @@ def make_root(model: "nn.Module") -> None:
 def reset_sharded(parts: "Sequence[nn.Module]") -> None:
     """Make a sharded model usable again after an error in a forward or backward pass. `parts` begin with the root.
 
-    `reset_iter_state` is public since torch 2.12. The rest is for torch 2.11.
+    `reset_iter_state` is public since torch 2.12. It is tested with torch 2.13. The rest is for torch 2.11.
     """
     if hasattr(parts[0], "reset_iter_state"):
         parts[0].reset_iter_state()
@@ -355,7 +356,7 @@ def let_all_ranks_generate(model: "nn.Module") -> None:
 def region_of(tensor: Any) -> tuple[list[int], list[int]]:
     """Return the offsets and the lengths, in each dimension, of the part of a DTensor that this rank holds.
 
-    DTensor publishes the part, and not its place in the whole. Tested with torch 2.13 and 2.11.
+    DTensor publishes the part, and not its place in the whole. Tested with torch 2.13.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -366,7 +367,7 @@ def region_of(tensor: Any) -> tuple[list[int], list[int]]:
 def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
     """Return a DTensor of which this rank holds `part`, spread over ranks like another one of the same shape.
 
-    `DTensor.from_local` would move a part that is offloaded to host memory to the GPU. Tested with torch 2.13 and 2.11.
+    `DTensor.from_local` would move a part that is offloaded to host memory to the GPU. Tested with torch 2.13.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
