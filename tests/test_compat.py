@@ -62,7 +62,7 @@ def test_private_interfaces_of_torch_and_accelerate_are_used_in_one_module_only(
         "trial_worker": ["import torch._dynamo"],
     }
     for path in PACKAGE.rglob("*.py"):
-        if path.name not in ("compat.py", "own_time.py"):
+        if path.name != "compat.py":
             assert uses_private_names(path.read_text(), private) == allowed.get(path.stem, []), path
 
 
