@@ -31,7 +31,7 @@ def connected_workers(parent: int) -> list[psutil.Process]:
     raise AssertionError("the doctor has started no ranks")
 
 
-@pytest.mark.slow  # in CI, tests/test_scaling.py reads the figures of a healthy node
+@pytest.mark.slow  # in CI, tests/test_doctor.py runs the checks of healthy ranks under torchrun
 def test_healthy_ranks_are_measured():
     report = json.loads(run_all(*doctor("--json", "--megabytes", 2)).well().text.splitlines()[-1])
     assert report["verdict"] == "healthy"
