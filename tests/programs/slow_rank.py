@@ -32,7 +32,7 @@ def main(cfg: Config) -> None:
 
     from accel_ddp import loop
     from accel_ddp.training.hook import Hook
-    from accel_ddp.training.step_times import StepTimes
+    from accel_ddp.training.step_times import measure_steps
 
     accelerator = accel_ddp.start(cfg)
     now, slept = {"step": 0}, []
@@ -68,7 +68,7 @@ def main(cfg: Config) -> None:
 
     file = (Path(cfg.out) / f"{accelerator.process_index}.jsonl").open("w", buffering=1)
 
-    class Recorded(StepTimes):
+    class Recorded(type(measure_steps(accelerator.device))):
         def end_step(self, step):
             file.write(json.dumps([time.time(), *super().end_step(step)]) + "\n")
             return self.timing
