@@ -59,7 +59,7 @@ class Layers(nn.ModuleList):
 
 class Training:
     def __init__(self, accelerator, cfg: accel_ddp.TrainConfig, megabytes: float):
-        self.accelerator, self.steps = accelerator, 0
+        self.accelerator, self.cfg, self.steps = accelerator, cfg, 0
         num_layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / (WIDTH * WIDTH + WIDTH)))
         model = Layers(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
         self.model, self.optimizer = accelerator.prepare(model, accel_ddp.optim.build(model, cfg))
@@ -69,7 +69,7 @@ class Training:
     def step(self) -> float:
         """Do one update and return its seconds. They include copies for a save, which are queued on the device before it."""
         began = time.perf_counter()
-        update(self.accelerator, self.model, self.optimizer, [self.rows], loss_sum, len)
+        update(self.accelerator, self.cfg, self.model, self.optimizer, [self.rows], loss_sum, len)
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self.steps += 1

@@ -145,12 +145,13 @@ def test_a_cache_that_grows_in_the_forward_pass_is_no_error(monkeypatch, on_devi
             return self.norm(batch)
 
     monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, device: on_device)
+    cfg = TrainConfig(lr=0.1, max_grad_norm=0.0, on_nonfinite="skip")
     model = Grows()
-    optimizer = optim.build(model, TrainConfig(lr=0.1))
+    optimizer = optim.build(model, cfg)
     for value in (1.0, float("inf")):
         before = model.norm.running_mean.clone()
         batch = torch.tensor([[value, 1.0], [3.0, 2.0]])
-        update(Accelerator(cpu=True), model, optimizer, [batch], lambda model, x: model(x).sum(), len, on_nonfinite="skip")
+        update(Accelerator(cpu=True), cfg, model, optimizer, [batch], lambda model, x: model(x).sum(), len)
         assert torch.equal(before, model.norm.running_mean) == (value == float("inf"))
     assert len(model.cache) == 3
 

@@ -385,7 +385,7 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     from accel_ddp.training.step_times import StepTimes
 
     def is_active() -> bool:
-        return torch.autograd._profiler_enabled() or bool(phases.HERE.listeners)
+        return torch.autograd._profiler_enabled() or bool(phases.HERE.listeners) or recorder.profiler is not None
 
     run = types.SimpleNamespace(
         accelerator=types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no"), times=StepTimes(), step=0,
