@@ -165,6 +165,7 @@ class TrainingRun:
     def session(self) -> Iterator[None]:
         """Open what lasts as long as the training, and close it however the run ends."""
         with contextlib.ExitStack() as self.stack:
+            self.stack.callback(self.hooks.clear)  # some refer to the run, which would keep the model in memory
             self.stack.enter_context(signals.can_save(self.cfg))
             self.stack.enter_context(phase(LOAD))
             self.system = self.stack.enter_context(SystemSample(self.accelerator.device))
