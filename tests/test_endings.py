@@ -135,7 +135,7 @@ def test_the_users_number_of_threads_is_respected_unless_a_launcher_has_set_it(m
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(threads, "num_cores", lambda: 8)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
     assert threads.choose_num_threads(given, ranks) == expected
 
 
