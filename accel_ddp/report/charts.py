@@ -25,7 +25,7 @@ from accel_ddp.report.cards import (
     section,
     table,
 )
-from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, slowness
+from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, series, slowness
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import ReportedRun
 from accel_ddp.text import counted
@@ -140,13 +140,9 @@ def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
 
 def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
     """Return the last value of a curve as text, and its lowest and highest value."""
-    if name.startswith("eval:"):
-        known = [(one["step"], one[name[5:]]) for one in run.evaluations if is_number(one.get(name[5:]))]
-        steps, values = np.array([step for step, _ in known]), np.array([value for _, value in known], float)
-    else:
-        values = run.updates.get(name, np.empty(0))
-        usable = np.isfinite(values)
-        steps, values = run.updates.get("step", np.empty(0))[usable], values[usable]
+    steps, _, values = series(run, name)
+    usable = np.isfinite(values)
+    steps, values = steps[usable], values[usable]
     if not len(values):
         return ""
     show = lambda value: percent(value) if name == "mfu" else brief(float(value))
@@ -395,7 +391,7 @@ def _points(columns: list[str], rows: Rows, title: str, level: int) -> Html:
         return Html()
     error = float(np.abs(known[:, 1] - known[:, 0]).mean())
     known = known[np.argsort(known[:, 0], kind="stable")]
-    known = known[downsample(known[:, 0], known[:, 1], most=SCATTER_POINTS)]
+    known = known[downsample(known[:, 1], SCATTER_POINTS)]
     values = ";".join(" ".join(f"{value:.5g}" for value in column) for column in known.T)
     figures = f"mean absolute error {number(error)}"
     data = {"values": values, "x": columns[0], "y": columns[1]}

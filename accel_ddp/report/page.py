@@ -8,6 +8,7 @@ two, which it names by their hashes.
 import base64
 import hashlib
 import time
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,10 @@ def make_page(runs: list[ReportedRun]) -> str:
     """Return the page. Its size does not depend on the lengths of the runs."""
     from plotly.offline import get_plotlyjs
 
-    data = [chart_data(run, len(runs)) for run in runs]
-    body = join(_sections(runs, data))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
+        data = [chart_data(run, len(runs)) for run in runs]
+        body = join(_sections(runs, data))
     scripts = [get_plotlyjs().replace("\r\n", "\n"), _read("page.js")]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     links = [tag("a", title, href=f"#{key}") for key, title in _NAVIGATION.items() if f' id="{key}" ' in body]

@@ -4,7 +4,6 @@ import argparse
 import os
 import shlex
 import sys
-import warnings
 from pathlib import Path
 
 from accel_ddp.errors import UserError
@@ -196,9 +195,7 @@ def _write_page(runs: list[ReportedRun], path: Path) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
-            write_page(runs, path)
+        write_page(runs, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
