@@ -1,9 +1,7 @@
 """Reads log.jsonl into columns. A log of a million steps is read within seconds, with bounded memory."""
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 
 from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report.run_data import LogContent, RankTimes, number_of, step_of
+from accel_ddp.report.run_data import LogContent, RankTimes, holds_number, number_of, whole_of
 
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
@@ -31,8 +29,8 @@ class RankRow:
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> "RankRow":
-        last = _step_or(event.get("last_step"), event["step"])
-        first = _step_or(event.get("first_step"), last)
+        last = whole_of(event.get("last_step"), event["step"])
+        first = whole_of(event.get("first_step"), last)
         system = event.get("system")
         lists = {part: event[part] for part in _PARTS if isinstance(event.get(part), list)}
         parts = tuple(lists)
@@ -70,16 +68,7 @@ def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
     )
 
 
-def _step_or(value: Any, default: int) -> int:
-    try:
-        return step_of(value)
-    except ValueError:
-        return default
-
-
 _BATCH = 20_000  # lines that are parsed by one call
-_CHUNK = 1 << 22
-_LONGEST = 1 << 26  # bytes; a longer line is garbage
 # Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
 MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 13, 1 << 18, 512
 _UPDATE_BYTES = 200  # of a usual line
@@ -89,13 +78,16 @@ _NOT_VALUES = ("event", "repeated")
 
 def read_log_columns(path: Path) -> LogContent:
     """Return the content of a log. Raise OSError if it cannot be read."""
-    return _Reader().read(path)
+    log = _Reader()
+    with np.errstate(over="ignore"):  # an absurd value becomes infinite
+        log.read(path)
+    ranks = rank_times(log.rows, log.stride)
+    return LogContent(_joined(log.chunks), ranks, log.events, log.bad, log.newer, log.spans, log.repeated)
 
 
 class _Reader:
     def __init__(self) -> None:
         self.pending: list[bytes] = []  # lines of updates
-        self.others: list[dict[str, Any]] = []  # updates that were written by another program, with another first name
         self.chunks: list[dict[str, np.ndarray]] = []
         self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
@@ -104,54 +96,49 @@ class _Reader:
         self.bad = self.repeated = 0
         self.newer: Any = None
 
-    def read(self, path: Path) -> LogContent:
-        with np.errstate(over="ignore"):  # an absurd value becomes infinite
-            self._read_lines(path)
-        updates = _in_order(_concatenate(self.chunks))
-        return LogContent(
-            updates, rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.spans, self.repeated
-        )
-
-    def _read_lines(self, path: Path) -> None:
-        for line in _lines(path):
-            # The event is recognized before the line is parsed, which takes most of the time.
-            if line.startswith((b'{"event": "update"', b'{"event":"update"')):
-                self.pending.append(line)
-                if len(self.pending) == _BATCH:
-                    self._parse_updates()
-            elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
-                self.seen += 1
-                if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
-                    self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
-                if self.seen % self.stride == 0 and (event := self._parse(line)):
-                    self._add_rank_line(event)
-            elif event := self._parse(line):
-                self._add(event)
+    def read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
+                    self._add_line(line, path)
         self._parse_updates()
+
+    def _add_line(self, line: bytes, path: Path) -> None:
+        # The event is recognized before the line is parsed, which takes most of the time.
+        if line.startswith((b'{"event": "update"', b'{"event":"update"')):
+            self._add_update(line)
+        elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
+            self.seen += 1
+            if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
+                times_too_many = path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES
+                self.stride = 1 << max(0, times_too_many.bit_length() - 1)
+            if self.seen % self.stride == 0 and (event := self._parse(line)):
+                self._add_rank_line(event)
+        elif line.strip() and (event := self._parse(line)):
+            if event["event"] == "update":  # of another program, with another first name
+                self._add_update(line)
+            elif event["event"] == "ranks":
+                self._add_rank_line(event)
+            else:
+                self._add(event)
+
+    def _add_update(self, line: bytes) -> None:
+        self.pending.append(line)
+        if len(self.pending) == _BATCH:
+            self._parse_updates()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
-        event = parse(line)
-        with contextlib.suppress(ValueError):
-            if event and isinstance(event.get("event"), str):
-                return {**event, "step": step_of(event.get("step", 0)), "time": number_of(event.get("time"))}
+        event = parse(line) or {}
+        if isinstance(event.get("event"), str) and (step := whole_of(event.get("step", 0))) is not None:
+            return {**event, "step": step, "time": number_of(event.get("time"))}
         self.bad += 1
         return None
 
     def _add(self, event: dict[str, Any]) -> None:
-        name, step = event["event"], event["step"]
-        if name == "update":
-            self.others.append(event)
-            if len(self.others) == _BATCH:
-                self._parse_updates()
-            return
-        if name == "ranks":
-            self.seen += 1
-            self._add_rank_line(event)
-            return
-        if name == "start":
+        if event["event"] == "start":
             self._parse_updates()
-            self._forget_after(step)
+            self._forget_after(event["step"])
             self.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
@@ -184,7 +171,6 @@ class _Reader:
             events = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):  # one of the lines is incomplete
             events = [event for line in lines if (event := self._parse(line))]
-        events, self.others = [*events, *self.others], []
         if events:
             self._add_columns(_columns(events), len(events))
 
@@ -209,26 +195,13 @@ def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
         kinds = {name: pyarrow.float64() for name in names} | {"event": pyarrow.string(), "repeated": pyarrow.bool_()}
         schema = pyarrow.schema(list(kinds.items()))
         options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
-        text = b"\n".join(lines).replace(b': "nan"', b": null")  # null becomes NaN
+        text = b"".join(lines).replace(b': "nan"', b": null")  # null becomes NaN
         table = pyarrow.json.read_json(pyarrow.BufferReader(text), parse_options=options)
     except (pyarrow.ArrowException, ValueError, TypeError, RecursionError):
         return None
     if len(table) != len(lines) or len(names) > _MOST_COLUMNS:
         return None
     return _with_steps({name: table[name].to_numpy() for name in names if name not in _NOT_VALUES})
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end with a line break, and the last one. A run may still append to the file."""
-    rest = b""
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from filter(None, lines)
-            if len(rest) > _LONGEST:
-                rest = b"{"  # what follows until the line break is not valid JSON
-    if rest.endswith(b"}"):  # otherwise the run is writing this line, or a crash has cut it
-        yield rest
 
 
 def _columns(events: list[Any]) -> dict[str, np.ndarray]:
@@ -246,7 +219,7 @@ def _columns(events: list[Any]) -> dict[str, np.ndarray]:
             columns[name] = np.array(values, dtype=float)  # None becomes NaN
         except (ValueError, TypeError, OverflowError):
             columns[name] = np.array([number_of(value) for value in values], dtype=float)
-            if name not in ("step", "time") and not any(_is_number(value) for value in values):
+            if name not in ("step", "time") and not any(map(holds_number, values)):
                 del columns[name]
     return _with_steps(columns)
 
@@ -259,32 +232,14 @@ def _with_steps(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return columns if valid.all() else {name: values[valid] for name, values in columns.items()}
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether the log has stored a number, which may be "nan"."""
-    return not math.isnan(number_of(value)) or (isinstance(value, str) and value.lower() == "nan") or isinstance(value, float)
-
-
-def _concatenate(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _joined(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the columns of all chunks in the order of steps, each step once. The last line of a step counts."""
     names = list(dict.fromkeys(["step", "time", *(name for chunk in chunks for name in chunk)]))[:_MOST_COLUMNS]
-    sizes = [len(chunk["step"]) for chunk in chunks]
-    return {
-        name: np.concatenate(
-            [chunk[name] if name in chunk else np.full(size, np.nan) for chunk, size in zip(chunks, sizes)] or [np.empty(0)]
-        )
-        for name in names
-    }
-
-
-def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns in the order of steps, each step once. The last line of a step counts."""
+    part = lambda chunk, name: chunk[name] if name in chunk else np.full(len(chunk["step"]), np.nan)
+    columns = {name: np.concatenate([np.empty(0), *(part(chunk, name) for chunk in chunks)]) for name in names}
     step = columns["step"] = columns["step"].astype(np.int64)
     if len(step) and not (np.diff(step) > 0).all():
         order = np.argsort(step, kind="stable")
         is_last: np.ndarray = np.append(np.diff(step[order]) > 0, True)
         columns = {name: values[order][is_last] for name, values in columns.items()}
     return columns
-
-
-def _power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is not above a number, and at least 1."""
-    return 1 << max(0, number.bit_length() - 1)
