@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
+from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
 
 
 def downsample(values: np.ndarray, most: int) -> np.ndarray:
@@ -75,10 +75,6 @@ def metric_names(run: ReportedRun) -> list[str]:
     """Return the names of the metrics of the evaluations, in the order in which they appear."""
     found = dict.fromkeys(name for one in run.evaluations for name, value in one.items() if is_number(value))
     return [name for name in found if name not in ("step", "time")]
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def series(run: ReportedRun, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -97,6 +97,11 @@ def number_of(value: Any) -> float:
     return math.nan
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def finite_or_none(value: Any) -> float | None:
     number = number_of(value)
     return number if math.isfinite(number) else None
