@@ -163,12 +163,6 @@ def legend(items: Iterable[tuple[str, str]]) -> Html:
     return tag("ul", *(tag("li", tag("i", class_=f"swatch {name}"), text) for name, text in items), class_="legend")
 
 
-def lines(names: Sequence[str]) -> Html:
-    """Return a legend of lines, whose pictures page.js draws."""
-    items = (tag("li", tag("i", class_="line", data_line=i), tag("span", name)) for i, name in enumerate(names))
-    return tag("ul", *items, class_="legend js")
-
-
 def choice(label: str, options: Sequence[tuple[str, str]], **data: Any) -> Html:
     """Return a list to choose from, of (value, text)."""
     listed = [tag("option", text, value=value) for value, text in options]

@@ -9,22 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.cards import (
-    brief,
-    cell,
-    chart,
-    choice,
-    duration,
-    figure,
-    legend,
-    lines,
-    note,
-    number,
-    percent,
-    scroll,
-    section,
-    table,
-)
+from accel_ddp.report.cards import brief, cell, chart, choice, duration, figure, legend, note, percent, scroll, section, table
 from accel_ddp.report.chart_data import POINTS, downsample, metric_names, rank_name, series, slowness
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import ReportedRun, is_number
@@ -234,7 +219,9 @@ def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> 
         values = {"run": index, "key": name, "unit": unit}
         cards.append(chart("system", title, text, label, figures=figures, level=level + 1, data=values))
     grid = tag("div", *cards, class_="grid") if cards else ""
-    return section("hardware", "Load of the nodes", lines(names) if len(names) > 1 else "", grid, level=level, prefix=prefix)
+    lines = [tag("li", tag("i", class_="line", data_line=i), tag("span", name)) for i, name in enumerate(names)]
+    key = tag("ul", *lines, class_="legend js") if len(lines) > 1 else ""  # page.js draws the lines
+    return section("hardware", "Load of the nodes", key, grid, level=level, prefix=prefix)
 
 
 # ---- evaluations: their metrics, scores of classes, confusion matrices, predictions
@@ -326,7 +313,7 @@ def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
 
 def _count(count: float, share: float, is_correct: bool) -> Html:
     shade = min(SHADES - 1, math.ceil(math.sqrt(share) * (SHADES - 1)))  # the root distinguishes rare errors
-    text = "·" if not count else f"{count / 1000:.0f}k" if count >= 10_000 else number(count)
+    text = "·" if not count else f"{count / 1000:.0f}k" if count >= 10_000 else f"{count:,.0f}"
     class_ = f"q{shade} d" if is_correct else f"q{shade}"
     return Html(f'<td class="{class_}" data-p="{100 * share:.0f}%">{text}</td>')
 
@@ -363,7 +350,7 @@ def _points(columns: list[str], rows: Rows, title: str, level: int) -> Html:
     known = known[np.argsort(known[:, 0], kind="stable")]
     known = known[downsample(known[:, 1], SCATTER_POINTS)]
     values = ";".join(" ".join(f"{value:.5g}" for value in column) for column in known.T)
-    figures = f"mean absolute error {number(error)}"
+    figures = f"mean absolute error {brief(error)}"
     data = {"values": values, "x": columns[0], "y": columns[1]}
     label = f"Scatter chart of {columns[0]} and {columns[1]}, {figures}."
     text = "Each point is an item. On the dashed line the prediction is correct."
