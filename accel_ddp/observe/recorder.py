@@ -333,7 +333,7 @@ class Recorder(Hook):
         trace = traces.read_trace(plain)
         plain.unlink()
         traces.write_trace(own, trace)
-        traces.write_fragment(fragment, traces.align(trace, traces.Place(this_rank.rank, this_rank.host), clock, zero))
+        traces.write_fragment(fragment, traces.align(trace, this_rank.rank, this_rank.host, clock, zero))
         analysis = analyse(trace)
         if self.on_gpu and analysis["kind"] != "gpu":
             raise RuntimeError("torch.profiler has recorded no kernel. Another profiler (nsys, DCGM) may use the GPU's counters")
