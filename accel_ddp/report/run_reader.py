@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) ->
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):
         values = _read_object(run.folder / eval_tables.file_of(step), run.notes)
-        valid = {name: table.as_dict() for name, table in eval_tables.parse_tables(values).items()}
+        valid = {name: asdict(table) for name, table in eval_tables.parse_tables(values).items()}
         if len(valid) < len(values):
             run.notes.append(f"{eval_tables.file_of(step)} contains damaged tables. They are left out.")
         if valid:
