@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,31 +39,28 @@ def kernel_id() -> str:
         return this_rank.host
 
 
-def measure_clock(
-    ranks: list[int], now: Callable[[], int] | None = None, clock_id: str | None = None, round_trips: int = ROUND_TRIPS
-) -> Clock:
+def measure_clock(ranks: list[int]) -> Clock:
     """Return how the clock of this rank differs from that of rank 0. This is a collective of all ranks.
 
     Each of `ranks` in turn asks rank 0 for its time. The reply belongs to the middle of the round trip, and the fastest of several
     round trips has the smallest error, which is at most half of its duration. Ranks on the host of rank 0 have its clock.
     """
-    now = now or time.time_ns
-    ids = gather_everywhere(kernel_id() if clock_id is None else clock_id)
+    ids = gather_everywhere(kernel_id())
     best = Clock()
     for rank in ranks:
         if ids[rank] == ids[0]:
             continue
         message = torch.zeros(1, dtype=torch.int64)
-        for trip in range(round_trips):
+        for trip in range(ROUND_TRIPS):
             if this_rank.is_main:
                 dist.recv(message, rank, group=links.slow_group)
-                message[0] = now()
+                message[0] = time.time_ns()
                 dist.send(message, rank, group=links.slow_group)
             elif this_rank.rank == rank:
-                sent = now()
+                sent = time.time_ns()
                 dist.send(message, 0, group=links.slow_group)
                 dist.recv(message, 0, group=links.slow_group)
-                received = now()
+                received = time.time_ns()
                 found = Clock(int(message) - (sent + received) / 2, (received - sent) / 2)
                 best = found if not trip or found.accuracy < best.accuracy else best
     return best
@@ -85,16 +82,13 @@ def collect_files(ranks: list[int], sizes: dict[int, list[int]], mine: list[Path
     To be called by all ranks. On the main rank, `sizes` has the sizes of the files of each rank, and `targets` the paths to write.
     If the main rank cannot write a file, it receives the rest all the same, because the other rank sends it.
     """
-    problems = []
+    problems: list[str] = []
     for rank in ranks:
-        if rank == 0 or this_rank.rank not in (0, rank):
-            continue
-        if this_rank.rank == rank:
+        if 0 < rank == this_rank.rank:
             for path in mine:
                 _send(path)
-        else:
-            for size, path in zip(sizes[rank], targets[rank]):
-                problems.append(_receive(rank, size, path))
+        elif rank > 0 and this_rank.is_main:
+            problems += [_receive(rank, size, path) for size, path in zip(sizes[rank], targets[rank])]
     return [problem for problem in problems if problem]
 
 
@@ -115,29 +109,26 @@ def _send(path: Path) -> None:
 
 
 def _receive(rank: int, size: int, path: Path) -> str:
-    problem = ""
-    file: IO[bytes] | None = None
-    try:
-        file = path.open("wb")
-    except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror}"
+    problems: list[str] = []
+
+    def attempt(action: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except OSError as error:
+            problems.append(f"{path} cannot be written: {error.strerror}")
+
+    file = attempt(path.open, "wb")
     for at in range(0, size, CHUNK):
         chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
         dist.recv(chunk, rank, group=links.slow_group)
         phases.HERE.beat()
-        if file is not None and not problem:
-            try:
-                file.write(chunk.numpy())
-            except OSError as error:
-                problem = f"{path} cannot be written: {error.strerror}"
+        if not problems:
+            attempt(file.write, chunk.numpy())
     status = torch.zeros(1, dtype=torch.int64)
     dist.recv(status, rank, group=links.slow_group)
     if file is not None:
-        try:
-            file.close()
-        except OSError as error:
-            problem = problem or f"{path} cannot be written: {error.strerror}"
-    return problem or ("" if status.item() else f"rank {rank} could not read its trace")
+        attempt(file.close)
+    return problems[0] if problems else "" if status.item() else f"rank {rank} could not read its trace"
 
 
 BEFORE = 100_000_000  # nanoseconds from the start of the merged trace to its first step; viewers reject negative times
@@ -347,9 +338,8 @@ class Recorder(Hook):
         problems, targets = [], {}
         recorded = [one for one in everyone or [] if one["sizes"]]
         if everyone:
-            targets = {
-                one["rank"]: [folder / traces.file_of(one["rank"]), folder / f".fragment_{one['rank']}"] for one in recorded
-            }
+            names = lambda rank: [folder / traces.file_of(rank), folder / f".fragment_{rank}"]
+            targets = {one["rank"]: names(one["rank"]) for one in recorded}
             problems = [f"rank {one['rank']} ({one['host']}): {one['problem']}" for one in everyone if one["problem"]]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -389,10 +379,7 @@ class Recorder(Hook):
         # The text is printed first: a full disk does not prevent it.
         text = profile_summary.format_text(made, self.cfg.output_dir)
         print(text, flush=True)
-        clocks = {
-            f"rank {one['rank']}": {"offset_us": one["clock"]["offset"] / 1000, "accuracy_us": one["clock"]["accuracy"] / 1000}
-            for one in recorded
-        }
+        clocks = {f"rank {one['rank']}": {f"{name}_us": one["clock"][name] / 1000 for name in Clock._fields} for one in recorded}
         worst = max(one["clock"]["accuracy"] for one in recorded) / 1000
         metadata = {"clocks": clocks, "clock_accuracy_us": worst, "steps": str(self.window)}
         profile_summary.write(folder, made, text)

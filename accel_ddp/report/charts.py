@@ -139,47 +139,32 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
     sentence = f"An average step, without the first logged ones, takes {duration(whole)}: {shares}."
     common = {"level": level + 1, "wide": True, "data": {"run": index}}
     views, count = ranks["views"], run.ranks.num_ranks
-    cards = [
-        chart(
-            "time",
-            "Time of a step, over the run",
-            "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
-            "steps of each attempt, which start data workers, are left out."
-            + (f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""),
-            f"Stacked areas of the parts of a step over the run. {sentence}",
-            above=choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else "",
-            key=key,
-            **common,
-        )
-    ]
+    text = (
+        "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
+        "steps of each attempt, which start data workers, are left out."
+    )
+    text += f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""
+    label = f"Stacked areas of the parts of a step over the run. {sentence}"
+    above = choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else ""
+    cards = [chart("time", "Time of a step, over the run", text, label, above=above, key=key, **common)]
     if count > 1:
+        rows = len(ranks["rows"])
         groups = "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"
-        row = "rank" if len(ranks["rows"]) == count else groups
-        cards.append(
-            chart(
-                "average",
-                f"Average step of each {row}",
-                "Ranks that train together take equally long in total. A rank that waits little for the others is the one "
-                "they wait for." + (f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""),
-                f"Stacked bars of the parts of an average step for each {row}.",
-                key=key,
-                **common,
-            )
+        row = "rank" if rows == count else groups
+        text = "Ranks that train together take equally long in total. A rank that waits little for the others is the one they wait for."
+        text += f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""
+        label = f"Stacked bars of the parts of an average step for each {row}."
+        cards.append(chart("average", f"Average step of each {row}", text, label, key=key, **common))
+        text = (
+            "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow rank; "
+            "a bright block is a node that was slow for some time."
         )
+        text += " A row shows its slowest rank." if row != "rank" else ""
         averaged = f" One column is the mean of {counted(ranks['per_column'], 'logged interval')}."
-        cards.append(
-            chart(
-                "heat",
-                "Stragglers",
-                "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow "
-                "rank; a bright block is a node that was slow for some time."
-                + (" A row shows its slowest rank." if row != "rank" else "")
-                + (averaged if ranks["per_column"] > 1 else ""),
-                "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks.",
-                height=min(620, max(190, 110 + len(ranks["rows"]) * (4 if len(ranks["rows"]) > 48 else 20))),
-                **common,
-            )
-        )
+        text += averaged if ranks["per_column"] > 1 else ""
+        label = "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks."
+        height = min(620, max(190, 110 + rows * (4 if rows > 48 else 20)))
+        cards.append(chart("heat", "Stragglers", text, label, height=height, **common))
     grid = tag("div", *cards, class_="grid")
     return section("time", "Where the time goes", tag("p", sentence), grid, _slowest(run, level), level=level, prefix=prefix)
 
