@@ -2,28 +2,24 @@
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report.run_data import LogContent, RankTimes, holds_number, number_of, whole_of
+from accel_ddp.report.run_data import LogContent, RankTimes, dict_of, holds_number, number_of, whole_of
 
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
 
-@dataclass
-class RankRow:
+class RankRow(NamedTuple):
     """One event `ranks`."""
 
     step: int
     first: int
     last: int
-    time: float
-    parts: tuple[str, ...]
     names: tuple[str, ...]  # of the parts, then of the system
     values: np.ndarray  # [names, ranks]; 4 bytes per value are enough to plot
 
@@ -31,11 +27,8 @@ class RankRow:
     def of(cls, event: dict[str, Any]) -> "RankRow":
         last = whole_of(event.get("last_step"), event["step"])
         first = whole_of(event.get("first_step"), last)
-        system = event.get("system")
-        lists = {part: event[part] for part in _PARTS if isinstance(event.get(part), list)}
-        parts = tuple(lists)
-        if isinstance(system, dict):
-            lists |= {name: values for name, values in system.items() if isinstance(values, list)}
+        given = {part: event.get(part) for part in _PARTS} | dict_of(event.get("system"))
+        lists = {name: values for name, values in given.items() if isinstance(values, list)}
         try:
             values = np.array(list(lists.values()), np.float32)  # also of "nan"
             if values.ndim != 2:
@@ -44,28 +37,22 @@ class RankRow:
             rows = [[number_of(value) for value in row] for row in lists.values()]
             width = max(map(len, rows), default=0)
             values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32).reshape(len(rows), width)
-        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values)
+        return cls(event["step"], first, last, tuple(lists), values)
 
 
 def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
     """Return the rows as arrays, in the order of steps, each step once."""
-    found = {row.step: row for row in rows if row.parts}
+    found = {row.step: row for row in rows if set(row.names) & set(_PARTS)}
     rows = [found[step] for step in sorted(found)]
     width = max((row.values.shape[1] for row in rows), default=0)
-    parts = {name for row in rows for name in row.parts}
     names = dict.fromkeys(name for of_row in dict.fromkeys(row.names for row in rows) for name in of_row)
     arrays = {name: np.full((len(rows), width), np.nan, np.float32) for name in names}
     for number, row in enumerate(rows):
         for name, values in zip(row.names, row.values):
             arrays[name][number, : len(values)] = values
-    return RankTimes(
-        np.array([row.last for row in rows], np.int64),
-        np.array([row.first for row in rows], np.int64),
-        np.array([row.time for row in rows], float),
-        {part: arrays[part] for part in _PARTS if part in parts},
-        {name: values for name, values in arrays.items() if name not in parts},
-        stride,
-    )
+    first, last = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("first", "last"))
+    seconds = {part: arrays[part] for part in _PARTS if part in arrays}
+    return RankTimes(last, first, seconds, {name: values for name, values in arrays.items() if name not in seconds}, stride)
 
 
 _BATCH = 20_000  # lines that are parsed by one call
@@ -81,8 +68,8 @@ def read_log_columns(path: Path) -> LogContent:
     log = _Reader()
     with np.errstate(over="ignore"):  # an absurd value becomes infinite
         log.read(path)
-    ranks = rank_times(log.rows, log.stride)
-    return LogContent(_joined(log.chunks), ranks, log.events, log.bad, log.newer, log.spans, log.repeated)
+    log.content.updates, log.content.ranks = _joined(log.chunks), rank_times(log.rows, log.stride)
+    return log.content
 
 
 class _Reader:
@@ -91,10 +78,7 @@ class _Reader:
         self.chunks: list[dict[str, np.ndarray]] = []
         self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
-        self.events: list[dict[str, Any]] = []
-        self.spans: list[list[float]] = []
-        self.bad = self.repeated = 0
-        self.newer: Any = None
+        self.content = LogContent()
 
     def read(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -132,30 +116,32 @@ class _Reader:
         event = parse(line) or {}
         if isinstance(event.get("event"), str) and (step := whole_of(event.get("step", 0))) is not None:
             return {**event, "step": step, "time": number_of(event.get("time"))}
-        self.bad += 1
+        self.content.num_bad_lines += 1
         return None
 
     def _add(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
             self._parse_updates()
             self._forget_after(event["step"])
-            self.spans.append([event["time"], event["time"]])
+            self.content.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
-                self.newer = schema
+                self.content.newer_schema = schema
         else:
             self._advance(event["time"])
-        self.events.append(event)
+        self.content.events.append(event)
 
     def _forget_after(self, step: int) -> None:
         """Leave out what earlier attempts have logged for steps after `step`, from which a new attempt continues."""
         for number, columns in enumerate(self.chunks):
             kept = columns["step"] <= step
             if not kept.all():
-                self.repeated += int((~kept).sum())
+                self.content.num_repeated += int((~kept).sum())
                 self.chunks[number] = {name: values[kept] for name, values in columns.items()}
         self.rows = [row for row in self.rows if row.step <= step]
-        self.events = [one for one in self.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step]
+        self.content.events = [
+            one for one in self.content.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step
+        ]
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
         self.rows.append(row := RankRow.of(event))
@@ -176,14 +162,14 @@ class _Reader:
 
     def _add_columns(self, columns: dict[str, np.ndarray], num_lines: int) -> None:
         self.chunks.append(columns)
-        self.bad += num_lines - len(columns["step"])
+        self.content.num_bad_lines += num_lines - len(columns["step"])
         if len(columns["time"]):
             self._advance(float(columns["time"][-1]))
 
     def _advance(self, time: float) -> None:
         """Note the time of the last line of an attempt."""
-        if self.spans and time > self.spans[-1][1]:
-            self.spans[-1][1] = time
+        if self.content.spans and time > self.content.spans[-1][1]:
+            self.content.spans[-1][1] = time
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:

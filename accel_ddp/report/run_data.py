@@ -21,7 +21,6 @@ class RankTimes:
 
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
     first_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n], unix seconds
     seconds: dict[str, np.ndarray] = field(default_factory=dict)  # part -> [n, W], seconds per step
     system: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n, W], in the units of docs/log.md
     stride: int = 1  # every stride-th line of the log was read
@@ -44,9 +43,9 @@ class RankTimes:
 class LogContent:
     """The events of a log that count. Steps that a later attempt has repeated are left out."""
 
-    updates: dict[str, np.ndarray]
-    ranks: RankTimes
-    events: list[dict[str, Any]]  # all other events, in the order of the file
+    updates: dict[str, np.ndarray] = field(default_factory=dict)
+    ranks: RankTimes = field(default_factory=RankTimes)
+    events: list[dict[str, Any]] = field(default_factory=list)  # all other events, in the order of the file
     num_bad_lines: int = 0
     newer_schema: Any = None  # the number of a schema that this version does not know
     spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
@@ -100,11 +99,6 @@ def number_of(value: Any) -> float:
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def finite_or_none(value: Any) -> float | None:
-    number = number_of(value)
-    return number if math.isfinite(number) else None
 
 
 def holds_number(value: Any) -> bool:

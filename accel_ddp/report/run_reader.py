@@ -21,7 +21,7 @@ from accel_ddp.records import eval_tables, incidents, run_log
 from accel_ddp.records.files import parse, read_objects
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.report.log_reader import read_log_columns
-from accel_ddp.report.run_data import LogContent, ReportedRun, State, finite_or_none, holds_number, number_of, summarize, whole_of
+from accel_ddp.report.run_data import LogContent, ReportedRun, State, holds_number, number_of, summarize, whole_of
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
@@ -61,11 +61,11 @@ def _is_near(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _incident(line: dict[str, Any], level: str = "info", kind: str = "") -> dict[str, Any]:
-    text = str(line.get("text", ""))
+    text, moment = str(line.get("text", "")), number_of(line.get("time"))
     if prefix := _PREFIX.match(text):
         level, kind, text = prefix[1], prefix[2] or kind, text[prefix.end() :]
     return {
-        "time": finite_or_none(line.get("time")),
+        "time": moment if math.isfinite(moment) else None,
         "step": whole_of(line.get("step")),
         "level": line["level"] if line.get("level") in ("info", "warning", "error") else level,
         "kind": str(line.get("kind") or kind),
