@@ -171,11 +171,6 @@ class TerminalStream:
             self.terminal.write_stream(redact(text))
         self.stream.flush()  # what was written to its `buffer`
 
-    def close_panel(self) -> None:
-        """Write to the stream itself from now on."""
-        self.flush()
-        self.is_open = False
-
     def isatty(self) -> bool:
         return True
 
@@ -272,7 +267,8 @@ class Display:
         for handler, stream in self._handlers:
             handler.setStream(stream)
         for stream in self._streams:
-            stream.close_panel()
+            stream.flush()
+            stream.is_open = False  # it writes to the stream itself from now on
         for name, stream in zip(("stdout", "stderr"), self._streams):
             if getattr(sys, name) is stream:
                 setattr(sys, name, stream.stream)

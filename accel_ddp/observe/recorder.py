@@ -18,10 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
-from accel_ddp.observe.traces import WAIT, Clock, analyse, name_of_step
-from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split, Timing
+from accel_ddp.observe.traces import WAIT, Clock, analyse
+from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.training.hook import Hook
@@ -148,7 +147,7 @@ class Ranges:
         self.phase: Any = None
 
     def begin_step(self, step: int) -> None:
-        self.step = _open(name_of_step(step))
+        self.step = _open(f"step {step}")
         self.phase = _open(NAMES[phases.HERE.phase])
         phases.HERE.listeners.append(self)
 
@@ -187,12 +186,6 @@ def start_recorder(run: Any, model: dict[str, Any]) -> "Recorder | None":
     return Recorder(run, window, has_warm_up, model)
 
 
-def profiled_ranks(cfg: TrainConfig) -> list[int]:
-    """Return the ranks of `--profile_ranks`. Raise UserError on every rank if one of them does not exist."""
-    firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
-    return choose_ranks(cfg.profile_ranks, this_rank.num_ranks, firsts)
-
-
 class Recorder(Hook):
     """Records a window of steps. Every rank has one, because the traces are collected by all ranks together.
 
@@ -204,7 +197,8 @@ class Recorder(Hook):
         self.run, self.cfg, self.times, self.window, self.model = run, run.cfg, run.times, window, model
         self.on_gpu = run.accelerator.device.type == "cuda"
         self.precision = run.accelerator.mixed_precision
-        self.ranks = profiled_ranks(self.cfg)
+        firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
+        self.ranks = choose_ranks(self.cfg.profile_ranks, this_rank.num_ranks, firsts)
         self.records = this_rank.rank in self.ranks
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
@@ -305,17 +299,15 @@ class Recorder(Hook):
                 if profiler is not None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_ddp_profile_")))
                     analysis, files = self._export(profiler, folder, clock, zero)
-                    mine |= analysis | {"breakdown": self._breakdown(timing), "clock": clock._asdict()}
+                    # The seconds per step that log.jsonl has for the same steps, for a comparison.
+                    of_step = lambda part: (getattr(timing, part) - getattr(self.timing, part)) / (step - self.window.first + 1)
+                    breakdown = {part: round(of_step(part), 9) for part in Split._fields}
+                    mine |= analysis | {"breakdown": breakdown, "clock": clock._asdict()}
             except Exception as error:  # a full disk, or a trace of another version of torch; the other ranks wait below
                 self.problem = f"{type(error).__name__}: {error}"
             everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
             self._store(everyone, files)
             broadcast_object(None, what="store the profile")
-
-    def _breakdown(self, timing: Timing) -> dict[str, float]:
-        """Return the seconds per step that log.jsonl has for the same steps, for a comparison."""
-        count = self.window.last - self.window.first + 1
-        return {part: round((getattr(timing, part) - getattr(self.timing, part)) / count, 9) for part in Split._fields}
 
     def _export(self, profiler: profile, folder: Path, clock: traces.Clock, zero: float) -> tuple[dict[str, Any], list[Path]]:
         """Write the trace of this rank and its part of the merged trace. Return its analysis and both paths."""

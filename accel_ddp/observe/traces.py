@@ -39,10 +39,6 @@ def file_of(rank: int | str) -> str:
     return f"rank_{rank}.json.gz"
 
 
-def name_of_step(step: int) -> str:
-    return f"step {step}"
-
-
 def is_step(name: str) -> bool:
     return name.startswith("step ") and name[5:].isdigit()
 
@@ -132,10 +128,6 @@ def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]
 Intervals = NDArray[np.float64]  # [n, 2], the start and the end of each
 
 
-def intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
-    return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
-
-
 def clip(given: Intervals, first: float, last: float) -> Intervals:
     """Return the parts of the intervals between `first` and `last`."""
     inside = np.clip(given, first, last)
@@ -144,7 +136,7 @@ def clip(given: Intervals, first: float, last: float) -> Intervals:
 
 def union(*given: Intervals) -> Intervals:
     """Return intervals that do not touch each other, in order, which cover the same time."""
-    every = np.concatenate(given) if given else intervals([])
+    every = np.concatenate(given)
     every = every[every[:, 1] > every[:, 0]]
     if not len(every):
         return every
@@ -230,7 +222,8 @@ class _Window(NamedTuple):
         return round(microseconds / 1e6 / self.num_steps, 9)
 
     def spans(self, events: Iterable[Event]) -> Intervals:
-        return clip(intervals((e.start, e.end) for e in events), self.first, self.last)
+        pairs = np.array([(e.start, e.end) for e in events], dtype=np.float64).reshape(-1, 2)
+        return clip(pairs, self.first, self.last)
 
 
 def _seconds(microseconds: float) -> float:
@@ -297,25 +290,20 @@ def _idle(inside: list[Event], device: list[Event], phases: dict[str, Intervals]
     during = {name: window.per_step(overlap(free, phases[name])) for name in PARTS}
     during["other"] = max(0.0, round(window.per_step(lengths.sum()) - sum(during.values()), 9))
     delays = [e.start - launched[c] for e in device if (c := e.arguments.get("correlation")) in launched and e.kind == "kernel"]
-    order = np.argsort(-lengths)[:3]
+    largest = []
+    for gap, seconds in ((free[i], lengths[i]) for i in np.argsort(-lengths)[:3]):
+        spent = {name: length(clip(phases[name], *gap)) for name in PARTS}  # by the host
+        spent["other"] = seconds - sum(spent.values())
+        part = max(spent, key=spent.__getitem__)
+        largest.append({"seconds": _seconds(seconds), "part": part, "host": _host_activity(inside, gap)})
     return {
         "seconds": window.per_step(lengths.sum()),
         "gaps": round(int((lengths >= SMALLEST_GAP).sum()) / window.num_steps, 2),
         "during": during,
         "host_late": window.per_step(overlap(late, late) - overlap(late, phases["data"])),
         "median_launch_delay": _seconds(float(np.median(delays))) if delays else None,
-        "largest": [
-            {"seconds": _seconds(lengths[i]), "part": _part_at(free[i], phases), "host": _host_activity(inside, free[i])}
-            for i in order
-        ],
+        "largest": largest,
     }
-
-
-def _part_at(gap: Any, phases: dict[str, Intervals]) -> str:
-    """Return the part of a step in which the host has spent most of a gap."""
-    spent = {name: length(clip(phases[name], *gap)) for name in PARTS}
-    spent["other"] = (gap[1] - gap[0]) - sum(spent.values())
-    return max(spent, key=lambda name: spent[name])
 
 
 def _host_activity(inside: list[Event], gap: Any) -> str:

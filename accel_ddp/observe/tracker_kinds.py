@@ -114,18 +114,15 @@ class MLflow(Tracker):
     """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so a resumed run continues the same run."""
 
     def make(self, step: int) -> GeneralTracker:
-        known = _read(self._id_file) if self.cfg.resume else ""
+        self.id_file = Path(self.cfg.output_dir, "mlflow_id.txt")
+        known = _read(self.id_file) if self.cfg.resume else ""
         tags = {**({"group": self.group} if self.group else {}), **dict.fromkeys(self.tags, "true")}
         more = {"run_id": known} if known else {}
         return LOGGER_TYPE_TO_CLASS["mlflow"](self.project, run_name=self.run_name, tags=tags, **more)
 
-    @property
-    def _id_file(self) -> Path:
-        return Path(self.cfg.output_dir, "mlflow_id.txt")
-
     def store_config(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            self._id_file.write_text(self.tracker.tracker.info.run_id + "\n")
+            self.id_file.write_text(self.tracker.tracker.info.run_id + "\n")
         versions = {f"versions.{name}": version for name, version in facts.get("versions", {}).items()}
         # MLflow refuses to change a parameter of a run, as a resumed run does with --resume.
         with contextlib.suppress(Exception) if self.cfg.resume else contextlib.nullcontext():

@@ -51,7 +51,9 @@ def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
     first = run.summary.get("began") or 0.0
     batch = dict_of(run.start.get("batch")).get("global")
     share = max(1, num_runs // 4)  # up to 4 runs have all points, more runs divide them
-    names = [*curve_names(run), *(f"eval:{name}" for name in metric_names(run)[:METRICS])]
+    order = ["loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "mfu", "tflops", *run.updates]
+    names = [name for name in dict.fromkeys(order) if name not in NOT_CURVES and np.isfinite(run.updates.get(name, np.nan)).any()]
+    names += [f"eval:{name}" for name in metric_names(run)[:METRICS]]
     curves = {name: _curve(*series(run, name), first, POINTS // share, MEANS // share) for name in names}
     columns = max(40, INTERVALS // max(1, num_runs // 2))
     return {
@@ -62,13 +64,6 @@ def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
         "ranks": rank_data(run, first, columns, max(4, RANKS // num_runs)),
         "system": system_data(run, first, columns),
     }
-
-
-def curve_names(run: ReportedRun) -> list[str]:
-    """Return the columns of the updates that have a finite value and are worth a curve."""
-    known = ["loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "mfu", "tflops"]
-    names = [name for name in known if name in run.updates] + [name for name in run.updates if name not in (*known, *NOT_CURVES)]
-    return [name for name in names if np.issubdtype(run.updates[name].dtype, np.number) and np.isfinite(run.updates[name]).any()]
 
 
 def metric_names(run: ReportedRun) -> list[str]:

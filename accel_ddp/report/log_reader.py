@@ -122,7 +122,15 @@ class _Reader:
     def _add(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
             self._parse_updates()
-            self._forget_after(event["step"])
+            # What earlier attempts have logged for steps after the one from which this attempt continues is left out.
+            step = event["step"]
+            for number, columns in enumerate(self.chunks):
+                kept = columns["step"] <= step
+                self.content.num_repeated += int((~kept).sum())
+                self.chunks[number] = {name: values[kept] for name, values in columns.items()}
+            self.rows = [row for row in self.rows if row.step <= step]
+            counts = lambda one: one["event"] not in ("evaluate", "tables") or one["step"] <= step
+            self.content.events = list(filter(counts, self.content.events))
             self.content.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
@@ -130,18 +138,6 @@ class _Reader:
         else:
             self._advance(event["time"])
         self.content.events.append(event)
-
-    def _forget_after(self, step: int) -> None:
-        """Leave out what earlier attempts have logged for steps after `step`, from which a new attempt continues."""
-        for number, columns in enumerate(self.chunks):
-            kept = columns["step"] <= step
-            if not kept.all():
-                self.content.num_repeated += int((~kept).sum())
-                self.chunks[number] = {name: values[kept] for name, values in columns.items()}
-        self.rows = [row for row in self.rows if row.step <= step]
-        self.content.events = [
-            one for one in self.content.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step
-        ]
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
         self.rows.append(row := RankRow.of(event))

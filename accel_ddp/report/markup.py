@@ -65,10 +65,7 @@ def require_page(path: Path, given: str, option: str, command: str) -> None:
             f"{given}: a browser opens files that end with .html. Type: {option} {path.with_name(path.name + '.html')}"
         )
     try:
-        with path.open("rb") as file:
-            is_own = generator(command).encode() in file.read(4096)
-    except FileNotFoundError:
-        is_own = True
+        is_own = not path.exists() or generator(command).encode() in path.read_bytes()[:4096]
     except OSError as error:
         raise UserError(f"{given}: cannot be read: {error.strerror}.") from error
     if not is_own:

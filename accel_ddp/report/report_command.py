@@ -131,7 +131,10 @@ def main(words: list[str]) -> int:
     if given.csv is not None:
         raise UserError(_NO_CSV.format(Path(given.runs[0], run_log.FILE)))
     folders, left_out = find_runs(given.runs)
-    path = _choose_path(given.out, folders)
+    path = Path(given.out or "report.html").expanduser()
+    if not given.out and len(folders) == 1 and os.access(folders[0], os.W_OK):
+        path = folders[0] / "report.html"
+    require_page(path, f"--out {given.out}" if given.out else str(path), "--out", "report")  # before the runs are read
     runs = []
     for folder, name in zip(folders, unique_names(folders)):
         try:
@@ -154,13 +157,3 @@ def main(words: list[str]) -> int:
     if given.open and not webbrowser.open(path.absolute().as_uri()):
         print(f"warning: --open: this machine has no browser. Copy {path} to a machine that has one.", file=sys.stderr)
     return 0
-
-
-def _choose_path(out: str, folders: list[Path]) -> Path:
-    """Return the path of the page. Raise UserError if it cannot be written, before the runs are read."""
-    path = Path(out).expanduser() if out else Path("report.html")
-    if not out and len(folders) == 1 and os.access(folders[0], os.W_OK):
-        path = folders[0] / "report.html"
-    option = f"--out {out}" if out else str(path)
-    require_page(path, option, "--out", "report")
-    return path

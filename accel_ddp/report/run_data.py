@@ -142,6 +142,8 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
     tokens = _mean(updates.get("tokens"))
     ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
     per_rank = _seconds_per_rank(run.ranks, run.first_steps)
+    measured = [number_of(one.get("goodput")) for one in (*content.events, *ends) if one["event"] in ("restart", "end")]
+    goodputs = [value for value in measured if math.isfinite(value)]
     return {
         "state": run.state,
         "began": min(times, default=None),
@@ -157,7 +159,7 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
         "ranks": len(ranks) or run.ranks.num_ranks or None,
         "nodes": len({str(one.get("node")) for one in ranks}) or None,
         **{name: _harmonic_mean(updates.get(name)) for name in _RATES},
-        "goodput": _goodput(run, content),
+        "goodput": goodputs[-1] if goodputs else None,  # that the run has measured, at its end or at its last restart
         "best": _best(run, best),
         "last_evaluation": run.evaluations[-1] if run.evaluations else None,
         "skipped_steps": whole_of((run.end or {}).get("skipped_steps")),
@@ -177,13 +179,6 @@ def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.
         with np.errstate(invalid="ignore", divide="ignore"):
             found[part] = np.where(known, values * weights, 0.0).sum(axis=0) / total
     return found
-
-
-def _goodput(run: ReportedRun, content: LogContent) -> float | None:
-    """Return the goodput that the run has measured, at its end or at its last restart."""
-    measured = [event.get("goodput") for event in (*content.events, run.end or {}) if event.get("event") in ("restart", "end")]
-    values = [value for one in measured if math.isfinite(value := number_of(one))]
-    return values[-1] if values else None
 
 
 def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:

@@ -182,28 +182,22 @@ def read_run(folder: str | Path, name: str = "") -> ReportedRun:
     run.tables = _read_tables(run, content, best)
     run.incidents = find_incidents(folder, content, run.end)
     run.profile = _read_object(folder / "profile" / "summary.json", run.notes) or None
-    run.notes += _notes_of(content, run)
-    run.summary = summarize(run, best, content)
-    # Newer runs store no secrets, but a message of an older one may contain some.
-    run.starts, run.options, run.incidents, run.end = redact_values([run.starts, run.options, run.incidents, run.end])
-    return run
-
-
-def _notes_of(content: LogContent, run: ReportedRun) -> list[str]:
-    notes = []
     if content.newer_schema is not None:
-        notes.append(
+        run.notes.append(
             f"The log was written by a newer version of accel_ddp (schema {content.newer_schema}; this version reads "
             f"{run_log.SCHEMA}), so some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
         lines = counted(content.num_bad_lines, "line")
-        notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
+        run.notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
     if not run.starts:
-        notes.append("The log has no beginning (event start).")
+        run.notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
-        notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
-    return notes
+        run.notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
+    run.summary = summarize(run, best, content)
+    # Newer runs store no secrets, but a message of an older one may contain some.
+    run.starts, run.options, run.incidents, run.end = redact_values([run.starts, run.options, run.incidents, run.end])
+    return run
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
