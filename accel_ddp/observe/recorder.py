@@ -1,6 +1,7 @@
 """Records the steps that `--profile` selects, and brings the traces of all ranks to the main rank."""
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -196,6 +197,7 @@ class Recorder(Hook):
         """`run` has the attributes `accelerator`, `cfg`, `times` and `is_stopping`, and `read_numbers`, which waits for the GPU."""
         self.run, self.cfg, self.times, self.window, self.model = run, run.cfg, run.times, window, model
         self.on_gpu = run.accelerator.device.type == "cuda"
+        self.synchronize: Callable[[], None] = torch.cuda.synchronize if self.on_gpu else lambda: None
         self.precision = run.accelerator.mixed_precision
         firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
         self.ranks = choose_ranks(self.cfg.profile_ranks, this_rank.num_ranks, firsts)
@@ -213,7 +215,7 @@ class Recorder(Hook):
             if step == self.starts_at:
                 self._start()
             if step == self.window.first:
-                self._synchronize()  # what the GPU still computes does not belong to the window
+                self.synchronize()  # what the GPU still computes does not belong to the window
             if self.profiler is not None and step > self.starts_at:
                 self.advance()
             if step == self.window.first:
@@ -274,13 +276,9 @@ class Recorder(Hook):
                 self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
         broadcast_object(None, what="start torch.profiler")
 
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
     def _finish(self, step: int) -> None:
         """Store the traces and the summary. Training continues if that is not possible."""
-        self._synchronize()
+        self.synchronize()
         self.ranges.end_step()
         timing = self.times.settle(step)
         profiler, self.profiler = self.profiler, None
@@ -315,7 +313,7 @@ class Recorder(Hook):
         profiler.export_chrome_trace(str(plain))
         trace = traces.read_trace(plain)
         plain.unlink()
-        traces.write_trace(own, trace)
+        traces.write_text(own, json.dumps(trace, separators=(",", ":")))
         traces.write_fragment(fragment, traces.align(trace, this_rank.rank, this_rank.host, clock, zero))
         analysis = analyse(trace)
         if self.on_gpu and analysis["kind"] != "gpu":

@@ -63,9 +63,9 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
+def write_text(path: Path, text: str) -> None:
     with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(json.dumps(trace, separators=(",", ":")))
+        file.write(text)
 
 
 def align(trace: dict[str, Any], rank: int, host: str, clock: Clock, zero: float) -> list[dict[str, Any]]:
@@ -106,8 +106,7 @@ def align(trace: dict[str, Any], rank: int, host: str, clock: Clock, zero: float
 
 def write_fragment(path: Path, events: list[dict[str, Any]]) -> None:
     """Write the events of a rank without brackets, so that the main rank can join fragments without parsing them."""
-    with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(json.dumps(events, separators=(",", ":"))[1:-1])
+    write_text(path, json.dumps(events, separators=(",", ":"))[1:-1])
 
 
 def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]) -> None:

@@ -146,19 +146,17 @@ class _Reader:
 
     def _parse_updates(self) -> None:
         lines, self.pending = self.pending, []
-        if len(lines) == _BATCH and (columns := _parse_fast(lines)):
-            self._add_columns(columns, len(lines))
+        if not lines:
             return
-        try:
-            events = json.loads(b"[" + b",".join(lines) + b"]")
-        except (ValueError, RecursionError):  # one of the lines is incomplete
-            events = [event for line in lines if (event := self._parse(line))]
-        if events:
-            self._add_columns(_columns(events), len(events))
-
-    def _add_columns(self, columns: dict[str, np.ndarray], num_lines: int) -> None:
+        columns, count = _parse_fast(lines) if len(lines) == _BATCH else None, len(lines)
+        if not columns:
+            try:
+                events = json.loads(b"[" + b",".join(lines) + b"]")
+            except (ValueError, RecursionError):  # one of the lines is incomplete
+                events = [event for line in lines if (event := self._parse(line))]
+            columns, count = _columns(events), len(events)
         self.chunks.append(columns)
-        self.content.num_bad_lines += num_lines - len(columns["step"])
+        self.content.num_bad_lines += count - len(columns["step"])
         if len(columns["time"]):
             self._advance(float(columns["time"][-1]))
 

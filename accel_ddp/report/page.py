@@ -43,7 +43,8 @@ def make_page(runs: list[ReportedRun]) -> str:
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
         data = [chart_data(run, len(runs)) for run in runs]
         body = join(_sections(runs, data))
-    scripts = [get_plotlyjs().replace("\r\n", "\n"), _read("page.js")]
+    read = lambda name: files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")
+    scripts = [get_plotlyjs().replace("\r\n", "\n"), read("page.js")]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     header = [sections.title(runs[0]), sections.key_figures(runs[0])]
     if len(runs) > 1:
@@ -53,7 +54,7 @@ def make_page(runs: list[ReportedRun]) -> str:
     return join([
         Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(generator("report")), _policy(scripts),
         Html(_VIEWPORT),
-        tag("title", f"{name}: accel-ddp report"), tag("style", Html(_read("page.css"))), Html("</head>\n<body>"),
+        tag("title", f"{name}: accel-ddp report"), tag("style", Html(read("page.css"))), Html("</head>\n<body>"),
         tag("a", "Skip to the content", href="#content", class_="hidden skip"),
         tag("header", *header), tag("nav", tag("div", *links), aria_label="Sections"),
         tag("main", body, id="content"), tag("footer", written),
@@ -93,7 +94,3 @@ def _policy(scripts: list[str]) -> Html:
     allowed = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return Html(f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; script-src {allowed}; {rest}">')
-
-
-def _read(name: str) -> str:
-    return files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")

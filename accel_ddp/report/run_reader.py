@@ -45,9 +45,8 @@ def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None
         ),
     ]
     if end and end.get("skipped_steps"):
-        text = (
-            f"{end['skipped_steps']} updates of the last attempt were skipped, because their loss or gradients were not finite."
-        )
+        count = end["skipped_steps"]
+        text = f"{count} updates of the last attempt were skipped, because their loss or gradients were not finite."
         found.append(_incident({**end, "text": text}, "warning", "SKIPPED_STEPS"))
     if end and end.get("stopped") and not any(one["kind"] == "STOPPED" and _is_near(one, end) for one in recorded):
         found.append(_incident({**end, "text": f"The run was stopped: {end['stopped']}"}, "info", "STOPPED"))
@@ -121,14 +120,10 @@ def _nonfinite(updates: dict[str, np.ndarray], recorded: set[int | None]) -> lis
         what = " and ".join(
             f"{name} is {updates[name][first]}" for name in names if not np.isfinite(updates[name][first])
         ).replace("grad_norm", "the gradient norm").replace("loss", "the loss")  # fmt: skip
-        until = (
-            f", and the values of {last - first + 1} logged steps up to step {step[last]} are not finite" if last > first else ""
-        )
-        line = {
-            "time": updates["time"][first].item(),
-            "step": step[first].item(),
-            "text": f"{what} in step {step[first]}{until}.",
-        }
+        count = last - first + 1
+        until = f", and the values of {count} logged steps up to step {step[last]} are not finite" if count > 1 else ""
+        text = f"{what} in step {step[first]}{until}."
+        line = {"time": updates["time"][first].item(), "step": step[first].item(), "text": text}
         found.append(_incident(line, "warning", "NOT_FINITE"))
     return found
 

@@ -230,10 +230,8 @@ def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
     shown = table(["step", "saved after", "size", "folder"], rows, "Checkpoints, the newest first") if rows else ""
     removed = len(run.checkpoints) - len(there)
     texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
-    if removed:
-        texts.append(
-            f"{counted(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."
-        )
+    verb = "is" if removed == 1 else "are"
+    texts += [f"{counted(removed, 'older checkpoint')} of this run {verb} no longer on the disk."] if removed else []
     return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
 
 
