@@ -213,6 +213,11 @@ def two_ranks(**of_second: float) -> list[dict[str, Any]]:
     return [{"rank": 0, "host": "node0", **first, **common}, {"rank": 1, "host": "node1", **second, **common}]
 
 
+def test_a_kind_of_copy_that_one_rank_lacks_counts_as_0():
+    assert profile_summary._mean([{"HtoD": {"seconds": 2.0}}, {}]) == {"HtoD": {"seconds": 1.0}}
+    assert profile_summary._mean([{}, {"HtoD": {"seconds": 2.0}}]) == {"HtoD": {"seconds": 1.0}}
+
+
 def test_recommendations_name_existing_options_and_the_numbers_behind_them():
     made = profile_summary.summarize(RUN, two_ranks())
     found = made["recommendations"]
