@@ -213,6 +213,11 @@ def two_ranks(**of_second: float) -> list[dict[str, Any]]:
     return [{"rank": 0, "host": "node0", **first, **common}, {"rank": 1, "host": "node1", **second, **common}]
 
 
+def test_a_kind_of_copy_that_one_rank_lacks_counts_as_0():
+    assert profile_summary._mean([{"HtoD": {"seconds": 2.0}}, {}]) == {"HtoD": {"seconds": 1.0}}
+    assert profile_summary._mean([{}, {"HtoD": {"seconds": 2.0}}]) == {"HtoD": {"seconds": 1.0}}
+
+
 def test_recommendations_name_existing_options_and_the_numbers_behind_them():
     made = profile_summary.summarize(RUN, two_ranks())
     found = made["recommendations"]
@@ -264,7 +269,7 @@ def test_traces_of_hosts_with_different_clocks_are_joined_on_one_axis(tmp_path):
         trace = gpu_trace(base=5_000_000_000 + ahead)
         clock = traces.Clock(-ahead + 10_000 * rank, 10_000)
         paths.append(tmp_path / f"{rank}")
-        traces.write_fragment(paths[-1], traces.align(trace, traces.Place(rank, f"node{rank}"), clock, zero=4_999_000_000))
+        traces.write_fragment(paths[-1], traces.align(trace, rank, f"node{rank}", clock, zero=4_999_000_000))
     traces.join_fragments(tmp_path / "merged.json.gz", paths, {"clock_accuracy_us": 10})
     merged = traces.read_trace(tmp_path / "merged.json.gz")
     assert merged["clock_accuracy_us"] == 10

@@ -36,7 +36,7 @@ def test_steps_that_were_repeated_are_marked_and_counted_once(tmp_path):
     attempt(path, 0, 10)
     attempt(path, 4, 6)
     attempt(path, 5, 12, ends=True)  # steps 7 to 10 were logged by the first attempt only, and are repeated too
-    marked = [(event["step"], event.get("repeated", False)) for event in run_log.read_lines(path) if event["event"] == "update"]
+    marked = [(event["step"], event.get("repeated", False)) for event in files.read_objects(path) if event["event"] == "update"]
     assert marked == [(step, False) for step in range(1, 11)] + [(5, True), (6, True)] + [
         (step, step <= 10) for step in range(6, 13)
     ]
@@ -70,7 +70,7 @@ def test_evaluations_between_logged_steps_are_marked_as_repeated_too(tmp_path):
             writer.write("evaluate", step, loss=1.0)
         writer.close()
     assert last_step_of(path) == 12
-    marked = [event["step"] for event in run_log.read_lines(path) if event.get("repeated")]
+    marked = [event["step"] for event in files.read_objects(path) if event.get("repeated")]
     assert marked == [4, 4, 8]
 
 
@@ -266,11 +266,11 @@ writer.write("end", last)
     with path.open("ab") as file:
         file.write(b'{"event": "start", "step": 999, "batch": {"global": 8}')  # as a machine without power leaves it
     assert start(reached - 5, reached + 5).wait() == 0
-    while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in run_log.read_lines(path)):
+    while last_step_of(path) < reached + 5 or len(seen) < sum(1 for _ in files.read_objects(path)):
         time.sleep(0.05)
     is_over.set()
     reader.join(60)
-    assert seen == list(run_log.read_lines(path))
+    assert seen == list(files.read_objects(path))
     assert [event["step"] for event in read_log(path) if event["event"] == "update"] == list(range(1, reached + 6))
     assert sum(event.get("repeated", False) for event in seen) == 5
 

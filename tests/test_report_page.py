@@ -347,7 +347,7 @@ def make_huge_run() -> ReportedRun:
     run.evaluations = [
         {"step": int(step), "time": 1e9 + step * 0.5, "accuracy": step / 1e6} for step in range(100, 1_000_001, 100)
     ]
-    run.ranks = RankTimes(at, at - 999, 1e9 + at * 0.5, seconds, {"gpu_utilisation": own * 9})
+    run.ranks = RankTimes(at, at - 999, seconds, {"gpu_utilisation": own * 9})
     run.incidents = [{"time": 1e9 + i, "step": i, "level": "info", "kind": "X", "text": f"incident {i}"} for i in range(5000)]
     run.checkpoints = [{"step": i, "path": f"step_{i}", "time": 1e9 + i, "exists": True} for i in range(0, 1_000_000, 500)]
     per_rank = {part: values.mean(axis=0).tolist() for part, values in seconds.items()}

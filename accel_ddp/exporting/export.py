@@ -85,21 +85,18 @@ def at_the_end(
         config = redact_values(as_plain_dict(cfg))
         facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": accelerator.num_processes}
         merge = getattr(cfg, "merge_adapters", "auto")
-        weights = _weights_of(_last_checkpoint(cfg), cfg.ema_decay > 0) if sharded else model
-        _write(folder, weights, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
+        if sharded:  # a run that was resumed after its last step has no checkpoint of its own
+            there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
+            if not there:
+                where = f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}"
+                raise UserError(f"{where}, so no model can be exported.")
+            model = _weights_of(there[-1], cfg.ema_decay > 0)
+        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(describe(folder, files, example))
         if not getattr(cfg, "train_file", ""):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
-
-
-def _last_checkpoint(cfg: TrainConfig) -> Path:
-    """Return the checkpoint of the last step. A run that was resumed after its last step has none of its own."""
-    there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
-    if not there:
-        raise UserError(f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}, so no model can be exported.")
-    return there[-1]
 
 
 def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:

@@ -125,17 +125,10 @@ def public_options(config: dict[str, Any]) -> dict[str, Any]:
 
 def without_paths(content: bytes) -> bytes:
     """Return the JSON of a config without the folders of this machine, which some libraries write into it."""
-    values = json.loads(content)
-    published = _publish(values)
-    return content if published == values else json.dumps(published, indent=1).encode()
-
-
-def _publish(values: dict[str, Any]) -> dict[str, Any]:
     is_place = lambda name, value: name.endswith(("_path", "_file")) and isinstance(value, str) and "/" in value
-    return {
-        name: _publish(value) if isinstance(value, dict) else public_name(value) if is_place(name, value) else value
-        for name, value in values.items()
-    }
+    public = lambda pairs: {name: public_name(value) if is_place(name, value) else value for name, value in pairs}
+    published = json.loads(content, object_pairs_hook=public)
+    return content if published == json.loads(content) else json.dumps(published, indent=1).encode()
 
 
 def card(facts: dict[str, Any], use: str = "") -> str:
@@ -146,7 +139,7 @@ def card(facts: dict[str, Any], use: str = "") -> str:
     config, metrics = facts["config"], facts["metrics"]
     origin = f"`{config.get('model') or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
     lines = ["---", _head_of_card(facts).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
-    lines += [f"{origin} `{_training_data(config) or 'other data'}`.", ""]
+    lines += [f"{origin} `{(config.get('train_file') or config.get('dataset', '')) or 'other data'}`.", ""]
     if use:
         lines += ["## Use", "", "```python", use, "```", ""]
     if metrics:
@@ -159,12 +152,8 @@ def card(facts: dict[str, Any], use: str = "") -> str:
     return "\n".join(lines)
 
 
-def _training_data(config: dict[str, Any]) -> str:
-    return config.get("train_file") or config.get("dataset", "")
-
-
 def _describe_evaluation_data(config: dict[str, Any]) -> str:
-    data, split = _training_data(config), config.get("eval_split")
+    data, split = (config.get("train_file") or config.get("dataset", "")), config.get("eval_split")
     if config.get("eval_file"):
         return f"`{config['eval_file']}`"
     if config.get("train_file"):
@@ -177,7 +166,7 @@ def _head_of_card(facts: dict[str, Any]) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
     config, task = facts["config"], TASKS.get(facts["recipe"])
-    base, data = config.get("model", ""), _training_data(config)
+    base, data = config.get("model", ""), (config.get("train_file") or config.get("dataset", ""))
     is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
     is_dataset = is_name(data) and not config.get("train_file")
     tested = config.get("eval_file") or data or "unknown"

@@ -171,11 +171,6 @@ class TerminalStream:
             self.terminal.write_stream(redact(text))
         self.stream.flush()  # what was written to its `buffer`
 
-    def close_panel(self) -> None:
-        """Write to the stream itself from now on."""
-        self.flush()
-        self.is_open = False
-
     def isatty(self) -> bool:
         return True
 
@@ -272,11 +267,11 @@ class Display:
         for handler, stream in self._handlers:
             handler.setStream(stream)
         for stream in self._streams:
-            stream.close_panel()
-        if sys.stdout is self._streams[0]:
-            sys.stdout = self._streams[0].stream
-        if sys.stderr is self._streams[1]:
-            sys.stderr = self._streams[1].stream
+            stream.flush()
+            stream.is_open = False  # it writes to the stream itself from now on
+        for name, stream in zip(("stdout", "stderr"), self._streams):
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.stream)
         self.terminal.close(seconds)
 
     def _draw_frames(self) -> None:
@@ -301,11 +296,9 @@ class Display:
 def _handlers_of(*streams: Any) -> list[tuple[logging.StreamHandler, Any]]:
     """Return the handlers that write to these streams, each with its stream. Libraries make them when they are imported."""
     handlers = [reference() for reference in getattr(logging, "_handlerList", [])]  # logging itself closes them with this list
-    found = [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and _can_set(handler)]
+    # A property is the stream of a handler that always uses the current sys.stderr.
+    is_set = lambda handler: not isinstance(getattr(type(handler), "stream", None), property)
+    found = [handler for handler in handlers if isinstance(handler, logging.StreamHandler) and is_set(handler)]
     # The stream below a wrapper, such as the one of `entry.run`, is the same stream.
     inner = {id(getattr(stream, "stream", stream)): stream for stream in streams} | {id(stream): stream for stream in streams}
     return [(handler, inner[id(handler.stream)]) for handler in found if id(handler.stream) in inner]
-
-
-def _can_set(handler: logging.StreamHandler) -> bool:
-    return not isinstance(getattr(type(handler), "stream", None), property)  # one that always uses the current sys.stderr

@@ -1,4 +1,4 @@
-"""Detects losses that are far above those of recent steps."""
+"""The hooks that recipes use: the interface, those of every run, early stopping, and the report of spikes of the loss."""
 
 import math
 import statistics
@@ -14,8 +14,6 @@ from accel_ddp.ranks.reporting import record
 from accel_ddp.text import counted
 from accel_ddp.training.hook import Hook as Hook
 
-# The hooks that recipes use: the interface, and those of every run.
-
 
 def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
     """Return the hooks of every run, with trackers and early stopping if the options ask for them."""
@@ -25,9 +23,6 @@ def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
         if cfg.report_to:
             hooks.append(Trackers(accelerator, cfg))
     return hooks
-
-
-# Early stopping.
 
 
 class EarlyStopping(Hook):
@@ -111,9 +106,6 @@ class LossSpikes:
             f"warning: LOSS_SPIKE: the loss has not fallen since step {self.since}. It was {self.usual:.4g} before and at least "
             f"{lowest:.4g} since. Resume from a checkpoint before step {self.since} with a lower --lr or --max_grad_norm."
         )
-
-
-# The report of losses that are far above those of recent steps.
 
 
 class SpikeReport(Hook):

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,28 @@ class JsonlLog(Hook):
         self.every, self.folder = cfg.log_every, Path(cfg.output_dir)
         self.path = self.folder / FILE
         self.log = LogWriter(self.path)
-        self.works = self.tables_work = True
+        self.failing: set[Path] = set()  # folders whose disk does not accept files
         self.best, self.evaluations = cfg.best(), {}
         self.facts: dict[str, Any] = {}
         self.before: list[RankSample] = []
         self.ranks_written_at = -math.inf
 
     def _write(self, event: str, step: int, **values: Any) -> None:
+        self._attempt(self.path, step, lambda: self.log.write(event, step, **values))
+
+    def _attempt(self, path: Path, step: int, write: Callable[[], object]) -> bool:
+        """Return whether a file was written. A disk that does not accept it is reported once, until it does again."""
         try:
-            self.log.write(event, step, **values)
-            self.works = True
+            write()
         except OSError as error:
-            if self.works:
-                _report(self.path, error, step)
-            self.works = False
+            text = f"{path} cannot be written: {error.strerror}. Training continues."
+            if path.parent not in self.failing:
+                print(text, file=sys.stderr, flush=True)
+                record(text, "LOG_FAILED", step=step)
+            self.failing.add(path.parent)
+            return False
+        self.failing.discard(path.parent)
+        return True
 
     def on_describe(self, facts):
         self.facts = facts
@@ -60,16 +69,12 @@ class JsonlLog(Hook):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
                         items=numbers.items, samples_per_second=round(pace.samples, 2), **rates_of(numbers, pace))  # fmt: skip
-        if numbers.ranks and self._is_due(len(numbers.ranks), numbers.step == self.total_steps):
+        # For 1,000 ranks a line about each rank takes 20 ms and 190 KB, and is written every 20 s.
+        wait = SECONDS_PER_RANK * len(numbers.ranks) if len(numbers.ranks) > FEW_RANKS else 0.0
+        is_due = time.monotonic() - self.ranks_written_at >= wait or numbers.step == self.total_steps
+        if numbers.ranks and is_due:
+            self.ranks_written_at = time.monotonic()
             self._write_ranks(numbers.step, numbers.ranks)
-
-    def _is_due(self, num_ranks: int, is_last: bool) -> bool:
-        """Return whether to write a line about each rank. For 1,000 ranks it takes 20 ms and 190 KB, and is written every 20 s."""
-        now = time.monotonic()
-        if num_ranks > FEW_RANKS and not is_last and now - self.ranks_written_at < SECONDS_PER_RANK * num_ranks:
-            return False
-        self.ranks_written_at = now
-        return True
 
     def _write_ranks(self, step: int, ranks: list[RankSample]) -> None:
         """Write the parts of a step on each rank, on average over the steps since the last such line."""
@@ -88,13 +93,8 @@ class JsonlLog(Hook):
         self._write("evaluate", step, **metrics)
 
     def on_tables(self, step, tables):
-        try:
-            path = table_files.write_tables(self.folder, step, tables)
-            self.tables_work = True
-        except OSError as error:
-            if self.tables_work:
-                _report(self.folder / table_files.file_of(step), error, step)
-            self.tables_work = False
+        path = table_files.file_of(step)
+        if not self._attempt(self.folder / path, step, lambda: table_files.write_tables(self.folder, step, tables)):
             return
         self._write("tables", step, path=path, names=list(tables))
         ranking = self.best.rank({at: metrics for at, metrics in self.evaluations.items() if at})
@@ -106,9 +106,3 @@ class JsonlLog(Hook):
     def on_end(self, step, summary):
         self._write("end", step, **summary)
         self.log.close()
-
-
-def _report(path: Path, error: OSError, step: int) -> None:
-    text = f"{path} cannot be written: {error.strerror}. Training continues."
-    print(text, file=sys.stderr, flush=True)
-    record(text, "LOG_FAILED", step=step)

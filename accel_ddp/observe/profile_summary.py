@@ -7,6 +7,7 @@ docs/profile.md describes the fields. A recommendation states the option to set,
 import argparse
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe import traces
 from accel_ddp.records import run_log
 from accel_ddp.records.files import replace_file
-from accel_ddp.text import counted
+from accel_ddp.text import counted, shorten
 
 SCHEMA = 1
 # The options that recommendations depend on.
@@ -41,11 +42,10 @@ def summarize(run: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, Any
 
 def _mean(values: list[Any]) -> Any:
     """Return the mean of numbers, or of dictionaries field by field. Fields that a rank does not have count as 0."""
-    if isinstance(values[0], dict):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _mean([value.get(name, 0.0) for value in values if isinstance(value, dict)]) for name in names}
     if any(isinstance(value, dict) for value in values):
-        return _mean([value for value in values if isinstance(value, dict)])
+        known = [value or {} for value in values]
+        names = dict.fromkeys(name for value in known for name in value)
+        return {name: _mean([value.get(name, 0.0) for value in known]) for name in names}
     return round(fmean(values), 9)
 
 
@@ -54,9 +54,7 @@ def _overall(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("step_seconds", "computation", "communication", "communication_sum", "overlapped", "exposed", "collectives")
     found: dict[str, Any] = {"kind": ranks[0]["kind"], **{name: _mean([rank[name] for rank in ranks]) for name in names}}
     found["network"] = min(rank["exposed"] for rank in ranks)
-    found["parts"] = _mean([rank["parts"] for rank in ranks])
-    found["breakdown"] = _mean([rank["breakdown"] for rank in ranks])
-    found["idle"] = found["copies"] = None
+    found |= {name: _mean([rank[name] for rank in ranks]) for name in ("parts", "breakdown")} | {"idle": None, "copies": None}
     if found["kind"] == "gpu":
         numbers = ("seconds", "gaps", "during", "host_late")
         found["idle"] = {name: _mean([rank["idle"][name] for rank in ranks]) for name in numbers}
@@ -102,12 +100,9 @@ class Recommendation(NamedTuple):
 
 def recommend(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> list[Recommendation]:
     """Return the recommendations, with the one that could save the most first."""
-    found = [
-        *_communication(run, overall), *_data(run, overall), *_host(run, overall), *_computation(run, overall, operations),
-        *_copies(run, overall),
-    ]  # fmt: skip
-    step = overall["step_seconds"]
-    return sorted((one for one in found if one.saves >= 0.02 * step), key=lambda one: -one.saves)
+    found = [*_communication(run, overall), *_data_and_copies(run, overall), *_host(run, overall)]
+    found += _computation(run, overall, operations)
+    return sorted((one for one in found if one.saves >= 0.02 * overall["step_seconds"]), key=lambda one: -one.saves)
 
 
 def _of(seconds: float, step: float) -> str:
@@ -123,11 +118,10 @@ def _number(seconds: float) -> str:
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
 
 
-def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
+def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
     step, network, options = overall["step_seconds"], overall["network"], run["options"]
     if run["num_ranks"] < 2 or network < NOTABLE * step:
-        return []
-    found = []
+        return
     why = f"exposed communication takes {_of(network, step)}, also on the rank that waits least"
     on_gpu = overall["kind"] == "gpu"
     hook = "bf16" if on_gpu else "fp16"
@@ -137,7 +131,7 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
             f"{why}. --comm_hook {hook} halves the {megabytes:.4g} MB of gradients and saves up to {ms(network / 2)}. It rounds the "
             "gradients."
         )
-        found.append(Recommendation(f"--comm_hook {hook}", network / 2, text))
+        yield Recommendation(f"--comm_hook {hook}", network / 2, text)
     buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
     smaller = max(1, int(min(cap, megabytes) / 4))
     if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
@@ -147,16 +141,16 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
             f"begins after the backward pass. --bucket_cap_mb {smaller} makes smaller ones, which overlap with it. That saves up to "
             f"{ms(saves)}."
         )
-        found.append(Recommendation(f"--bucket_cap_mb {smaller}", saves, text))
+        yield Recommendation(f"--bucket_cap_mb {smaller}", saves, text)
     elif buckets > 40:
         text = (
             f"{why}. The gradients travel in {buckets:.0f} all-reduces. --bucket_cap_mb {cap * 2} makes fewer of them, each of which "
             f"has a latency, and saves up to {ms(network / 4)}."
         )
-        found.append(Recommendation(f"--bucket_cap_mb {cap * 2}", network / 4, text))
+        yield Recommendation(f"--bucket_cap_mb {cap * 2}", network / 4, text)
     if run["num_nodes"] > 1:
         text = f"{why}. `accel-ddp tune` measures which {'NCCL and ' * on_gpu}DDP settings are the fastest on these nodes."
-        found.append(Recommendation("accel-ddp tune", network / 3, text))
+        yield Recommendation("accel-ddp tune", network / 3, text)
     fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
     batch = options.get("global_batch_size", 0)
     what = "communicates" if on_gpu else "communicates and updates the weights"
@@ -164,49 +158,54 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> list[Recomme
         f"{why}. It does not grow with the batch: --global_batch_size {2 * batch} with the same --micro_batch_size {what} half "
         f"as often and saves up to {ms(fixed / 2)} per {batch} items. It changes what is learned, so --lr may need a change."
     )
-    found.append(Recommendation(f"--global_batch_size {2 * batch}", fixed / 2, text))
-    return found
+    yield Recommendation(f"--global_batch_size {2 * batch}", fixed / 2, text)
 
 
-def _data(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
+def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
     step, on_gpu = overall["step_seconds"], overall["kind"] == "gpu"
     # On a GPU only the time counts in which it had nothing to do, because batches are prepared while it computes.
     wait = overall["idle"]["during"]["data"] if on_gpu else overall["parts"]["data"]
-    if wait < NOTABLE * step:
-        return []
-    now = run["options"].get("num_workers", -1)
-    more = 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2
-    what = "the GPU waits for data during" if on_gpu else "waiting for data takes"
-    before = f"with --num_workers {now}" if now >= 0 else "with the default --num_workers"
-    text = f"{what} {_of(wait, step)} {before}. --num_workers {more} prepares more batches at once and saves up to {ms(wait)}."
-    return [Recommendation(f"--num_workers {more}", wait, text)]
+    if wait >= NOTABLE * step:
+        now = run["options"].get("num_workers", -1)
+        more = 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2
+        what = "the GPU waits for data during" if on_gpu else "waiting for data takes"
+        before = f"with --num_workers {now}" if now >= 0 else "with the default --num_workers"
+        text = (
+            f"{what} {_of(wait, step)} {before}. --num_workers {more} prepares more batches at once and saves up to {ms(wait)}."
+        )
+        yield Recommendation(f"--num_workers {more}", wait, text)
+    kinds = overall["copies"]["kinds"] if on_gpu else {}
+    pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
+    if run["options"].get("pin_memory") == "off":
+        text = (
+            f"copies from pageable memory to the GPU take {_of(pageable, step)}. --pin_memory on saves up to {ms(pageable / 2)}."
+        )
+        yield Recommendation("--pin_memory on", pageable / 2, text)
 
 
-def _host(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
-    """Return what helps if the GPU waits for the host to launch kernels."""
-    step, options, found = overall["step_seconds"], run["options"], []
-    other = overall["parts"]["other"]
-    if overall["kind"] == "cpu" or overall["idle"]["during"]["other"] >= NOTABLE * step:
-        every = options.get("log_every", 10)
-        other = other if overall["kind"] == "cpu" else min(other, overall["idle"]["during"]["other"])
-        if other >= NOTABLE * step and every < 10:
-            saves = other * (1 - every / 10)
-            text = f"logging and hooks take {_of(other, step)} with --log_every {every}. --log_every 10 saves up to {ms(saves)}."
-            found.append(Recommendation("--log_every 10", saves, text))
-    late = overall["idle"]["host_late"] if overall["kind"] == "gpu" else 0.0
+def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
+    """Yield what helps if the GPU waits for the host to launch kernels, or if logging takes long."""
+    step, options, on_gpu = overall["step_seconds"], run["options"], overall["kind"] == "gpu"
+    every, other = options.get("log_every", 10), overall["parts"]["other"]
+    other = min(other, overall["idle"]["during"]["other"]) if on_gpu else other
+    if other >= NOTABLE * step and every < 10:
+        saves = other * (1 - every / 10)
+        text = f"logging and hooks take {_of(other, step)} with --log_every {every}. --log_every 10 saves up to {ms(saves)}."
+        yield Recommendation("--log_every 10", saves, text)
+    late = overall["idle"]["host_late"] if on_gpu else 0.0
     if late < NOTABLE * step:
-        return found
+        return
     why = f"the GPU waits for the host to launch kernels during {_of(late, step)}"
     if not run.get("compiled") and options.get("compile") != "on":
         text = f"{why}. --compile on fuses kernels, so the host launches fewer, and saves up to {ms(late)}."
-        found.append(Recommendation("--compile on", late, text))
+        yield Recommendation("--compile on", late, text)
     micro, count = run["micro_batch_size"], run["accumulation"]
     if count % 2 == 0 and options.get("micro_batch_size") != "auto":
         text = (
             f"{why}, with {count} micro-batches of {micro} per step. --micro_batch_size {2 * micro} launches half as many kernels, "
             f"which are larger, and saves up to {ms(late / 2)}. It needs more memory."
         )
-        found.append(Recommendation(f"--micro_batch_size {2 * micro}", late / 2, text))
+        yield Recommendation(f"--micro_batch_size {2 * micro}", late / 2, text)
     elif count == 1:
         batch = options.get("global_batch_size", 0)
         text = (
@@ -214,12 +213,11 @@ def _host(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
             f"twice as many items with the same number of kernels and saves up to {ms(late / 2)} per {batch} items. It changes what "
             "is learned, so --lr may need a change."
         )
-        found.append(Recommendation(f"--global_batch_size {2 * batch}", late / 2, text))
-    return found
+        yield Recommendation(f"--global_batch_size {2 * batch}", late / 2, text)
 
 
-def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> list[Recommendation]:
-    step, options, found = overall["step_seconds"], run["options"], []
+def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> Iterator[Recommendation]:
+    step, options = overall["step_seconds"], run["options"]
     if overall["kind"] == "gpu" and run["precision"] == "no":
         products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
         if products >= 0.2 * step:
@@ -227,38 +225,24 @@ def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[
                 f"matrix products in float32 take {_of(products, step)}. --mixed_precision bf16 needs about half of that and saves up "
                 f"to {ms(products / 2)}. It changes what is learned by rounding."
             )
-            found.append(Recommendation("--mixed_precision bf16", products / 2, text))
+            yield Recommendation("--mixed_precision bf16", products / 2, text)
     if options.get("padding_free") == "off" and overall["computation"] >= 0.3 * step:
         text = (
             f"computation takes {_of(overall['computation'], step)} with --padding_free off. --padding_free auto does not compute on "
             f"padding. A batch of texts that is half padding would save {ms(overall['computation'] / 2)}."
         )
-        found.append(Recommendation("--padding_free auto", overall["computation"] / 4, text))
+        yield Recommendation("--padding_free auto", overall["computation"] / 4, text)
     forward = overall["breakdown"]["forward"]
     if options.get("gradient_checkpointing") and forward >= NOTABLE * step:
         text = (
             f"--gradient_checkpointing computes the forward pass twice, which takes {_of(forward, step)}. --no_gradient_checkpointing "
             f"saves up to {ms(forward)}. It needs more memory."
         )
-        found.append(Recommendation("--no_gradient_checkpointing", forward, text))
-    return found
-
-
-def _copies(run: dict[str, Any], overall: dict[str, Any]) -> list[Recommendation]:
-    step = overall["step_seconds"]
-    pageable = sum(
-        kind["seconds"] for name, kind in (overall["copies"] or {"kinds": {}})["kinds"].items() if "HtoD (Pageable" in name
-    )
-    if run["options"].get("pin_memory") != "off" or pageable < 0.02 * step:
-        return []
-    text = f"copies from pageable memory to the GPU take {_of(pageable, step)}. --pin_memory on saves up to {ms(pageable / 2)}."
-    return [Recommendation("--pin_memory on", pageable / 2, text)]
-
-
-# ---- files
+        yield Recommendation("--no_gradient_checkpointing", forward, text)
 
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
+    """Write summary.json and summary.txt."""
     (folder / traces.SUMMARY_TEXT).write_text(text + "\n")
     replace_file(folder / traces.SUMMARY, json.dumps(summary, indent=1) + "\n")
 
@@ -281,16 +265,14 @@ def format_text(summary: dict[str, Any], run_folder: str) -> str:
         lines += ["", *_gaps(summary["ranks"])]
     for finding in summary["findings"]:
         lines += ["", finding]
-    lines += ["", *_recommendations(summary["recommendations"])]
-    folder = Path(run_folder) / traces.FOLDER
-    merged = folder / traces.MERGED
+    advice = [f"  {number}. {one['text']}" for number, one in enumerate(summary["recommendations"], 1)]
+    none = "recommendations: none. No part of a step that an option changes takes 5 % or more of it."
+    lines += ["", "recommendations, with the one that could save the most first" if advice else none, *advice]
+    merged = Path(run_folder) / traces.FOLDER / traces.MERGED
     accuracy = max(rank["clock"]["accuracy"] for rank in summary["ranks"]) / 1000
     clocks = f" Clocks of hosts are aligned to {accuracy:.3g} us." if accuracy else ""
-    lines += [
-        "",
-        f"Open {merged} in https://ui.perfetto.dev.{clocks} Print this again: accel-ddp profile {shlex.quote(run_folder)}",
-    ]
-    return "\n".join(lines)
+    end = f"Open {merged} in https://ui.perfetto.dev.{clocks} Print this again: accel-ddp profile {shlex.quote(run_folder)}"
+    return "\n".join([*lines, "", end])
 
 
 def _ms(seconds: float) -> str:
@@ -303,11 +285,10 @@ def _row(name: str, seconds: float, step: float, more: str = "") -> str:
 
 def _parts(overall: dict[str, Any]) -> list[str]:
     step, parts = overall["step_seconds"], overall["parts"]
-    covered = overall["overlapped"] / overall["communication"] if overall["communication"] else 0.0
-    more = f"{covered:.0%} of it overlaps with computation" if overall["communication"] else ""
+    total = overall["communication"]
+    more = f"{overall['overlapped'] / total:.0%} of it overlaps with computation" if total else ""
     lines = ["per step, mean of the ranks", _row("computation", overall["computation"], step)]
-    lines.append(_row("communication", overall["communication"], step, more))
-    lines.append(_row("exposed communication", overall["exposed"], step))
+    lines += [_row("communication", total, step, more), _row("exposed communication", overall["exposed"], step)]
     if overall["kind"] == "gpu":
         idle = overall["idle"]
         lines += [
@@ -322,14 +303,13 @@ def _parts(overall: dict[str, Any]) -> list[str]:
 
 
 def _table_of_ranks(ranks: list[dict[str, Any]], kind: str) -> list[str]:
-    width = max(len(f"{rank['rank']} ({rank['host']})") for rank in ranks)
+    names = [f"{rank['rank']} ({rank['host']})" for rank in ranks]
+    width = max(map(len, names))
     heads = ["step", "computation", "communication", "exposed", "data", *(["idle"] if kind == "gpu" else [])]
     lines = [f"{'rank':<{width}}" + "".join(f"{head:>15}" for head in heads) + "   (ms)"]
-    for rank in ranks:
-        data = rank["idle"]["during"]["data"] if kind == "gpu" else rank["parts"]["data"]
-        values = [rank["step_seconds"], rank["computation"], rank["communication"], rank["exposed"], data]
-        values += [rank["idle"]["seconds"]] if kind == "gpu" else []
-        name = f"{rank['rank']} ({rank['host']})"
+    for name, rank in zip(names, ranks):
+        values = [rank[field] for field in ("step_seconds", "computation", "communication", "exposed")]
+        values += [rank["idle"]["during"]["data"], rank["idle"]["seconds"]] if kind == "gpu" else [rank["parts"]["data"]]
         lines.append(f"{name:<{width}}" + "".join(f"{value * 1000:>15.2f}" for value in values))
     return lines
 
@@ -339,8 +319,7 @@ def _operations(operations: list[dict[str, Any]], kind: str) -> list[str]:
     lines = [f"{title:<60}{'ms per step':>12}{'share':>8}{'count':>8}"]
     for one in operations[:10]:
         count = f"{one['count']:,.0f}" if one["count"] >= 10 else f"{one['count']:.3g}"
-        name = one["name"] if len(one["name"]) <= 58 else one["name"][:55] + "..."
-        lines.append(f"{name:<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{count:>8}")
+        lines.append(f"{shorten(one['name'], 58):<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{count:>8}")
     return lines
 
 
@@ -351,13 +330,6 @@ def _gaps(ranks: list[dict[str, Any]]) -> list[str]:
         doing = f", in {gap['host']}" if gap["host"] else ""
         lines.append(f"  {_ms(gap['seconds'])} on rank {rank['rank']} ({rank['host']}): the host was in {gap['part']}{doing}")
     return lines
-
-
-def _recommendations(recommendations: list[dict[str, Any]]) -> list[str]:
-    if not recommendations:
-        return ["recommendations: none. No part of a step that an option changes takes 5 % or more of it."]
-    lines = ["recommendations, with the one that could save the most first"]
-    return lines + [f"  {number}. {one['text']}" for number, one in enumerate(recommendations, 1)]
 
 
 # ---- the command `accel-ddp profile RUN`
@@ -386,13 +358,11 @@ def main(words: list[str]) -> int:
 
 def read_summary(folder: Path, run: Path) -> dict[str, Any]:
     """Return the content of summary.json. Raise UserError if there is none."""
-    path = folder / traces.SUMMARY
+    path, hint = folder / traces.SUMMARY, "Type the folder of a run, for example: accel-ddp profile runs/my_run"
     if not run.is_dir():
-        raise UserError(f"{run}: there is no such folder. Type the folder of a run, for example: accel-ddp profile runs/my_run")
+        raise UserError(f"{run}: there is no such folder. {hint}")
     if not path.is_file() and not (run / run_log.FILE).is_file():
-        raise UserError(
-            f"{run} is not a run: it has no {run_log.FILE}. Type the folder of a run, for example: accel-ddp profile runs/my_run"
-        )
+        raise UserError(f"{run} is not a run: it has no {run_log.FILE}. {hint}")
     if not path.is_file():
         raise UserError(
             f"{run} has no profile. Record one: add --profile to the command of the run. A run that is complete can be continued for "

@@ -14,7 +14,6 @@ from rich.segment import Segment
 from rich.text import Text
 
 from accel_ddp import phases
-from accel_ddp.config import option_values
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -46,8 +45,9 @@ class Progress(Hook):
         if state := self.state:
             state.first_step, state.began, state.numbers = step, self.began, None
             state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
-            state.evaluations, state.metric = self.evaluations, _metric_of(self.cfg)
-            state.total_steps = total_steps
+            state.evaluations, state.total_steps = self.evaluations, total_steps
+            with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
+                state.metric = self.cfg.best()
 
     def on_warm_up(self, step, seconds):
         print(f"warm-up: {seconds:.1f} s")
@@ -88,12 +88,6 @@ class Progress(Hook):
         self.began = time.monotonic()  # the remaining time is estimated from steps alone
         if state := self.state:
             state.began = self.began
-
-
-def _metric_of(cfg: TrainConfig) -> option_values.BestMetric | None:
-    with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
-        return cfg.best()
-    return None
 
 
 WIDEST = 110  # columns; a wider panel is harder to read
@@ -254,12 +248,8 @@ def _time_items(splits: Sequence[Split]) -> Iterator[Text]:
     """Yield how an average rank spends a step."""
     mean = Split(*(sum(values) / len(splits) for values in zip(*splits)))
     seconds = max(sum(mean), 1e-9)
-    parts = {
-        "data": mean.data,
-        "compute": mean.forward + mean.backward + mean.optimizer,
-        "communication": mean.communication,
-        "other": mean.other,
-    }
+    compute = mean.forward + mean.backward + mean.optimizer
+    parts = {"data": mean.data, "compute": compute, "communication": mean.communication, "other": mean.other}
     yield _item("time per step", f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms")
     yield from (_item(name, f"{value / seconds:.0%}") for name, value in parts.items())
 

@@ -1,6 +1,7 @@
 """Records the steps that `--profile` selects, and brings the traces of all ranks to the main rank."""
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -10,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
-from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe import profile_summary, traces
-from accel_ddp.observe.traces import WAIT, Clock, analyse, name_of_step
-from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split, Timing
+from accel_ddp.observe.traces import WAIT, Clock, analyse
+from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.training.hook import Hook
@@ -39,31 +39,28 @@ def kernel_id() -> str:
         return this_rank.host
 
 
-def measure_clock(
-    ranks: list[int], now: Callable[[], int] | None = None, clock_id: str | None = None, round_trips: int = ROUND_TRIPS
-) -> Clock:
+def measure_clock(ranks: list[int]) -> Clock:
     """Return how the clock of this rank differs from that of rank 0. This is a collective of all ranks.
 
     Each of `ranks` in turn asks rank 0 for its time. The reply belongs to the middle of the round trip, and the fastest of several
     round trips has the smallest error, which is at most half of its duration. Ranks on the host of rank 0 have its clock.
     """
-    now = now or time.time_ns
-    ids = gather_everywhere(kernel_id() if clock_id is None else clock_id)
+    ids = gather_everywhere(kernel_id())
     best = Clock()
     for rank in ranks:
         if ids[rank] == ids[0]:
             continue
         message = torch.zeros(1, dtype=torch.int64)
-        for trip in range(round_trips):
+        for trip in range(ROUND_TRIPS):
             if this_rank.is_main:
                 dist.recv(message, rank, group=links.slow_group)
-                message[0] = now()
+                message[0] = time.time_ns()
                 dist.send(message, rank, group=links.slow_group)
             elif this_rank.rank == rank:
-                sent = now()
+                sent = time.time_ns()
                 dist.send(message, 0, group=links.slow_group)
                 dist.recv(message, 0, group=links.slow_group)
-                received = now()
+                received = time.time_ns()
                 found = Clock(int(message) - (sent + received) / 2, (received - sent) / 2)
                 best = found if not trip or found.accuracy < best.accuracy else best
     return best
@@ -85,16 +82,13 @@ def collect_files(ranks: list[int], sizes: dict[int, list[int]], mine: list[Path
     To be called by all ranks. On the main rank, `sizes` has the sizes of the files of each rank, and `targets` the paths to write.
     If the main rank cannot write a file, it receives the rest all the same, because the other rank sends it.
     """
-    problems = []
+    problems: list[str] = []
     for rank in ranks:
-        if rank == 0 or this_rank.rank not in (0, rank):
-            continue
-        if this_rank.rank == rank:
+        if 0 < rank == this_rank.rank:
             for path in mine:
                 _send(path)
-        else:
-            for size, path in zip(sizes[rank], targets[rank]):
-                problems.append(_receive(rank, size, path))
+        elif rank > 0 and this_rank.is_main:
+            problems += [_receive(rank, size, path) for size, path in zip(sizes[rank], targets[rank])]
     return [problem for problem in problems if problem]
 
 
@@ -115,29 +109,26 @@ def _send(path: Path) -> None:
 
 
 def _receive(rank: int, size: int, path: Path) -> str:
-    problem = ""
-    file: IO[bytes] | None = None
-    try:
-        file = path.open("wb")
-    except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror}"
+    problems: list[str] = []
+
+    def attempt(action: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except OSError as error:
+            problems.append(f"{path} cannot be written: {error.strerror}")
+
+    file = attempt(path.open, "wb")
     for at in range(0, size, CHUNK):
         chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
         dist.recv(chunk, rank, group=links.slow_group)
         phases.HERE.beat()
-        if file is not None and not problem:
-            try:
-                file.write(chunk.numpy())
-            except OSError as error:
-                problem = f"{path} cannot be written: {error.strerror}"
+        if not problems:
+            attempt(file.write, chunk.numpy())
     status = torch.zeros(1, dtype=torch.int64)
     dist.recv(status, rank, group=links.slow_group)
     if file is not None:
-        try:
-            file.close()
-        except OSError as error:
-            problem = problem or f"{path} cannot be written: {error.strerror}"
-    return problem or ("" if status.item() else f"rank {rank} could not read its trace")
+        attempt(file.close)
+    return problems[0] if problems else "" if status.item() else f"rank {rank} could not read its trace"
 
 
 BEFORE = 100_000_000  # nanoseconds from the start of the merged trace to its first step; viewers reject negative times
@@ -157,7 +148,7 @@ class Ranges:
         self.phase: Any = None
 
     def begin_step(self, step: int) -> None:
-        self.step = _open(name_of_step(step))
+        self.step = _open(f"step {step}")
         self.phase = _open(NAMES[phases.HERE.phase])
         phases.HERE.listeners.append(self)
 
@@ -196,12 +187,6 @@ def start_recorder(run: Any, model: dict[str, Any]) -> "Recorder | None":
     return Recorder(run, window, has_warm_up, model)
 
 
-def profiled_ranks(cfg: TrainConfig) -> list[int]:
-    """Return the ranks of `--profile_ranks`. Raise UserError on every rank if one of them does not exist."""
-    firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
-    return choose_ranks(cfg.profile_ranks, this_rank.num_ranks, firsts)
-
-
 class Recorder(Hook):
     """Records a window of steps. Every rank has one, because the traces are collected by all ranks together.
 
@@ -212,8 +197,10 @@ class Recorder(Hook):
         """`run` has the attributes `accelerator`, `cfg`, `times` and `is_stopping`, and `read_numbers`, which waits for the GPU."""
         self.run, self.cfg, self.times, self.window, self.model = run, run.cfg, run.times, window, model
         self.on_gpu = run.accelerator.device.type == "cuda"
+        self.synchronize: Callable[[], None] = torch.cuda.synchronize if self.on_gpu else lambda: None
         self.precision = run.accelerator.mixed_precision
-        self.ranks = profiled_ranks(self.cfg)
+        firsts = [sum(count for _, count in links.nodes[:node]) for node in range(len(links.nodes))]
+        self.ranks = choose_ranks(self.cfg.profile_ranks, this_rank.num_ranks, firsts)
         self.records = this_rank.rank in self.ranks
         self.starts_at = window.first - has_warm_up
         self.profiler: profile | None = None
@@ -228,7 +215,7 @@ class Recorder(Hook):
             if step == self.starts_at:
                 self._start()
             if step == self.window.first:
-                self._synchronize()  # what the GPU still computes does not belong to the window
+                self.synchronize()  # what the GPU still computes does not belong to the window
             if self.profiler is not None and step > self.starts_at:
                 self.advance()
             if step == self.window.first:
@@ -289,13 +276,9 @@ class Recorder(Hook):
                 self.profiler, self.advance = profiler, profiler.step  # the latter begins the recording, and each step of it
         broadcast_object(None, what="start torch.profiler")
 
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
     def _finish(self, step: int) -> None:
         """Store the traces and the summary. Training continues if that is not possible."""
-        self._synchronize()
+        self.synchronize()
         self.ranges.end_step()
         timing = self.times.settle(step)
         profiler, self.profiler = self.profiler, None
@@ -314,17 +297,15 @@ class Recorder(Hook):
                 if profiler is not None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_ddp_profile_")))
                     analysis, files = self._export(profiler, folder, clock, zero)
-                    mine |= analysis | {"breakdown": self._breakdown(timing), "clock": clock._asdict()}
+                    # The seconds per step that log.jsonl has for the same steps, for a comparison.
+                    of_step = lambda part: (getattr(timing, part) - getattr(self.timing, part)) / (step - self.window.first + 1)
+                    breakdown = {part: round(of_step(part), 9) for part in Split._fields}
+                    mine |= analysis | {"breakdown": breakdown, "clock": clock._asdict()}
             except Exception as error:  # a full disk, or a trace of another version of torch; the other ranks wait below
                 self.problem = f"{type(error).__name__}: {error}"
             everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
             self._store(everyone, files)
             broadcast_object(None, what="store the profile")
-
-    def _breakdown(self, timing: Timing) -> dict[str, float]:
-        """Return the seconds per step that log.jsonl has for the same steps, for a comparison."""
-        count = self.window.last - self.window.first + 1
-        return {part: round((getattr(timing, part) - getattr(self.timing, part)) / count, 9) for part in Split._fields}
 
     def _export(self, profiler: profile, folder: Path, clock: traces.Clock, zero: float) -> tuple[dict[str, Any], list[Path]]:
         """Write the trace of this rank and its part of the merged trace. Return its analysis and both paths."""
@@ -332,8 +313,8 @@ class Recorder(Hook):
         profiler.export_chrome_trace(str(plain))
         trace = traces.read_trace(plain)
         plain.unlink()
-        traces.write_trace(own, trace)
-        traces.write_fragment(fragment, traces.align(trace, traces.Place(this_rank.rank, this_rank.host), clock, zero))
+        traces.write_text(own, json.dumps(trace, separators=(",", ":")))
+        traces.write_fragment(fragment, traces.align(trace, this_rank.rank, this_rank.host, clock, zero))
         analysis = analyse(trace)
         if self.on_gpu and analysis["kind"] != "gpu":
             raise RuntimeError("torch.profiler has recorded no kernel. Another profiler (nsys, DCGM) may use the GPU's counters")
@@ -347,9 +328,8 @@ class Recorder(Hook):
         problems, targets = [], {}
         recorded = [one for one in everyone or [] if one["sizes"]]
         if everyone:
-            targets = {
-                one["rank"]: [folder / traces.file_of(one["rank"]), folder / f".fragment_{one['rank']}"] for one in recorded
-            }
+            names = lambda rank: [folder / traces.file_of(rank), folder / f".fragment_{rank}"]
+            targets = {one["rank"]: names(one["rank"]) for one in recorded}
             problems = [f"rank {one['rank']} ({one['host']}): {one['problem']}" for one in everyone if one["problem"]]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -389,10 +369,7 @@ class Recorder(Hook):
         # The text is printed first: a full disk does not prevent it.
         text = profile_summary.format_text(made, self.cfg.output_dir)
         print(text, flush=True)
-        clocks = {
-            f"rank {one['rank']}": {"offset_us": one["clock"]["offset"] / 1000, "accuracy_us": one["clock"]["accuracy"] / 1000}
-            for one in recorded
-        }
+        clocks = {f"rank {one['rank']}": {f"{name}_us": one["clock"][name] / 1000 for name in Clock._fields} for one in recorded}
         worst = max(one["clock"]["accuracy"] for one in recorded) / 1000
         metadata = {"clocks": clocks, "clock_accuracy_us": worst, "steps": str(self.window)}
         profile_summary.write(folder, made, text)

@@ -39,10 +39,6 @@ def file_of(rank: int | str) -> str:
     return f"rank_{rank}.json.gz"
 
 
-def name_of_step(step: int) -> str:
-    return f"step {step}"
-
-
 def is_step(name: str) -> bool:
     return name.startswith("step ") and name[5:].isdigit()
 
@@ -52,13 +48,6 @@ class Clock(NamedTuple):
 
     offset: float = 0.0  # nanoseconds to add
     accuracy: float = 0.0  # nanoseconds; the true offset is at most this far away
-
-
-class Place(NamedTuple):
-    """The rank that a trace belongs to."""
-
-    rank: int
-    host: str
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -74,12 +63,12 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
+def write_text(path: Path, text: str) -> None:
     with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(json.dumps(trace, separators=(",", ":")))
+        file.write(text)
 
 
-def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> list[dict[str, Any]]:
+def align(trace: dict[str, Any], rank: int, host: str, clock: Clock, zero: float) -> list[dict[str, Any]]:
     """Return the events of a rank for the merged trace: on the clock of rank 0, as one process of their own.
 
     `zero` is the time in nanoseconds that becomes 0. The streams of a GPU become threads of the rank's process, below its own.
@@ -102,29 +91,22 @@ def align(trace: dict[str, Any], place: Place, clock: Clock, zero: float) -> lis
         is_main = event.get("cat") == "user_annotation" and is_step(event["name"])
         where = 0 if is_main else 2 if event.get("cat") in DEVICE_KINDS else 1
         order[number] = where if number not in order else min(order[number], where)
-        copy = {**event, "ts": round(event["ts"] + shift, 3), "pid": place.rank, "tid": number}
+        copy = {**event, "ts": round(event["ts"] + shift, 3), "pid": rank, "tid": number}
         if kind != "X":
-            copy["id"] = int(event.get("id", 0)) % _FLOW_IDS + place.rank * _FLOW_IDS
+            copy["id"] = int(event.get("id", 0)) % _FLOW_IDS + rank * _FLOW_IDS
         found.append(copy)
-    header = [
-        _metadata(place.rank, 0, "process_name", name=f"rank {place.rank} ({place.host})"),
-        _metadata(place.rank, 0, "process_sort_index", sort_index=place.rank),
-    ]
+    described = [(0, "process_name", {"name": f"rank {rank} ({host})"}), (0, "process_sort_index", {"sort_index": rank})]
     for key, number in threads.items():
         if name := names.get(key):
-            header.append(_metadata(place.rank, number, "thread_name", name=name))
-        header.append(_metadata(place.rank, number, "thread_sort_index", sort_index=order[number] * 1000 + number))
+            described.append((number, "thread_name", {"name": name}))
+        described.append((number, "thread_sort_index", {"sort_index": order[number] * 1000 + number}))
+    header = [{"ph": "M", "name": kind, "pid": rank, "tid": number, "args": values} for number, kind, values in described]
     return header + found
-
-
-def _metadata(pid: int, tid: int, kind: str, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
 def write_fragment(path: Path, events: list[dict[str, Any]]) -> None:
     """Write the events of a rank without brackets, so that the main rank can join fragments without parsing them."""
-    with gzip.open(path, "wt", compresslevel=_LEVEL) as file:
-        file.write(json.dumps(events, separators=(",", ":"))[1:-1])
+    write_text(path, json.dumps(events, separators=(",", ":"))[1:-1])
 
 
 def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]) -> None:
@@ -145,10 +127,6 @@ def join_fragments(target: Path, fragments: list[Path], metadata: dict[str, Any]
 Intervals = NDArray[np.float64]  # [n, 2], the start and the end of each
 
 
-def intervals(pairs: Iterable[tuple[float, float]]) -> Intervals:
-    return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
-
-
 def clip(given: Intervals, first: float, last: float) -> Intervals:
     """Return the parts of the intervals between `first` and `last`."""
     inside = np.clip(given, first, last)
@@ -157,7 +135,7 @@ def clip(given: Intervals, first: float, last: float) -> Intervals:
 
 def union(*given: Intervals) -> Intervals:
     """Return intervals that do not touch each other, in order, which cover the same time."""
-    every = np.concatenate(given) if given else intervals([])
+    every = np.concatenate(given)
     every = every[every[:, 1] > every[:, 0]]
     if not len(every):
         return every
@@ -219,13 +197,18 @@ def analyse(trace: dict[str, Any]) -> dict[str, Any]:
     first, last = steps[0].start, steps[-1].end
     window = _Window(first, last, len(steps), steps[0].thread)
     inside = [e for e in events if e.end > first and e.start < last]
-    phases = _phases(inside, window)
-    parts = _parts(phases, window)
-    device = [e for e in inside if e.kind in _DEVICE]
+    ranges: dict[str, list[Event]] = defaultdict(list)  # of the training thread
+    for event in inside:
+        if event.kind == "user_annotation" and event.thread == window.thread:
+            ranges[event.name].append(event)
+    phases = {name: window.spans(ranges[name]) for name in (*PARTS, WAIT)}
+    # The time of the training thread in each part of a step, without waits for other ranks.
+    spent = {name: outside(phases[name], phases[WAIT]) for name in PARTS}
+    spent["other"] = (last - first) - sum(spent.values()) - length(phases[WAIT])
+    parts = {name: window.per_step(max(0.0, value)) for name, value in spent.items()}
     found = {"step_seconds": window.per_step(last - first), "steps": len(steps)}
     found["step_seconds_each"] = [_seconds(step.end - step.start) for step in steps]
-    found |= _of_gpu(inside, device, phases, parts, window) if device else _of_cpu(inside, phases[WAIT], parts, window)
-    return found
+    return found | _numbers(inside, phases, parts, window)
 
 
 class _Window(NamedTuple):
@@ -238,30 +221,12 @@ class _Window(NamedTuple):
         return round(microseconds / 1e6 / self.num_steps, 9)
 
     def spans(self, events: Iterable[Event]) -> Intervals:
-        return clip(intervals((e.start, e.end) for e in events), self.first, self.last)
-
-    def share(self, microseconds: float) -> float:
-        return round(microseconds / (self.last - self.first), 5)
+        pairs = np.array([(e.start, e.end) for e in events], dtype=np.float64).reshape(-1, 2)
+        return clip(pairs, self.first, self.last)
 
 
 def _seconds(microseconds: float) -> float:
     return round(microseconds / 1e6, 9)
-
-
-def _phases(inside: list[Event], window: _Window) -> dict[str, Intervals]:
-    """Return when the training thread was in each part of a step, and when it waited for other ranks."""
-    found: dict[str, list[Event]] = defaultdict(list)
-    for event in inside:
-        if event.kind == "user_annotation" and event.thread == window.thread:
-            found[event.name].append(event)
-    return {name: window.spans(found[name]) for name in (*PARTS, WAIT)}
-
-
-def _parts(phases: dict[str, Intervals], window: _Window) -> dict[str, float]:
-    """Return the time of the training thread in each part of a step, without waits for other ranks."""
-    parts = {name: outside(phases[name], phases[WAIT]) for name in PARTS}
-    parts["other"] = (window.last - window.first) - sum(parts.values()) - length(phases[WAIT])
-    return {name: window.per_step(max(0.0, value)) for name, value in parts.items()}
 
 
 def is_communication(event: Event) -> bool:
@@ -272,29 +237,35 @@ def is_communication(event: Event) -> bool:
     return event.kind == "user_annotation" and name.startswith("gloo:")
 
 
-# ---- GPU
-
-
-def _of_gpu(
-    inside: list[Event], device: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window
-) -> dict[str, Any]:
-    collectives = [e for e in device if is_communication(e)]
-    copies = [e for e in device if e.kind == "gpu_memcpy"]
-    compute = [e for e in device if not is_communication(e) and e.kind != "gpu_memcpy"]
-    communication, computation = window.spans(collectives), window.spans(compute)
-    work = union(computation, window.spans(copies))
+def _numbers(inside: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window) -> dict[str, Any]:
+    """Return computation, communication and the largest operations: of the GPU, or of the training thread on a CPU."""
+    device, waits, idle, copies = [e for e in inside if e.kind in _DEVICE], phases[WAIT], None, None
+    collectives = [e for e in device or inside if is_communication(e)]
+    busy = window.spans(collectives)
+    if device:
+        copied = [e for e in device if e.kind == "gpu_memcpy"]
+        computed = window.spans(e for e in device if not is_communication(e) and e.kind != "gpu_memcpy")
+        work = union(computed, window.spans(copied))
+        computation = window.per_step(length(computed))
+        communication, overlapped, exposed = length(busy), overlap(busy, work), outside(busy, work)
+        idle, copies = _idle(inside, device, phases, window), _copies(copied, window)
+        operations = _largest(((e.name, e.end - e.start) for e in device), window)
+    else:
+        computation = round(parts["forward"] + parts["backward"] + parts["optimizer"], 9)
+        communication, overlapped, exposed = length(busy, waits), outside(busy, waits), length(waits)
+        operations = _largest(self_times([e for e in inside if e.kind == "cpu_op"]), window)
     return {
-        "kind": "gpu",
-        "computation": window.per_step(length(computation)),
-        "communication": window.per_step(length(communication)),
+        "kind": "gpu" if device else "cpu",
+        "computation": computation,
+        "communication": window.per_step(communication),
         "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
-        "overlapped": window.per_step(overlap(communication, work)),
-        "exposed": window.per_step(outside(communication, work)),
+        "overlapped": window.per_step(overlapped),
+        "exposed": window.per_step(exposed),
         "collectives": round(len(collectives) / window.num_steps, 2),
         "parts": parts,
-        "idle": _idle(inside, device, phases, window),
-        "copies": _copies(copies, window),
-        "operations": _largest(((e.name, e.end - e.start) for e in device), window),
+        "idle": idle,
+        "copies": copies,
+        "operations": operations,
     }
 
 
@@ -318,25 +289,20 @@ def _idle(inside: list[Event], device: list[Event], phases: dict[str, Intervals]
     during = {name: window.per_step(overlap(free, phases[name])) for name in PARTS}
     during["other"] = max(0.0, round(window.per_step(lengths.sum()) - sum(during.values()), 9))
     delays = [e.start - launched[c] for e in device if (c := e.arguments.get("correlation")) in launched and e.kind == "kernel"]
-    order = np.argsort(-lengths)[:3]
+    largest = []
+    for gap, seconds in ((free[i], lengths[i]) for i in np.argsort(-lengths)[:3]):
+        spent = {name: length(clip(phases[name], *gap)) for name in PARTS}  # by the host
+        spent["other"] = seconds - sum(spent.values())
+        part = max(spent, key=spent.__getitem__)
+        largest.append({"seconds": _seconds(seconds), "part": part, "host": _host_activity(inside, gap)})
     return {
         "seconds": window.per_step(lengths.sum()),
         "gaps": round(int((lengths >= SMALLEST_GAP).sum()) / window.num_steps, 2),
         "during": during,
         "host_late": window.per_step(overlap(late, late) - overlap(late, phases["data"])),
         "median_launch_delay": _seconds(float(np.median(delays))) if delays else None,
-        "largest": [
-            {"seconds": _seconds(lengths[i]), "part": _part_at(free[i], phases), "host": _host_activity(inside, free[i])}
-            for i in order
-        ],
+        "largest": largest,
     }
-
-
-def _part_at(gap: Any, phases: dict[str, Intervals]) -> str:
-    """Return the part of a step in which the host has spent most of a gap."""
-    spent = {name: length(clip(phases[name], *gap)) for name in PARTS}
-    spent["other"] = (gap[1] - gap[0]) - sum(spent.values())
-    return max(spent, key=lambda name: spent[name])
 
 
 def _host_activity(inside: list[Event], gap: Any) -> str:
@@ -352,42 +318,16 @@ def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
     kinds: dict[str, list[float]] = {}
     for event in copies:
         row = kinds.setdefault(event.name, [0.0, 0, 0])
-        row[0] += event.end - event.start
-        row[1] += 1
-        row[2] += event.arguments.get("bytes", 0)
-    return {
-        "seconds": window.per_step(length(window.spans(copies))),
-        "kinds": {
-            name: {
-                "seconds": window.per_step(total),
-                "count": round(count / window.num_steps, 2),
-                "bytes": int(size / window.num_steps),
-            }
-            for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
-        },
+        row[:] = row[0] + event.end - event.start, row[1] + 1, row[2] + event.arguments.get("bytes", 0)
+    described = {
+        name: {
+            "seconds": window.per_step(total),
+            "count": round(count / window.num_steps, 2),
+            "bytes": int(size / window.num_steps),
+        }
+        for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
     }
-
-
-# ---- CPU
-
-
-def _of_cpu(inside: list[Event], waits: Intervals, parts: dict[str, float], window: _Window) -> dict[str, Any]:
-    collectives = [e for e in inside if is_communication(e)]
-    busy = window.spans(collectives)
-    operations = [e for e in inside if e.kind == "cpu_op"]
-    return {
-        "kind": "cpu",
-        "computation": round(parts["forward"] + parts["backward"] + parts["optimizer"], 9),
-        "communication": window.per_step(length(busy, waits)),
-        "communication_sum": window.per_step(sum(e.end - e.start for e in collectives)),
-        "overlapped": window.per_step(outside(busy, waits)),
-        "exposed": window.per_step(length(waits)),
-        "collectives": round(len(collectives) / window.num_steps, 2),
-        "parts": parts,
-        "idle": None,
-        "copies": None,
-        "operations": _largest(self_times(operations), window),
-    }
+    return {"seconds": window.per_step(length(window.spans(copies))), "kinds": described}
 
 
 def self_times(operations: list[Event]) -> list[tuple[str, float]]:
@@ -416,12 +356,9 @@ def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[d
     for name, time in operations:
         totals[name] += time  # type: ignore[assignment]
         counts[name] += 1
+    share = lambda total: round(total / (window.last - window.first), 5)
+    count = lambda name: round(counts[name] / window.num_steps, 2)
     return [
-        {
-            "name": name,
-            "seconds": window.per_step(total),
-            "count": round(counts[name] / window.num_steps, 2),
-            "share": window.share(total),
-        }
+        {"name": name, "seconds": window.per_step(total), "count": count(name), "share": share(total)}
         for name, total in totals.most_common(TOP)
     ]

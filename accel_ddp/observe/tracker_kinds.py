@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, WandBTrack
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.redaction import redact
+from accel_ddp.text import shorten
 
 INIT_SECONDS = 30  # for the server of wandb; the default of wandb is 90
 FLUSH_SECONDS = 0.2  # between writes to the file of wandb; the default of wandb is 15
@@ -56,7 +58,20 @@ class Tracker:
         """Store values that describe the run as a whole, such as the best metric."""
         self.log(values, step)
 
-    def log_tables(self, tables: dict[str, Table], step: int) -> None: ...
+    def log_tables(self, tables: dict[str, Table], step: int) -> None:
+        """Show tables. Only some trackers can."""
+
+    def log_media(self, tables: dict[str, Table], step: int, **options: Any) -> None:
+        """Log tables, and confusion matrices as images, with the classes `Table` and `Image` of the package."""
+        package = import_module(self.name)
+        values: dict[str, Any] = {}
+        for name, table in tables.items():
+            if image := draw_matrix(table):
+                values[f"tables/{name}_image"] = package.Image(image, caption=table.title)
+            rows = as_rows(table)
+            values[f"tables/{name}"] = package.Table(columns=rows.columns, data=rows.rows, **options)
+        self.log(values, step)
+
     def log_model(self, folder: Path) -> None: ...
     def finish(self) -> None:
         if hasattr(self, "tracker"):
@@ -92,32 +107,22 @@ class Trackio(Tracker):
         return LOGGER_TYPE_TO_CLASS["trackio"](self.project, name=self.run_name, **more)
 
     def log_tables(self, tables: dict[str, Table], step: int) -> None:
-        trackio = import_module("trackio")
-        values: dict[str, Any] = {}
-        for name, table in tables.items():
-            if image := draw_matrix(table):
-                values[f"tables/{name}_image"] = trackio.Image(image, caption=table.title)
-            rows = as_rows(table)
-            values[f"tables/{name}"] = trackio.Table(columns=rows.columns, data=rows.rows)
-        self.log(values, step)
+        self.log_media(tables, step)
 
 
 class MLflow(Tracker):
     """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so a resumed run continues the same run."""
 
     def make(self, step: int) -> GeneralTracker:
-        known = _read(self._id_file) if self.cfg.resume else ""
+        self.id_file = Path(self.cfg.output_dir, "mlflow_id.txt")
+        known = _read(self.id_file) if self.cfg.resume else ""
         tags = {**({"group": self.group} if self.group else {}), **dict.fromkeys(self.tags, "true")}
         more = {"run_id": known} if known else {}
         return LOGGER_TYPE_TO_CLASS["mlflow"](self.project, run_name=self.run_name, tags=tags, **more)
 
-    @property
-    def _id_file(self) -> Path:
-        return Path(self.cfg.output_dir, "mlflow_id.txt")
-
     def store_config(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            self._id_file.write_text(self.tracker.tracker.info.run_id + "\n")
+            self.id_file.write_text(self.tracker.tracker.info.run_id + "\n")
         versions = {f"versions.{name}": version for name, version in facts.get("versions", {}).items()}
         # MLflow refuses to change a parameter of a run, as a resumed run does with --resume.
         with contextlib.suppress(Exception) if self.cfg.resume else contextlib.nullcontext():
@@ -150,17 +155,20 @@ class _WandbRun(WandBTracker):
 
 
 class Wandb(Tracker):
-    def __init__(self, name: str, cfg: TrainConfig, folder: str, run_id: str):
+    """Its run id is stored in OUTPUT_DIR/wandb_id.txt, so a run that is resumed or restarted continues the same run."""
+
+    def __init__(self, name: str, cfg: TrainConfig, folder: str):
         super().__init__(name, cfg, folder)
-        self.run_id = run_id
+        path = Path(cfg.output_dir, "wandb_id.txt")
+        self.run_id = os.environ.get("WANDB_RUN_ID") or (_read(path) if cfg.resume else "") or secrets.token_hex(4)
+        with contextlib.suppress(OSError):
+            path.write_text(self.run_id + "\n")
 
     def start(self, config: dict[str, Any], facts: dict[str, Any], step: int, trackers: list[Any]) -> None:
         mode = {} if can_log_in() else {"mode": "offline"}
+        later = f"The run is written to {self.cfg.output_dir}/wandb. {self.how_to_upload_later()}"
         if mode:
-            print(
-                f"wandb has no API key. The run is written to {self.cfg.output_dir}/wandb. {self.how_to_upload_later()}",
-                flush=True,
-            )
+            print(f"wandb has no API key. {later}", flush=True)
         try:
             self._open(**mode)
         except Exception as error:  # no network, a wrong key, a server that does not answer
@@ -169,12 +177,7 @@ class Wandb(Tracker):
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             import_module("wandb").teardown()  # the service of wandb does not open a run id twice
             self._open(mode="offline")
-            print(
-                f"wandb cannot log to its server: {reason}. The run is written to {self.cfg.output_dir}/wandb. "
-                f"{self.how_to_upload_later()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"wandb cannot log to its server: {reason}. {later}", file=sys.stderr, flush=True)
         run = self.tracker.tracker
         if not run.settings._offline and run.url:
             print(f"wandb: {run.url}", flush=True)
@@ -205,14 +208,7 @@ class Wandb(Tracker):
         self.tracker.tracker.summary.update(values)
 
     def log_tables(self, tables: dict[str, Table], step: int) -> None:
-        wandb = import_module("wandb")
-        values: dict[str, Any] = {}
-        for name, table in tables.items():
-            if image := draw_matrix(table):
-                values[f"tables/{name}_image"] = wandb.Image(image, caption=table.title)
-            rows = as_rows(table)
-            values[f"tables/{name}"] = wandb.Table(columns=rows.columns, data=rows.rows, allow_mixed_types=True)
-        self.log(values, step)
+        self.log_media(tables, step, allow_mixed_types=True)
 
     def log_model(self, folder: Path) -> None:
         wandb = import_module("wandb")
@@ -224,17 +220,15 @@ class Wandb(Tracker):
         return f"Upload it later with: wandb sync {self.cfg.output_dir}/wandb/*run-*-{self.run_id}"
 
 
-def make_tracker(name: str, cfg: TrainConfig, folder: str, wandb_id: str) -> Tracker:
+def make_tracker(name: str, cfg: TrainConfig, folder: str) -> Tracker:
     """Return the tracker of a name in `--report_to`. Trackers that write files write into `folder`."""
-    if name == "wandb":
-        return Wandb(name, cfg, folder, wandb_id)
-    kinds: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": MLflow}
+    kinds: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "mlflow": MLflow, "wandb": Wandb}
     return kinds.get(name, Tracker)(name, cfg, folder)
 
 
 def can_log_in() -> bool:
     """Return whether wandb has a key or is told what to do without one. Otherwise it would ask for a key in the terminal."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     text = _read(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
@@ -304,14 +298,10 @@ def draw_matrix(table: Table) -> Any:
             color = "white" if shares[line, column] > 0.5 else "black"
             draw.text((margin + (column + 0.5) * cell, margin + (line + 0.5) * cell), f"{count:g}", color, font, anchor="mm")
     for line, row in enumerate(table.rows if has_labels else ()):
-        draw.text((margin - 6, margin + (line + 0.5) * cell), _short(row[0]), "black", font, anchor="rm")
+        draw.text((margin - 6, margin + (line + 0.5) * cell), shorten(str(row[0]), 16, "…"), "black", font, anchor="rm")
     image = image.transpose(Image.Transpose.ROTATE_270)  # what is drawn now is read from below in the end
     draw = ImageDraw.Draw(image)
     draw.text((height + 10, 4), "true class", "black", caption, anchor="ra")
     for column, name in enumerate(table.columns[1:] if has_labels else ()):
-        draw.text((height + 16, margin + (column + 0.5) * cell), _short(name), "black", font, anchor="lm")
+        draw.text((height + 16, margin + (column + 0.5) * cell), shorten(str(name), 16, "…"), "black", font, anchor="lm")
     return image.transpose(Image.Transpose.ROTATE_90)
-
-
-def _short(name: Any) -> str:
-    return str(name) if len(str(name)) <= 16 else f"{str(name)[:15]}…"

@@ -5,17 +5,14 @@ for trackers only at its end, for a limited time. `row_of_update` states which n
 """
 
 import atexit
-import contextlib
 import math
 import os
-import secrets
 import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -172,12 +169,11 @@ class Trackers(Hook):
         self.is_closed = False
         names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
         folder = str(accelerator.logging_dir or cfg.output_dir)
-        run_id = _wandb_id(cfg) if "wandb" in names else ""
         # wandb and others record the command line. All options are parsed by now.
         sys.argv[:] = redact_command(sys.argv)
         ending.run(Moment.TRACKERS)  # those of an earlier `fit`, which nothing else would close before the process ends
         keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
-        self.threads = [TrackerThread(make_tracker(name, cfg, folder, run_id)) for name in names]
+        self.threads = [TrackerThread(make_tracker(name, cfg, folder)) for name in names]
         self._put("import", Tracker.load.__name__)
         wait = cfg.tracker_wait  # the last numbers take seconds; more would delay the next job if a server does not answer
         finished = max(wait, MODEL_SECONDS) if cfg.log_model else wait
@@ -192,6 +188,12 @@ class Trackers(Hook):
     def _put_row(self, values: dict[str, Any], step: int) -> None:
         if values:
             self._put("log", "log", values, step, is_row=True)
+
+    def _put_made(self, step: int, make: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        """Log a row that is made in the threads of the trackers, because that takes time."""
+        for thread in self.threads:
+            log = lambda tracker=thread.tracker: tracker.log(make(*arguments), step)
+            thread.put(Call("log", log, is_row=True))
 
     def on_describe(self, facts):
         self.facts = facts
@@ -210,13 +212,14 @@ class Trackers(Hook):
         self._put_row({"speed/warm_up_seconds": seconds}, step)
 
     def on_restart(self, step, restart):
-        self._put_row(row_of_restart(restart), step)
+        names = {"restart": "count", "lost_steps": "lost_steps", "lost_seconds": "lost_seconds", "goodput": "goodput"}
+        known = {name: restart[key] for key, name in names.items() if isinstance(restart.get(key), int | float)}
+        self._put_row({f"restarts/{name}": value for name, value in known.items()}, step)
 
     def on_update(self, numbers, pace):
         self.step = numbers.step
         if numbers.step % self.cfg.log_every == 0 or numbers.step == self.total_steps:
-            for thread in self.threads:  # the row is made in the thread
-                thread.put(Call("log", _log_update, (thread.tracker, numbers, pace, self.before, self.scale), is_row=True))
+            self._put_made(numbers.step, row_of_update, numbers, pace, self.before, self.scale)
         self.before = numbers.ranks or self.before
 
     def on_evaluate(self, step, metrics):
@@ -230,8 +233,11 @@ class Trackers(Hook):
         self._put("tables", "log_tables", tables, step, is_row=True, is_vital=False)
 
     def on_save(self, step, path):
-        for thread in self.threads:
-            thread.put(Call("log", _log_save, (thread.tracker, step, path), is_row=True))
+        newest = lambda: {
+            "checkpoints/newest_step": step,
+            "checkpoints/count": len(checkpoint_format.list_checkpoints(path.parent)),
+        }
+        self._put_made(step, newest)
 
     def on_end(self, step, summary):
         self._put_row({"restarts/goodput": summary["goodput"]} if "goodput" in summary else {}, step)
@@ -247,27 +253,6 @@ class Trackers(Hook):
             self.is_closed = True
             close_all(self.threads, seconds)
             ending.remove(self)
-
-
-def _log_update(tracker: Tracker, numbers: Any, pace: Any, before: Sequence[RankSample], scale: "Scale") -> None:
-    tracker.log(row_of_update(numbers, pace, before, scale), numbers.step)
-
-
-def _log_save(tracker: Tracker, step: int, path: Path) -> None:
-    count = len(checkpoint_format.list_checkpoints(path.parent))
-    tracker.log({"checkpoints/newest_step": step, "checkpoints/count": count}, step)
-
-
-def _wandb_id(cfg: TrainConfig) -> str:
-    """Return the id of the wandb run: WANDB_RUN_ID, the id of the run that is resumed or restarted, or a new one."""
-    path = Path(cfg.output_dir) / "wandb_id.txt"
-    known = os.environ.get("WANDB_RUN_ID", "")
-    with contextlib.suppress(OSError):
-        known = known or (path.read_text().strip() if cfg.resume else "")
-    known = known or secrets.token_hex(4)
-    with contextlib.suppress(OSError):
-        path.write_text(known + "\n")
-    return known
 
 
 # ---- the numbers that trackers show, grouped as panels: train/, eval/, speed/, system/, restarts/ and checkpoints/
@@ -325,12 +310,6 @@ def _row_of_system(ranks: Sequence[RankSample], nodes: Sequence[int]) -> dict[st
             row |= {f"system/{group}/{name}_min": min(known), f"system/{group}/{name}_max": max(known)}
             row[f"system/{group}/{name}_mean"] = statistics.mean(known)
     return {name: value for name, value in row.items() if not math.isnan(value)}
-
-
-def row_of_restart(restart: dict[str, Any]) -> dict[str, float]:
-    """Return the row of an automatic restart."""
-    names = {"restart": "count", "lost_steps": "lost_steps", "lost_seconds": "lost_seconds", "goodput": "goodput"}
-    return {f"restarts/{name}": restart[key] for key, name in names.items() if isinstance(restart.get(key), int | float)}
 
 
 def best_of(evaluations: dict[int, dict[str, float]], directions: dict[str, Any]) -> dict[str, float]:

@@ -35,9 +35,6 @@ class Table:
     kind: Literal["scores", "matrix", "points", "predictions"] = "scores"
     title: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def file_of(step: int) -> str:
     """Return the path of the tables of a step, relative to the folder of the run."""
@@ -84,7 +81,7 @@ def write_tables(folder: Path, step: int, tables: dict[str, Table]) -> str:
     """
     path = folder / file_of(step)
     path.parent.mkdir(exist_ok=True)
-    replace_file(path, json.dumps({name: table.as_dict() for name, table in tables.items()}, ensure_ascii=False))
+    replace_file(path, json.dumps({name: asdict(table) for name, table in tables.items()}, ensure_ascii=False))
     return file_of(step)
 
 

@@ -180,14 +180,13 @@ class BackgroundWriter:
         except OSError as error:
             self.failure = error
             if self.retry_seconds is not None:
-                return not is_last_try and self._retry_later(item)
+                if is_last_try:
+                    return False
+                with self._changed:
+                    self.waiting.appendleft(item)
+                    self._is_busy = False
+                    if not self._is_closing:
+                        self._changed.wait(self.retry_seconds)
+                return True
         self._is_busy = False
-        return True
-
-    def _retry_later(self, item: Any) -> bool:
-        with self._changed:
-            self.waiting.appendleft(item)
-            self._is_busy = False
-            if not self._is_closing:
-                self._changed.wait(self.retry_seconds)
         return True

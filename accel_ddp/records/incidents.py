@@ -72,7 +72,10 @@ class IncidentWriter:
         is_first, self._is_first = self._is_first, True  # until this line is complete: a full disk may cut it
         if is_first:
             complete_last_line(self.path)
-        line = json.dumps(_as_fields(incident)).encode() + b"\n"
+        place = {"rank": incident.rank, "host": incident.host, "step": incident.step}
+        fields = {"time": round(incident.time, 3), "level": incident.level, "kind": incident.kind, "text": redact(incident.text)}
+        fields |= {name: value for name, value in place.items() if value not in (-1, "")}
+        line = json.dumps(fields).encode() + b"\n"
         # The file is opened again each time, because the folder may have been removed and created again.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -81,17 +84,6 @@ class IncidentWriter:
         finally:
             os.close(descriptor)
         self._is_first = False
-
-
-def _as_fields(incident: Incident) -> dict[str, object]:
-    fields = {"time": round(incident.time, 3), "level": incident.level, "kind": incident.kind, "text": redact(incident.text)}
-    if incident.rank >= 0:
-        fields["rank"] = incident.rank
-    if incident.host:
-        fields["host"] = incident.host
-    if incident.step >= 0:
-        fields["step"] = incident.step
-    return fields
 
 
 def read_incidents(folder: Path) -> list[Incident]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,7 +40,7 @@ class LogWriter:
         line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
         if event in OF_STEPS and 0 < step <= self.last_step:
             line["repeated"] = True
-        text = json.dumps(_without_nonfinite(line), separators=(", ", ": ")).encode() + b"\n"
+        text = json.dumps(without_nonfinite(line), separators=(", ", ": ")).encode() + b"\n"
         text = b"\n" * self.is_cut + text
         written = self.file.write(text)
         self.is_cut = written < len(text)
@@ -52,18 +52,13 @@ class LogWriter:
             self.file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log. Incomplete lines, which a crash leaves, are left out."""
-    return (event for event in read_objects(path) if "event" in event)
-
-
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return the events that count, in the order in which they were written.
 
     A run that continues from step s repeats the steps after s. What earlier attempts have logged for these steps is left out.
     """
     events: list[dict[str, Any]] = []
-    for event in read_lines(path):
+    for event in (one for one in read_objects(path) if "event" in one):
         if event["event"] == "start":
             step = event.get("step", 0)
             events = [one for one in events if one["event"] not in OF_STEPS or one.get("step", 0) <= step]
@@ -95,12 +90,12 @@ def last_step_of_attempt(path: Path) -> int | None:
     return max(steps, default=None)
 
 
-def _without_nonfinite(value: Any) -> Any:
+def without_nonfinite(value: Any, replace: Callable[[float], str | None] = str) -> Any:
     """Return a value that strict JSON can store: numbers that are not finite become "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return replace(value)
     if isinstance(value, dict):
-        return {name: _without_nonfinite(one) for name, one in value.items()}
+        return {name: without_nonfinite(one, replace) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(one) for one in value]
+        return [without_nonfinite(one, replace) for one in value]
     return value

@@ -5,10 +5,11 @@ page.js draws the charts into their frames.
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from accel_ddp.report.markup import Html, escape, join, tag
+from accel_ddp.report.run_data import is_number
 from accel_ddp.text import format_seconds
 
 UNKNOWN, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # a dash, a minus sign, a multiplication sign
@@ -65,8 +66,9 @@ class Figure(Html):
     """A number with its unit, which a table aligns to the right."""
 
 
-def figure(text: Any) -> Figure:
-    return Figure(escape(text))
+def figure(value: Any, form: Callable[[Any], str]) -> Figure | None:
+    """Return a number in a form such as `percent`, or None if the value is not known."""
+    return Figure(escape(form(value))) if is_number(value) else None
 
 
 def section(key: str, title: str, *content: Any, level: int = 2, prefix: str = "") -> Html:
@@ -122,16 +124,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
     """
     rows = list(rows)
     shown = rows[:ROWS]
-    right = ["n" if shown and all(_is_numeric(row[i]) for row in shown) else None for i in range(len(columns))]
+    is_numeric = lambda value: value is None or (isinstance(value, int | float | Figure) and not isinstance(value, bool))
+    right = ["n" if shown and all(is_numeric(row[i]) for row in shown) else None for i in range(len(columns))]
     head = tag("tr", *(tag("th", column, scope="col", class_=kind) for column, kind in zip(columns, right)))
-    body = (
-        tag(
-            "tr",
-            tag("th", cell(row[0]), scope="row"),
-            *(tag("td", cell(one), class_=kind) for one, kind in zip(row[1:], right[1:])),
-        )
-        for row in shown
-    )
+    cells = lambda row: (tag("td", cell(one), class_=kind) for one, kind in zip(row[1:], right[1:]))
+    body = (tag("tr", tag("th", cell(row[0]), scope="row"), *cells(row)) for row in shown)
     fewer = note(f"{len(shown):,} of {len(rows):,} rows are shown.") if len(rows) > len(shown) else ""
     return join([scroll(caption, tag("thead", head), tag("tbody", *body), class_=class_), fewer])
 
@@ -150,10 +147,6 @@ def cell(value: Any) -> Html:
     return escape(text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} more characters)")
 
 
-def _is_numeric(value: Any) -> bool:
-    return value is None or isinstance(value, Figure) or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
     """Return names and values as a list."""
     rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
@@ -168,12 +161,6 @@ def fold(title: str, content: Html) -> Html:
 def legend(items: Iterable[tuple[str, str]]) -> Html:
     """Return a legend of (class of the swatch, text)."""
     return tag("ul", *(tag("li", tag("i", class_=f"swatch {name}"), text) for name, text in items), class_="legend")
-
-
-def lines(names: Sequence[str]) -> Html:
-    """Return a legend of lines, whose pictures page.js draws."""
-    items = (tag("li", tag("i", class_="line", data_line=i), tag("span", name)) for i, name in enumerate(names))
-    return tag("ul", *items, class_="legend js")
 
 
 def choice(label: str, options: Sequence[tuple[str, str]], **data: Any) -> Html:

@@ -6,48 +6,31 @@ of many noisy values would make every rank look slow.
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
+from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
 
 
-def downsample(x: np.ndarray, *columns: np.ndarray, most: int) -> np.ndarray:
-    """Return the indices, in order, of at most `most` points that look like all points.
+def downsample(values: np.ndarray, most: int) -> np.ndarray:
+    """Return the indices, in order, of at most `most` values that look like all values.
 
-    The first and the last point are kept. The points are divided into bins of equal size. The smallest and the largest value of each
-    column are kept in each bin, so spikes stay visible, and one value that is not finite, so a curve has a gap there. A point whose
-    `x` is not finite is left out.
+    The first and the last value are kept. The others are divided into bins of equal size. The smallest and the largest value of each
+    bin are kept, so spikes stay visible, and one value that is not finite, so a curve has a gap there.
     """
-    usable = np.flatnonzero(np.isfinite(x))
-    if len(usable) <= most or most < 1:
-        return usable[: max(most, 0)]
-    ends = usable[[0, -1]][:most]
-    values = [np.asarray(column, float)[usable] for column in columns]
-    has_gaps = not all(np.isfinite(column).all() for column in values)
-    bins = (most - 2) // (max(1, len(values)) * (3 if has_gaps else 2))
-    if bins < 1 or not values:
-        return np.unique(usable[np.linspace(0, len(usable) - 1, most).astype(int)]) if most > 1 else ends
-    size = -(-len(usable) // bins)
-    starts = np.arange(0, len(usable), size)
-    kept = [ends]
-    for column in values:
-        padded = np.full(len(starts) * size, np.nan)
-        padded[: len(column)] = column
-        table = padded.reshape(-1, size)
-        is_finite = np.isfinite(table)
-        some = is_finite.any(axis=1)
-        for filled in (np.where(is_finite, table, np.inf).argmin(axis=1), np.where(is_finite, table, -np.inf).argmax(axis=1)):
-            kept.append(usable[(starts + filled)[some]])
-        if has_gaps:
-            is_finite.reshape(-1)[len(column) :] = True  # the padding is no gap
-            gaps = ~is_finite.all(axis=1)
-            kept.append(usable[(starts + is_finite.argmin(axis=1))[gaps]])
-    indices: np.ndarray = np.unique(np.concatenate(kept))
-    return indices
+    count, is_finite = len(values), np.isfinite(values)
+    bins = (most - 2) // (2 if is_finite.all() else 3)
+    if count <= most or bins < 1:
+        return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+    kept, size = {0, count - 1}, -(-count // bins)
+    for begin in range(0, count, size):
+        places = np.arange(begin, min(begin + size, count))
+        finite = places[is_finite[places]]
+        if len(finite):
+            kept |= {finite[values[finite].argmin()], finite[values[finite].argmax()]}
+        kept.update(places[~is_finite[places]][:1])
+    return np.array(sorted(kept))
 
 
 POINTS = 2000  # of a curve
@@ -65,38 +48,22 @@ NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
 
 def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
     """Return the numbers of the charts of one run, as they are stored in the page."""
-    first = first_time(run)
+    first = run.summary.get("began") or 0.0
+    batch = dict_of(run.start.get("batch")).get("global")
     share = max(1, num_runs // 4)  # up to 4 runs have all points, more runs divide them
-    curves = {name: _curve(run, name, first, POINTS // share, MEANS // share) for name in curve_names(run)}
-    for name in metric_names(run)[:METRICS]:
-        curves[f"eval:{name}"] = _evaluation_curve(run, name, first, POINTS // share)
+    order = ["loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "mfu", "tflops", *run.updates]
+    names = [name for name in dict.fromkeys(order) if name not in NOT_CURVES and np.isfinite(run.updates.get(name, np.nan)).any()]
+    names += [f"eval:{name}" for name in metric_names(run)[:METRICS]]
+    curves = {name: _curve(*series(run, name), first, POINTS // share, MEANS // share) for name in names}
     columns = max(40, INTERVALS // max(1, num_runs // 2))
     return {
         "name": run.name,
-        "batch": global_batch(run),
+        "batch": batch if isinstance(batch, int) else 0,
         "curves": curves,
         "marks": marks(run, first),
         "ranks": rank_data(run, first, columns, max(4, RANKS // num_runs)),
         "system": system_data(run, first, columns),
     }
-
-
-def first_time(run: ReportedRun) -> float:
-    times = [event["time"] for event in run.starts if "time" in event] + [float(t) for t in run.updates.get("time", [])[:1]]
-    return min(times, default=0.0)
-
-
-def global_batch(run: ReportedRun) -> int:
-    """Return the samples of a step, or 0 if the log does not state them."""
-    value = dict_of(run.start.get("batch")).get("global")
-    return value if isinstance(value, int) else 0
-
-
-def curve_names(run: ReportedRun) -> list[str]:
-    """Return the columns of the updates that have a finite value and are worth a curve."""
-    known = ["loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "mfu", "tflops"]
-    names = [name for name in known if name in run.updates] + [name for name in run.updates if name not in (*known, *NOT_CURVES)]
-    return [name for name in names if np.issubdtype(run.updates[name].dtype, np.number) and np.isfinite(run.updates[name]).any()]
 
 
 def metric_names(run: ReportedRun) -> list[str]:
@@ -105,28 +72,25 @@ def metric_names(run: ReportedRun) -> list[str]:
     return [name for name in found if name not in ("step", "time")]
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def series(run: ReportedRun, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps, the times and the values of a column of the updates, or of the metric after "eval:"."""
+    if not name.startswith("eval:"):
+        steps = run.updates["step"]
+        return steps, run.updates["time"], run.updates.get(name, np.full(len(steps), np.nan))
+    known = [one for one in run.evaluations if is_number(one.get(name[5:]))]
+    steps, times, values = (np.array([one.get(key, math.nan) for one in known]) for key in ("step", "time", name[5:]))
+    return steps, times, values
 
 
-def _curve(run: ReportedRun, name: str, first: float, points: int, means: int) -> dict[str, Any]:
-    steps, times, values = run.updates["step"], run.updates["time"] - first, run.updates[name]
-    kept = downsample(steps, values, most=points)
-    curve = {"step": whole(steps[kept]), "time": rounded(times[kept]), "y": rounded(values[kept])}
+def _curve(steps: np.ndarray, times: np.ndarray, values: np.ndarray, first: float, points: int, means: int) -> dict[str, Any]:
+    kept = downsample(values, points)
+    curve = {"step": steps[kept].tolist(), "time": rounded(times[kept] - first), "y": rounded(values[kept])}
     if len(values) > len(kept):
         edges = np.linspace(0, len(values), means + 1).astype(int)
         middle = edges[:-1] + np.diff(edges) // 2
-        curve["mean"] = {"step": whole(steps[middle]), "time": rounded(times[middle]), "y": rounded(_means(values, edges))}
+        averages = rounded(_means(values, edges))
+        curve["mean"] = {"step": steps[middle].tolist(), "time": rounded(times[middle] - first), "y": averages}
     return curve
-
-
-def _evaluation_curve(run: ReportedRun, name: str, first: float, points: int) -> dict[str, Any]:
-    known = [one for one in run.evaluations if is_number(one.get(name))]
-    steps = np.array([one["step"] for one in known])
-    values = np.array([one[name] for one in known], float)
-    times = np.array([one.get("time", math.nan) for one in known], float) - first
-    kept = downsample(steps, values, most=points)
-    return {"step": whole(steps[kept]), "time": rounded(times[kept]), "y": rounded(values[kept])}
 
 
 def marks(run: ReportedRun, first: float) -> list[dict[str, Any]]:
@@ -142,7 +106,7 @@ def marks(run: ReportedRun, first: float) -> list[dict[str, Any]]:
 
 def _place(run: ReportedRun, event: dict[str, Any], first: float) -> dict[str, float] | None:
     """Return the step and the time of an event. Either is estimated from the other if it is missing."""
-    steps, times = run.updates.get("step", np.array([])), run.updates.get("time", np.array([]))
+    steps, times = run.updates["step"], run.updates["time"]
     step, moment = event.get("step"), event.get("time")
     if not is_number(step) and is_number(moment) and len(times):
         step = int(np.interp(moment, times, steps))
@@ -165,26 +129,24 @@ def rank_data(run: ReportedRun, first: float, columns: int, num_ranks: int) -> d
     own = sum(values for part, values in binned.items() if part != "communication")
     slow = slowness(own)
     labels, groups = row_groups(run, own.shape[1])
-    order = np.argsort(-np.nan_to_num(_mean(slow, 0), nan=-1), kind="stable")
+    order = np.argsort(-np.nan_to_num(np.nanmean(slow, 0), nan=-1), kind="stable")
     chosen = sorted(order[:num_ranks].tolist())
-    views = [{"name": "mean of all ranks", "parts": _milliseconds({p: _mean(v, 1) for p, v in binned.items()})}]
+    views = [{"name": "mean of all ranks", "parts": _milliseconds({p: np.nanmean(v, 1) for p, v in binned.items()})}]
     views += [
         {"name": rank_name(run, rank), "parts": _milliseconds({p: v[:, rank] for p, v in binned.items()})}
         for rank in (chosen if own.shape[1] > 1 else [])
     ]
     # The summary averages the usual lines too.
     of_ranks = {part: np.array(run.summary["seconds_per_rank"][part], float) for part in binned}
-    averages = {part: np.array([_mean(values[group], 0) for group in groups]) for part, values in of_ranks.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks of a group may have no value
-        heat = np.array([np.nanmax(slow[:, group], axis=1) for group in groups]) if own.shape[1] > 1 else None
+    averages = {part: np.array([np.nanmean(values[group]) for group in groups]) for part, values in of_ranks.items()}
+    heat = [rounded(100 * np.nanmax(slow[:, group], axis=1), 3) for group in groups] if own.shape[1] > 1 else None
     return {
         **_axis(run, steps, first, edges),
         "per_column": int(np.ceil(len(steps) / (len(edges) - 1))),
         "views": views,
         "rows": labels,
         "average": _milliseconds(averages),
-        "slow": None if heat is None else [rounded(100 * row, 3) for row in heat],
+        "slow": heat,
     }
 
 
@@ -193,9 +155,7 @@ def slowness(own: np.ndarray) -> np.ndarray:
 
     Of two ranks the median is the faster one, as in the findings of the log.
     """
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        return own / np.nanquantile(own, 0.5, axis=1, keepdims=True, method="lower") - 1
+    return own / np.nanquantile(own, 0.5, axis=1, keepdims=True, method="lower") - 1
 
 
 def row_groups(run: ReportedRun, num_ranks: int) -> tuple[list[str], list[list[int]]]:
@@ -254,18 +214,12 @@ def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
             continue
         combine, factor = SYSTEM[name]
         binned = _means(values, edges) * factor
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rank without a value
-            nodes = {node: combine(binned[:, ranks], axis=1) for node, ranks in ranks_of_nodes(run, binned.shape[1]).items()}
-            for node, ranks in ranks_of_nodes(run, binned.shape[1]).items():
-                nodes[node][~np.isfinite(binned[:, ranks]).any(axis=1)] = np.nan  # nansum returns 0 there
-            if len(nodes) > NODES:
-                table = np.array(list(nodes.values()))
-                nodes = {
-                    "highest node": np.nanmax(table, 0),
-                    "median node": np.nanmedian(table, 0),
-                    "lowest node": np.nanmin(table, 0),
-                }
+        of_nodes = {node: binned[:, ranks] for node, ranks in ranks_of_nodes(run, binned.shape[1]).items()}
+        has_value = lambda part: np.isfinite(part).any(axis=1)  # nansum returns 0 where there is none
+        nodes = {node: np.where(has_value(part), combine(part, axis=1), np.nan) for node, part in of_nodes.items()}
+        if len(nodes) > NODES:
+            table, words = np.array(list(nodes.values())), {"highest": np.nanmax, "median": np.nanmedian, "lowest": np.nanmin}
+            nodes = {f"{word} node": reduce(table, axis=0) for word, reduce in words.items()}
         charts[name] = {
             **_axis(run, run.ranks.steps, first, edges),
             "lines": [{"name": node, "y": rounded(line)} for node, line in nodes.items()],
@@ -276,9 +230,9 @@ def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
 def _axis(run: ReportedRun, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
     """Return the last step and its time of each interval."""
     steps = steps[edges[1:] - 1]
-    known, times = run.updates.get("step", np.array([])), run.updates.get("time", np.array([]))
-    at = np.interp(steps, known, times) - first if len(known) else steps * math.nan
-    return {"step": whole(steps), "time": rounded(at)}
+    known = run.updates["step"]
+    at = np.interp(steps, known, run.updates["time"]) - first if len(known) else steps * math.nan
+    return {"step": steps.tolist(), "time": rounded(at)}
 
 
 def _edges(count: int, columns: int) -> np.ndarray:
@@ -293,18 +247,8 @@ def _means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
-def _mean(values: np.ndarray, axis: int) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mean of no values is NaN
-        return np.nanmean(values, axis=axis)
-
-
 def _milliseconds(parts: dict[str, np.ndarray]) -> dict[str, list[float]]:
     return {part: rounded(values * 1000, 4) for part, values in parts.items()}
-
-
-def whole(values: Iterable[float]) -> list[int]:
-    return [int(value) for value in values]
 
 
 def rounded(values: np.ndarray, digits: int = 6) -> list[float]:

@@ -9,25 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.cards import (
-    brief,
-    cell,
-    chart,
-    choice,
-    duration,
-    figure,
-    legend,
-    lines,
-    note,
-    number,
-    percent,
-    scroll,
-    section,
-    table,
-)
-from accel_ddp.report.chart_data import POINTS, downsample, is_number, metric_names, rank_name, slowness
+from accel_ddp.report.cards import brief, cell, chart, choice, duration, figure, legend, note, percent, scroll, section, table
+from accel_ddp.report.chart_data import POINTS, downsample, metric_names, rank_name, series, slowness
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import ReportedRun
+from accel_ddp.report.run_data import ReportedRun, is_number
 from accel_ddp.text import counted
 
 # Column of the log: title, unit of the axis, how to read it.
@@ -84,29 +69,19 @@ def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
 def _controls(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
     axes = {"step": "Step", "time": "Time"} | ({"samples": "Samples"} if all(one["batch"] for one in data) else {})
     smoothing = "0.8" if len(runs) > 1 else "0"  # noisy curves of several runs hide each other
-    check = lambda id, text, checked=False, kind="": tag(
-        "label",
-        tag("input", type="checkbox", id=id, checked=checked, autocomplete="off"),
-        tag("span", text),
-        class_=f"choice {kind}".strip(),
+    box = lambda kind, text, class_=None, **values: tag(
+        "label", tag("input", type=kind, autocomplete="off", **values), tag("span", text), class_=class_
     )
-    radio = lambda axis, text: tag(
-        "label",
-        tag("input", type="radio", name="axis", value=axis, checked=axis == "step", autocomplete="off"),
-        tag("span", text),
-    )
+    radios = [box("radio", text, name="axis", value=axis, checked=axis == "step") for axis, text in axes.items()]
     slider = tag("input", type="range", id="smoothing", min="0", max="0.99", step="0.01", value=smoothing, autocomplete="off")
     controls = [
-        tag(
-            "fieldset",
-            tag("legend", "Horizontal axis", class_="hidden"),
-            *(radio(axis, text) for axis, text in axes.items()),
-            class_="segments",
-        ),
+        tag("fieldset", tag("legend", "Horizontal axis", class_="hidden"), *radios, class_="segments"),
         tag("label", tag("span", "Smoothing"), slider, tag("output", for_="smoothing", id="smoothing-value"), class_="choice"),
-        check("log", "Log scale"),
-        check("marks", "Incidents and checkpoints", True) if any(one["marks"] for one in data) else "",
-        check("drag", "Drag to zoom", kind="touch"),
+        box("checkbox", "Log scale", "choice", id="log"),
+        box("checkbox", "Incidents and checkpoints", "choice", id="marks", checked=True)
+        if any(one["marks"] for one in data)
+        else "",
+        box("checkbox", "Drag to zoom", "choice touch", id="drag"),
         tag("button", "Reset zoom", type="button", id="reset"),
     ]
     bar = tag("div", *controls, class_="controls", role="group", aria_label="Controls of the curves")
@@ -140,13 +115,9 @@ def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
 
 def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
     """Return the last value of a curve as text, and its lowest and highest value."""
-    if name.startswith("eval:"):
-        known = [(one["step"], one[name[5:]]) for one in run.evaluations if is_number(one.get(name[5:]))]
-        steps, values = np.array([step for step, _ in known]), np.array([value for _, value in known], float)
-    else:
-        values = run.updates.get(name, np.empty(0))
-        usable = np.isfinite(values)
-        steps, values = run.updates.get("step", np.empty(0))[usable], values[usable]
+    steps, _, values = series(run, name)
+    usable = np.isfinite(values)
+    steps, values = steps[usable], values[usable]
     if not len(values):
         return ""
     show = lambda value: percent(value) if name == "mfu" else brief(float(value))
@@ -168,48 +139,32 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
     sentence = f"An average step, without the first logged ones, takes {duration(whole)}: {shares}."
     common = {"level": level + 1, "wide": True, "data": {"run": index}}
     views, count = ranks["views"], run.ranks.num_ranks
-    cards = [
-        chart(
-            "time",
-            "Time of a step, over the run",
-            "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
-            "steps of each attempt, which start data workers, are left out."
-            + (f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""),
-            f"Stacked areas of the parts of a step over the run. {sentence}",
-            above=choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else "",
-            key=key,
-            **common,
-        )
-    ]
+    text = (
+        "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
+        "steps of each attempt, which start data workers, are left out."
+    )
+    text += f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""
+    label = f"Stacked areas of the parts of a step over the run. {sentence}"
+    above = choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else ""
+    cards = [chart("time", "Time of a step, over the run", text, label, above=above, key=key, **common)]
     if count > 1:
-        row = {True: "rank", False: "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"}[
-            len(ranks["rows"]) == count
-        ]
-        cards.append(
-            chart(
-                "average",
-                f"Average step of each {row}",
-                "Ranks that train together take equally long in total. A rank that waits little for the others is the one "
-                "they wait for." + (f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""),
-                f"Stacked bars of the parts of an average step for each {row}.",
-                key=key,
-                **common,
-            )
+        rows = len(ranks["rows"])
+        groups = "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"
+        row = "rank" if rows == count else groups
+        text = "Ranks that train together take equally long in total. A rank that waits little for the others is the one they wait for."
+        text += f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""
+        label = f"Stacked bars of the parts of an average step for each {row}."
+        cards.append(chart("average", f"Average step of each {row}", text, label, key=key, **common))
+        text = (
+            "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow rank; "
+            "a bright block is a node that was slow for some time."
         )
+        text += " A row shows its slowest rank." if row != "rank" else ""
         averaged = f" One column is the mean of {counted(ranks['per_column'], 'logged interval')}."
-        cards.append(
-            chart(
-                "heat",
-                "Stragglers",
-                "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow "
-                "rank; a bright block is a node that was slow for some time."
-                + (" A row shows its slowest rank." if row != "rank" else "")
-                + (averaged if ranks["per_column"] > 1 else ""),
-                "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks.",
-                height=min(620, max(190, 110 + len(ranks["rows"]) * (4 if len(ranks["rows"]) > 48 else 20))),
-                **common,
-            )
-        )
+        text += averaged if ranks["per_column"] > 1 else ""
+        label = "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks."
+        height = min(620, max(190, 110 + rows * (4 if rows > 48 else 20)))
+        cards.append(chart("heat", "Stragglers", text, label, height=height, **common))
     grid = tag("div", *cards, class_="grid")
     return section("time", "Where the time goes", tag("p", sentence), grid, _slowest(run, level), level=level, prefix=prefix)
 
@@ -223,11 +178,11 @@ def _slowest(run: ReportedRun, level: int) -> Html:
     own = np.array(sum(values for part, values in averages.items() if part != "communication"))
     waits = averages.get("communication", np.zeros(count))
     relative = slowness(own[None])[0]
-    rows = []
-    for rank in np.argsort(-np.nan_to_num(own), kind="stable")[:10].tolist():
-        sign = "+" if relative[rank] > 0 else ""
-        columns = (duration(own[rank]), sign + percent(relative[rank]), duration(waits[rank]))
-        rows.append([rank_name(run, rank), *map(figure, columns)])
+    relation = lambda value: ("+" if value > 0 else "") + percent(value)
+    rows = [
+        [rank_name(run, rank), figure(own[rank], duration), figure(relative[rank], relation), figure(waits[rank], duration)]
+        for rank in np.argsort(-np.nan_to_num(own), kind="stable")[:10].tolist()
+    ]
     title = f"The {len(rows)} slowest of {count:,} ranks" if len(rows) < count else "Own time of the ranks"
     shown = table(["rank", "own time per step", "relative to the median", "waits for others"], rows, f"{title}, on average")
     return join([tag(f"h{level + 1}", title), shown])
@@ -249,7 +204,9 @@ def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> 
         values = {"run": index, "key": name, "unit": unit}
         cards.append(chart("system", title, text, label, figures=figures, level=level + 1, data=values))
     grid = tag("div", *cards, class_="grid") if cards else ""
-    return section("hardware", "Load of the nodes", lines(names) if len(names) > 1 else "", grid, level=level, prefix=prefix)
+    lines = [tag("li", tag("i", class_="line", data_line=i), tag("span", name)) for i, name in enumerate(names)]
+    key = tag("ul", *lines, class_="legend js") if len(lines) > 1 else ""  # page.js draws the lines
+    return section("hardware", "Load of the nodes", key, grid, level=level, prefix=prefix)
 
 
 # ---- evaluations: their metrics, scores of classes, confusion matrices, predictions
@@ -270,37 +227,31 @@ Rows = list[list[Any]]
 
 def evaluations(run: ReportedRun, index: int, level: int, prefix: str) -> Html:
     """Return the section, or nothing for a run without evaluations."""
-    steps = sorted(run.tables)
-    blocks = []
+    steps, best, blocks = sorted(run.tables), run.summary.get("best") or {}, []
+    # Without --keep_best it is the loss, whatever --best_metric is.
+    mark = f"best {best.get('metric', '')}".replace("_", " ").strip()
     for step in steps:
         shown = [_table(name, one, level + 1) for name, one in run.tables[step].items() if one.get("rows")]
         title = tag(f"h{level + 1}", f"Tables of step {step:,}", class_="no-js") if len(steps) > 1 else ""
         blocks.append(tag("div", title, *shown, class_="step", data_step=step, data_of=index))
-    names = {step: f"step {step:,}" + (f" ({best_name(run)})" if step == best_step(run) else "") for step in steps}
+    names = {step: f"step {step:,}" + (f" ({mark})" if step == best.get("step") else "") for step in steps}
     chosen = choice("Tables of", [(str(step), names[step]) for step in reversed(steps)], tables=index) if len(steps) > 1 else ""
     picker = tag("div", chosen, class_="js") if chosen else ""
-    return section("evaluations", "Evaluations", _metrics(run), picker, *blocks, level=level, prefix=prefix)
+    return section(
+        "evaluations", "Evaluations", _metrics(run, best.get("step"), mark), picker, *blocks, level=level, prefix=prefix
+    )
 
 
-def best_step(run: ReportedRun) -> int | None:
-    return (run.summary.get("best") or {}).get("step")
-
-
-def best_name(run: ReportedRun) -> str:
-    """Return what is best, for example "best accuracy": without --keep_best it is the loss, whatever --best_metric is."""
-    return f"best {(run.summary.get('best') or {}).get('metric', '')}".replace("_", " ").strip()
-
-
-def _metrics(run: ReportedRun) -> Html:
+def _metrics(run: ReportedRun, best: int | None, mark: str) -> Html:
     """Return a table with a row for each evaluation, or for some of them if there are many. The newest is the first."""
     names = metric_names(run)[:COLUMNS]
     if not names:
         return Html()
-    best, known = best_step(run), run.evaluations
+    known = run.evaluations
     kept = set(np.linspace(0, len(known) - 1, min(len(known), LISTED)).astype(int).tolist())
-    mark = tag("span", best_name(run), class_="tag")
+    label = tag("span", mark, class_="tag")
     rows = [
-        [join([f"{one['step']:,}", mark if one["step"] == best else ""]), *(one.get(name) for name in names)]
+        [join([f"{one['step']:,}", label if one["step"] == best else ""]), *(one.get(name) for name in names)]
         for i, one in reversed(list(enumerate(known)))
         if i in kept or one["step"] == best
     ]
@@ -311,12 +262,10 @@ def _metrics(run: ReportedRun) -> Html:
 
 def _table(name: str, one: dict[str, Any], level: int) -> Html:
     title = str(one.get("title") or name.replace("_", " ").capitalize())
-    show = {"matrix": _matrix, "predictions": _predictions, "points": _points}.get(str(one.get("kind")), _scores)
-    return show(one["columns"], one["rows"], title, level)
-
-
-def _scores(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    return join([tag(f"h{level}", title), table(columns, rows, title, class_="sortable")])
+    show = {"matrix": _matrix, "predictions": _predictions, "points": _points}.get(str(one.get("kind")))
+    if show:
+        return show(one["columns"], one["rows"], title, level)
+    return join([tag(f"h{level}", title), table(one["columns"], one["rows"], title, class_="sortable")])
 
 
 def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
@@ -335,14 +284,10 @@ def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
     shares = np.divide(counts, sums, out=np.zeros_like(counts), where=sums > 0)
     corner = tag("td", "true ↓ predicted →", class_="corner")
     head = tag("tr", corner, *(tag("th", tag("span", name), scope="col", title=name) for name in names))
-    body = [
-        tag(
-            "tr",
-            tag("th", tag("span", name), scope="row", title=name),
-            *(_count(*pair, i == j) for j, pair in enumerate(zip(*line))),
-        )
-        for i, (name, line) in enumerate(zip(heads, zip(counts.tolist(), shares.tolist())))
-    ]
+    body = []
+    for i, (name, line) in enumerate(zip(heads, zip(counts.tolist(), shares.tolist()))):
+        cells = [_count(*pair, i == j) for j, pair in enumerate(zip(*line))]
+        body.append(tag("tr", tag("th", tag("span", name), scope="row", title=name), *cells))
     text = "Rows are true classes, columns are predicted ones. The framed diagonal is correct. The color is the share of the row."
     switch = tag("input", type="checkbox", data_percent=True, autocomplete="off")
     percent = tag("label", switch, tag("span", "Percent of each row"), class_="choice js")
@@ -353,7 +298,7 @@ def _matrix(columns: list[str], rows: Rows, title: str, level: int) -> Html:
 
 def _count(count: float, share: float, is_correct: bool) -> Html:
     shade = min(SHADES - 1, math.ceil(math.sqrt(share) * (SHADES - 1)))  # the root distinguishes rare errors
-    text = "·" if not count else f"{count / 1000:.0f}k" if count >= 10_000 else number(count)
+    text = "·" if not count else f"{count / 1000:.0f}k" if count >= 10_000 else f"{count:,.0f}"
     class_ = f"q{shade} d" if is_correct else f"q{shade}"
     return Html(f'<td class="{class_}" data-p="{100 * share:.0f}%">{text}</td>')
 
@@ -363,10 +308,7 @@ def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html
     at = columns.index("group") if "group" in columns else None
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)
-    body = [
-        tag("tr", *(tag("td", _image(one) or cell(one), class_=_kind(one)) for one in row), data_group=group)
-        for row, group in zip(shown, groups)
-    ]
+    body = [tag("tr", *map(_prediction, row), data_group=group) for row, group in zip(shown, groups)]
     names = [name for name in dict.fromkeys(groups) if name is not None]
     options = [("", f"all {len(shown):,}"), *((name, f"{name} ({groups.count(name):,})") for name in names)]
     picker = tag("div", choice("Show", options, filter=True), class_="js") if len(names) > 1 else ""
@@ -376,16 +318,12 @@ def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html
     return tag("div", tag(f"h{level}", title), picker, grid, fewer, class_="predictions")
 
 
-def _kind(value: Any) -> str | None:
-    """Return the class of a cell: numbers are aligned, and long text has a wide column, also on a phone."""
-    return "n" if is_number(value) else "long" if isinstance(value, str) and len(value) > LONG else None
-
-
-def _image(value: Any) -> Html | None:
-    """Return an image for a cell that contains one. Only formats without scripts are shown; everything else stays text."""
+def _prediction(value: Any) -> Html:
+    """Return a cell. Numbers are aligned, long text has a wide column, and images are shown in formats that have no scripts."""
     if isinstance(value, str) and len(value) <= _LONGEST_IMAGE and _IMAGE.fullmatch(value):
-        return Html(f'<img src="{value}" alt="input of the model" loading="lazy">')
-    return None
+        return tag("td", Html(f'<img src="{value}" alt="input of the model" loading="lazy">'), class_="long")
+    kind = "n" if is_number(value) else "long" if isinstance(value, str) and len(value) > LONG else None
+    return tag("td", cell(value), class_=kind)
 
 
 def _points(columns: list[str], rows: Rows, title: str, level: int) -> Html:
@@ -395,9 +333,9 @@ def _points(columns: list[str], rows: Rows, title: str, level: int) -> Html:
         return Html()
     error = float(np.abs(known[:, 1] - known[:, 0]).mean())
     known = known[np.argsort(known[:, 0], kind="stable")]
-    known = known[downsample(known[:, 0], known[:, 1], most=SCATTER_POINTS)]
+    known = known[downsample(known[:, 1], SCATTER_POINTS)]
     values = ";".join(" ".join(f"{value:.5g}" for value in column) for column in known.T)
-    figures = f"mean absolute error {number(error)}"
+    figures = f"mean absolute error {brief(error)}"
     data = {"values": values, "x": columns[0], "y": columns[1]}
     label = f"Scatter chart of {columns[0]} and {columns[1]}, {figures}."
     text = "Each point is an item. On the dashed line the prediction is correct."

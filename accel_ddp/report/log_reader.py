@@ -1,43 +1,34 @@
 """Reads log.jsonl into columns. A log of a million steps is read within seconds, with bounded memory."""
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report.run_data import LogContent, RankTimes, number_of, step_of
+from accel_ddp.report.run_data import LogContent, RankTimes, dict_of, holds_number, number_of, whole_of
 
 _PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 
 
-@dataclass
-class RankRow:
+class RankRow(NamedTuple):
     """One event `ranks`."""
 
     step: int
     first: int
     last: int
-    time: float
-    parts: tuple[str, ...]
     names: tuple[str, ...]  # of the parts, then of the system
     values: np.ndarray  # [names, ranks]; 4 bytes per value are enough to plot
 
     @classmethod
     def of(cls, event: dict[str, Any]) -> "RankRow":
-        last = _step_or(event.get("last_step"), event["step"])
-        first = _step_or(event.get("first_step"), last)
-        system = event.get("system")
-        lists = {part: event[part] for part in _PARTS if isinstance(event.get(part), list)}
-        parts = tuple(lists)
-        if isinstance(system, dict):
-            lists |= {name: values for name, values in system.items() if isinstance(values, list)}
+        last = whole_of(event.get("last_step"), event["step"])
+        first = whole_of(event.get("first_step"), last)
+        given = {part: event.get(part) for part in _PARTS} | dict_of(event.get("system"))
+        lists = {name: values for name, values in given.items() if isinstance(values, list)}
         try:
             values = np.array(list(lists.values()), np.float32)  # also of "nan"
             if values.ndim != 2:
@@ -46,40 +37,25 @@ class RankRow:
             rows = [[number_of(value) for value in row] for row in lists.values()]
             width = max(map(len, rows), default=0)
             values = np.array([row + [math.nan] * (width - len(row)) for row in rows], np.float32).reshape(len(rows), width)
-        return cls(event["step"], first, last, event["time"], parts, tuple(lists), values)
+        return cls(event["step"], first, last, tuple(lists), values)
 
 
 def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
     """Return the rows as arrays, in the order of steps, each step once."""
-    found = {row.step: row for row in rows if row.parts}
+    found = {row.step: row for row in rows if set(row.names) & set(_PARTS)}
     rows = [found[step] for step in sorted(found)]
     width = max((row.values.shape[1] for row in rows), default=0)
-    parts = {name for row in rows for name in row.parts}
     names = dict.fromkeys(name for of_row in dict.fromkeys(row.names for row in rows) for name in of_row)
     arrays = {name: np.full((len(rows), width), np.nan, np.float32) for name in names}
     for number, row in enumerate(rows):
         for name, values in zip(row.names, row.values):
             arrays[name][number, : len(values)] = values
-    return RankTimes(
-        np.array([row.last for row in rows], np.int64),
-        np.array([row.first for row in rows], np.int64),
-        np.array([row.time for row in rows], float),
-        {part: arrays[part] for part in _PARTS if part in parts},
-        {name: values for name, values in arrays.items() if name not in parts},
-        stride,
-    )
-
-
-def _step_or(value: Any, default: int) -> int:
-    try:
-        return step_of(value)
-    except ValueError:
-        return default
+    first, last = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("first", "last"))
+    seconds = {part: arrays[part] for part in _PARTS if part in arrays}
+    return RankTimes(last, first, seconds, {name: values for name, values in arrays.items() if name not in seconds}, stride)
 
 
 _BATCH = 20_000  # lines that are parsed by one call
-_CHUNK = 1 << 22
-_LONGEST = 1 << 26  # bytes; a longer line is garbage
 # Of `ranks`: if there are more lines, or more values of each part, only every second, fourth, ... line is parsed.
 MOST_RANK_LINES, MOST_RANK_VALUES, _FEWEST_RANK_LINES = 1 << 13, 1 << 18, 512
 _UPDATE_BYTES = 200  # of a usual line
@@ -89,86 +65,79 @@ _NOT_VALUES = ("event", "repeated")
 
 def read_log_columns(path: Path) -> LogContent:
     """Return the content of a log. Raise OSError if it cannot be read."""
-    return _Reader().read(path)
+    log = _Reader()
+    with np.errstate(over="ignore"):  # an absurd value becomes infinite
+        log.read(path)
+    log.content.updates, log.content.ranks = _joined(log.chunks), rank_times(log.rows, log.stride)
+    return log.content
 
 
 class _Reader:
     def __init__(self) -> None:
         self.pending: list[bytes] = []  # lines of updates
-        self.others: list[dict[str, Any]] = []  # updates that were written by another program, with another first name
         self.chunks: list[dict[str, np.ndarray]] = []
         self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
-        self.events: list[dict[str, Any]] = []
-        self.spans: list[list[float]] = []
-        self.bad = self.repeated = 0
-        self.newer: Any = None
+        self.content = LogContent()
 
-    def read(self, path: Path) -> LogContent:
-        with np.errstate(over="ignore"):  # an absurd value becomes infinite
-            self._read_lines(path)
-        updates = _in_order(_concatenate(self.chunks))
-        return LogContent(
-            updates, rank_times(self.rows, self.stride), self.events, self.bad, self.newer, self.spans, self.repeated
-        )
-
-    def _read_lines(self, path: Path) -> None:
-        for line in _lines(path):
-            # The event is recognized before the line is parsed, which takes most of the time.
-            if line.startswith((b'{"event": "update"', b'{"event":"update"')):
-                self.pending.append(line)
-                if len(self.pending) == _BATCH:
-                    self._parse_updates()
-            elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
-                self.seen += 1
-                if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
-                    self.stride = _power_of_2(path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES)
-                if self.seen % self.stride == 0 and (event := self._parse(line)):
-                    self._add_rank_line(event)
-            elif event := self._parse(line):
-                self._add(event)
+    def read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
+                    self._add_line(line, path)
         self._parse_updates()
+
+    def _add_line(self, line: bytes, path: Path) -> None:
+        # The event is recognized before the line is parsed, which takes most of the time.
+        if line.startswith((b'{"event": "update"', b'{"event":"update"')):
+            self._add_update(line)
+        elif line.startswith((b'{"event": "ranks"', b'{"event":"ranks"')):
+            self.seen += 1
+            if self.seen == 1:  # an estimate of the number of lines; few lines are parsed in vain
+                times_too_many = path.stat().st_size // (len(line) + _UPDATE_BYTES) // MOST_RANK_LINES
+                self.stride = 1 << max(0, times_too_many.bit_length() - 1)
+            if self.seen % self.stride == 0 and (event := self._parse(line)):
+                self._add_rank_line(event)
+        elif line.strip() and (event := self._parse(line)):
+            if event["event"] == "update":  # of another program, with another first name
+                self._add_update(line)
+            elif event["event"] == "ranks":
+                self._add_rank_line(event)
+            else:
+                self._add(event)
+
+    def _add_update(self, line: bytes) -> None:
+        self.pending.append(line)
+        if len(self.pending) == _BATCH:
+            self._parse_updates()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
-        event = parse(line)
-        with contextlib.suppress(ValueError):
-            if event and isinstance(event.get("event"), str):
-                return {**event, "step": step_of(event.get("step", 0)), "time": number_of(event.get("time"))}
-        self.bad += 1
+        event = parse(line) or {}
+        if isinstance(event.get("event"), str) and (step := whole_of(event.get("step", 0))) is not None:
+            return {**event, "step": step, "time": number_of(event.get("time"))}
+        self.content.num_bad_lines += 1
         return None
 
     def _add(self, event: dict[str, Any]) -> None:
-        name, step = event["event"], event["step"]
-        if name == "update":
-            self.others.append(event)
-            if len(self.others) == _BATCH:
-                self._parse_updates()
-            return
-        if name == "ranks":
-            self.seen += 1
-            self._add_rank_line(event)
-            return
-        if name == "start":
+        if event["event"] == "start":
             self._parse_updates()
-            self._forget_after(step)
-            self.spans.append([event["time"], event["time"]])
+            # What earlier attempts have logged for steps after the one from which this attempt continues is left out.
+            step = event["step"]
+            for number, columns in enumerate(self.chunks):
+                kept = columns["step"] <= step
+                self.content.num_repeated += int((~kept).sum())
+                self.chunks[number] = {name: values[kept] for name, values in columns.items()}
+            self.rows = [row for row in self.rows if row.step <= step]
+            counts = lambda one: one["event"] not in ("evaluate", "tables") or one["step"] <= step
+            self.content.events = list(filter(counts, self.content.events))
+            self.content.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
-                self.newer = schema
+                self.content.newer_schema = schema
         else:
             self._advance(event["time"])
-        self.events.append(event)
-
-    def _forget_after(self, step: int) -> None:
-        """Leave out what earlier attempts have logged for steps after `step`, from which a new attempt continues."""
-        for number, columns in enumerate(self.chunks):
-            kept = columns["step"] <= step
-            if not kept.all():
-                self.repeated += int((~kept).sum())
-                self.chunks[number] = {name: values[kept] for name, values in columns.items()}
-        self.rows = [row for row in self.rows if row.step <= step]
-        self.events = [one for one in self.events if one["event"] not in ("evaluate", "tables") or one["step"] <= step]
+        self.content.events.append(event)
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
         self.rows.append(row := RankRow.of(event))
@@ -177,27 +146,24 @@ class _Reader:
 
     def _parse_updates(self) -> None:
         lines, self.pending = self.pending, []
-        if len(lines) == _BATCH and (columns := _parse_fast(lines)):
-            self._add_columns(columns, len(lines))
+        if not lines:
             return
-        try:
-            events = json.loads(b"[" + b",".join(lines) + b"]")
-        except (ValueError, RecursionError):  # one of the lines is incomplete
-            events = [event for line in lines if (event := self._parse(line))]
-        events, self.others = [*events, *self.others], []
-        if events:
-            self._add_columns(_columns(events), len(events))
-
-    def _add_columns(self, columns: dict[str, np.ndarray], num_lines: int) -> None:
+        columns, count = _parse_fast(lines) if len(lines) == _BATCH else None, len(lines)
+        if not columns:
+            try:
+                events = json.loads(b"[" + b",".join(lines) + b"]")
+            except (ValueError, RecursionError):  # one of the lines is incomplete
+                events = [event for line in lines if (event := self._parse(line))]
+            columns, count = _columns(events), len(events)
         self.chunks.append(columns)
-        self.bad += num_lines - len(columns["step"])
+        self.content.num_bad_lines += count - len(columns["step"])
         if len(columns["time"]):
             self._advance(float(columns["time"][-1]))
 
     def _advance(self, time: float) -> None:
         """Note the time of the last line of an attempt."""
-        if self.spans and time > self.spans[-1][1]:
-            self.spans[-1][1] = time
+        if self.content.spans and time > self.content.spans[-1][1]:
+            self.content.spans[-1][1] = time
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
@@ -209,26 +175,13 @@ def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:
         kinds = {name: pyarrow.float64() for name in names} | {"event": pyarrow.string(), "repeated": pyarrow.bool_()}
         schema = pyarrow.schema(list(kinds.items()))
         options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
-        text = b"\n".join(lines).replace(b': "nan"', b": null")  # null becomes NaN
+        text = b"".join(lines).replace(b': "nan"', b": null")  # null becomes NaN
         table = pyarrow.json.read_json(pyarrow.BufferReader(text), parse_options=options)
     except (pyarrow.ArrowException, ValueError, TypeError, RecursionError):
         return None
     if len(table) != len(lines) or len(names) > _MOST_COLUMNS:
         return None
     return _with_steps({name: table[name].to_numpy() for name in names if name not in _NOT_VALUES})
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end with a line break, and the last one. A run may still append to the file."""
-    rest = b""
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from filter(None, lines)
-            if len(rest) > _LONGEST:
-                rest = b"{"  # what follows until the line break is not valid JSON
-    if rest.endswith(b"}"):  # otherwise the run is writing this line, or a crash has cut it
-        yield rest
 
 
 def _columns(events: list[Any]) -> dict[str, np.ndarray]:
@@ -246,7 +199,7 @@ def _columns(events: list[Any]) -> dict[str, np.ndarray]:
             columns[name] = np.array(values, dtype=float)  # None becomes NaN
         except (ValueError, TypeError, OverflowError):
             columns[name] = np.array([number_of(value) for value in values], dtype=float)
-            if name not in ("step", "time") and not any(_is_number(value) for value in values):
+            if name not in ("step", "time") and not any(map(holds_number, values)):
                 del columns[name]
     return _with_steps(columns)
 
@@ -259,32 +212,14 @@ def _with_steps(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return columns if valid.all() else {name: values[valid] for name, values in columns.items()}
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether the log has stored a number, which may be "nan"."""
-    return not math.isnan(number_of(value)) or (isinstance(value, str) and value.lower() == "nan") or isinstance(value, float)
-
-
-def _concatenate(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _joined(chunks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the columns of all chunks in the order of steps, each step once. The last line of a step counts."""
     names = list(dict.fromkeys(["step", "time", *(name for chunk in chunks for name in chunk)]))[:_MOST_COLUMNS]
-    sizes = [len(chunk["step"]) for chunk in chunks]
-    return {
-        name: np.concatenate(
-            [chunk[name] if name in chunk else np.full(size, np.nan) for chunk, size in zip(chunks, sizes)] or [np.empty(0)]
-        )
-        for name in names
-    }
-
-
-def _in_order(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns in the order of steps, each step once. The last line of a step counts."""
+    part = lambda chunk, name: chunk[name] if name in chunk else np.full(len(chunk["step"]), np.nan)
+    columns = {name: np.concatenate([np.empty(0), *(part(chunk, name) for chunk in chunks)]) for name in names}
     step = columns["step"] = columns["step"].astype(np.int64)
     if len(step) and not (np.diff(step) > 0).all():
         order = np.argsort(step, kind="stable")
         is_last: np.ndarray = np.append(np.diff(step[order]) > 0, True)
         columns = {name: values[order][is_last] for name, values in columns.items()}
     return columns
-
-
-def _power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is not above a number, and at least 1."""
-    return 1 << max(0, number.bit_length() - 1)

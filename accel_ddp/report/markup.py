@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.run_log import without_nonfinite
 
 # Characters that HTML does not allow, and halves of surrogate pairs, which UTF-8 cannot encode.
 _INVALID = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
@@ -44,18 +44,8 @@ def join(parts: Iterable[Any], separator: str = "") -> Html:
 
 def safe_json(value: Any) -> Html:
     """Return JSON for a <script> element. No text in it can end the element. Numbers that are not finite become null."""
-    text = json.dumps(_without_nonfinite(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(without_nonfinite(value, lambda _: None), separators=(",", ":"), allow_nan=False)
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _without_nonfinite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _without_nonfinite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(one) for one in value]
-    return value
 
 
 def generator(command: str) -> str:
@@ -75,10 +65,7 @@ def require_page(path: Path, given: str, option: str, command: str) -> None:
             f"{given}: a browser opens files that end with .html. Type: {option} {path.with_name(path.name + '.html')}"
         )
     try:
-        with path.open("rb") as file:
-            is_own = generator(command).encode() in file.read(4096)
-    except FileNotFoundError:
-        is_own = True
+        is_own = not path.exists() or generator(command).encode() in path.read_bytes()[:4096]
     except OSError as error:
         raise UserError(f"{given}: cannot be read: {error.strerror}.") from error
     if not is_own:

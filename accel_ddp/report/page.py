@@ -8,6 +8,7 @@ two, which it names by their hashes.
 import base64
 import hashlib
 import time
+import warnings
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from accel_ddp.records.files import replace_file
 from accel_ddp.report import charts, sections
 from accel_ddp.report.cards import choice, moment, section
 from accel_ddp.report.chart_data import chart_data
-from accel_ddp.report.charts import evaluations
 from accel_ddp.report.markup import Html, generator, join, safe_json, tag
 from accel_ddp.report.run_data import ReportedRun
+from accel_ddp.text import listed
 
 _NAVIGATION = {
     "comparison": "Comparison", "differences": "Differences", "curves": "Curves", "details": "Details", "incidents": "Incidents",
@@ -38,29 +39,28 @@ def make_page(runs: list[ReportedRun]) -> str:
     """Return the page. Its size does not depend on the lengths of the runs."""
     from plotly.offline import get_plotlyjs
 
-    data = [chart_data(run, len(runs)) for run in runs]
-    body = join(_sections(runs, data))
-    scripts = [get_plotlyjs().replace("\r\n", "\n"), _read("page.js")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
+        data = [chart_data(run, len(runs)) for run in runs]
+        body = join(_sections(runs, data))
+    read = lambda name: files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")
+    scripts = [get_plotlyjs().replace("\r\n", "\n"), read("page.js")]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    header = [sections.title(runs[0]), sections.key_figures(runs[0])]
+    if len(runs) > 1:
+        header = [tag("h1", f"Comparison of {name}"), tag("p", listed((run.name for run in runs), 12), class_="subtitle")]
     links = [tag("a", title, href=f"#{key}") for key, title in _NAVIGATION.items() if f' id="{key}" ' in body]
     written = f"Written by accel-ddp {__version__} at {moment(time.time())}. This file contains everything that it needs."
     return join([
         Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(generator("report")), _policy(scripts),
         Html(_VIEWPORT),
-        tag("title", f"{name}: accel-ddp report"), tag("style", Html(_read("page.css"))), Html("</head>\n<body>"),
+        tag("title", f"{name}: accel-ddp report"), tag("style", Html(read("page.css"))), Html("</head>\n<body>"),
         tag("a", "Skip to the content", href="#content", class_="hidden skip"),
-        tag("header", _header(runs)), tag("nav", tag("div", *links), aria_label="Sections"),
+        tag("header", *header), tag("nav", tag("div", *links), aria_label="Sections"),
         tag("main", body, id="content"), tag("footer", written),
         tag("script", safe_json({"runs": data}), type="application/json", id="data"),
         *(tag("script", Html(script)) for script in scripts), Html("</body></html>\n"),
     ])  # fmt: skip
-
-
-def _header(runs: list[ReportedRun]) -> Html:
-    if len(runs) == 1:
-        return join([sections.title(runs[0]), sections.key_figures(runs[0])])
-    names = ", ".join(run.name for run in runs[:12]) + (" …" if len(runs) > 12 else "")
-    return join([tag("h1", f"Comparison of {len(runs)} runs"), tag("p", names, class_="subtitle")])
 
 
 def _sections(runs: list[ReportedRun], data: list[dict[str, Any]]) -> list[Html]:
@@ -81,7 +81,7 @@ def _details(run: ReportedRun, data: dict[str, Any], index: int, level: int, pre
         sections.incidents(run, level, prefix),
         charts.time_of_ranks(run, data, index, level, prefix),
         charts.load_of_nodes(data, index, level, prefix),
-        evaluations(run, index, level, prefix),
+        charts.evaluations(run, index, level, prefix),
         sections.checkpoints(run, level, prefix),
         sections.profile(run, level, prefix),
         sections.configuration(run, level, prefix),
@@ -91,17 +91,6 @@ def _details(run: ReportedRun, data: dict[str, Any], index: int, level: int, pre
 def _policy(scripts: list[str]) -> Html:
     """Return the Content-Security-Policy. plotly sets styles of elements, and makes images of charts from data and blob URLs."""
     digest = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = {
-        "default-src": "'none'",
-        "script-src": " ".join(f"'sha256-{digest(script)}'" for script in scripts),
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    text = "; ".join(f"{name} {value}" for name, value in rules.items())
-    return Html(f'<meta http-equiv="Content-Security-Policy" content="{text}">')
-
-
-def _read(name: str) -> str:
-    return files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")
+    allowed = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return Html(f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; script-src {allowed}; {rest}">')

@@ -1,16 +1,17 @@
 """The command `accel-ddp report`: its options, and the runs among the paths that a user has given."""
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
-import warnings
+import webbrowser
 from pathlib import Path
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
 from accel_ddp.report.markup import require_page
-from accel_ddp.report.run_data import ReportedRun
+from accel_ddp.report.page import write_page
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import unique_names
 from accel_ddp.saving import checkpoint_format
@@ -41,15 +42,9 @@ def find_runs(words: list[str]) -> tuple[list[Path], list[str]]:
     if not found:
         reasons = list(left_out.values())
         raise UserError(reasons[0] if len(reasons) == 1 else "no run was given. " + " ".join(reasons[:_MOST_SHOWN]))
-    return list(found.values()), _listed(list(left_out))
-
-
-def _listed(words: list[str]) -> list[str]:
-    """Return one message about the paths that are not runs, or none."""
-    if not words:
-        return []
-    reason = "this is no run" if len(words) == 1 else "these are no runs"
-    return [f"{listed(words, _MOST_SHOWN)}: left out, because {reason}."]
+    reason = "this is no run" if len(left_out) == 1 else "these are no runs"
+    warnings = [f"{listed(left_out, _MOST_SHOWN)}: left out, because {reason}."] if left_out else []
+    return list(found.values()), warnings
 
 
 def _require_run(folder: Path, word: str) -> None:
@@ -63,13 +58,12 @@ def _require_run(folder: Path, word: str) -> None:
     if not folder.is_dir():
         raise UserError(f"{word} is a file. Give the folder of a run, which contains {run_log.FILE}.")
     if below := _runs_below(folder):
-        newest = sorted(below, key=_changed_at, reverse=True)
-        names = listed((shlex.quote(str(one)) for one in newest), _MOST_SHOWN)
+        names = listed((shlex.quote(str(one)) for one in below), _MOST_SHOWN)
         is_flat = len(below) > 1 and all(one.parent == folder for one in below)
         everything = f". For all of them: accel-ddp report {shlex.quote(str(folder))}/*" if is_flat else ""
         raise UserError(
             f"{word} is not a run: it has no {run_log.FILE}. Below it {'is a run' if len(below) == 1 else f'are {len(below)} runs'}: "
-            f"{names}. Type: accel-ddp report {shlex.quote(str(newest[0]))}{everything}"
+            f"{names}. Type: accel-ddp report {shlex.quote(str(below[0]))}{everything}"
         )
     if (folder / ".accel_ddp").exists() or (folder / ".lock").exists():
         raise UserError(f"{word} has no {run_log.FILE}: the run has not begun to train, or it was refused. Give another run.")
@@ -80,31 +74,15 @@ def _require_run(folder: Path, word: str) -> None:
 
 
 def _runs_below(folder: Path) -> list[Path]:
-    """Return the runs in a folder and its subfolders, as far as a short search finds them."""
-    found: list[Path] = []
-    level, searched = [folder], 0
-    for _ in range(_DEEPEST):
-        below: list[Path] = []
-        for one in level:
-            searched += 1
-            if searched > _MOST_FOLDERS:
-                return found
-            try:
-                below += sorted(
-                    Path(entry.path) for entry in os.scandir(one) if entry.is_dir() and not entry.name.startswith(".")
-                )
-            except OSError:
-                continue
-        found += [one for one in below if (one / run_log.FILE).is_file()]
-        level = [one for one in below if not (one / run_log.FILE).is_file()]
-    return found
-
-
-def _changed_at(folder: Path) -> float:
-    try:
-        return (folder / run_log.FILE).stat().st_mtime
-    except OSError:
-        return 0.0
+    """Return the runs in a folder and its subfolders, as far as a short search finds them, the newest first."""
+    found: dict[Path, float] = {}
+    for path, names, _ in itertools.islice(os.walk(folder, followlinks=True), _MOST_FOLDERS):
+        log, depth = Path(path, run_log.FILE), len(Path(path).relative_to(folder).parts)
+        if log.is_file():
+            found[Path(path)] = log.stat().st_mtime
+        is_deep = log.is_file() or depth == _DEEPEST
+        names[:] = [] if is_deep else [name for name in names if not name.startswith(".")]
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def _suggest_beside(folder: Path) -> str:
@@ -112,7 +90,7 @@ def _suggest_beside(folder: Path) -> str:
     there = folder.parent
     while not there.is_dir() and there != there.parent:
         there = there.parent
-    newest = sorted(_runs_below(there), key=_changed_at, reverse=True) if there.is_dir() and there != Path("/") else []
+    newest = _runs_below(there) if there.is_dir() and there != Path("/") else []
     if not newest:
         return " Give the folder of a run, which is its --output_dir."
     return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
@@ -153,58 +131,29 @@ def main(words: list[str]) -> int:
     if given.csv is not None:
         raise UserError(_NO_CSV.format(Path(given.runs[0], run_log.FILE)))
     folders, left_out = find_runs(given.runs)
-    path = _choose_path(given.out, folders)
-    runs = _read_all(folders, left_out)
-    for run in runs:
-        left_out += [f"{run.name}: {note}" for note in run.notes]
-    for text in left_out:
-        print(f"warning: {text}", file=sys.stderr)
-    _write_page(runs, path)
-    print(f"{path} ({format_bytes(path.stat().st_size)})")
-    if given.open:
-        _open(path)
-    return 0
-
-
-def _read_all(folders: list[Path], left_out: list[str]) -> list[ReportedRun]:
-    """Return the runs. Of several, those that cannot be read are left out."""
+    path = Path(given.out or "report.html").expanduser()
+    if not given.out and len(folders) == 1 and os.access(folders[0], os.W_OK):
+        path = folders[0] / "report.html"
+    require_page(path, f"--out {given.out}" if given.out else str(path), "--out", "report")  # before the runs are read
     runs = []
     for folder, name in zip(folders, unique_names(folders)):
         try:
             runs.append(read_run(folder, name))
-        except UserError as error:
+        except UserError as error:  # of several runs, those that cannot be read are left out
             if len(folders) == 1:
                 raise
             left_out.append(str(error))
     if not runs:
         raise UserError("none of these runs can be read. " + " ".join(left_out))
-    return runs
-
-
-def _choose_path(out: str, folders: list[Path]) -> Path:
-    """Return the path of the page. Raise UserError if it cannot be written, before the runs are read."""
-    path = Path(out).expanduser() if out else Path("report.html")
-    if not out and len(folders) == 1 and os.access(folders[0], os.W_OK):
-        path = folders[0] / "report.html"
-    option = f"--out {out}" if out else str(path)
-    require_page(path, option, "--out", "report")
-    return path
-
-
-def _write_page(runs: list[ReportedRun], path: Path) -> None:
-    from accel_ddp.report.page import write_page
-
+    left_out += [f"{run.name}: {note}" for run in runs for note in run.notes]
+    for text in left_out:
+        print(f"warning: {text}", file=sys.stderr)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
-            write_page(runs, path)
+        write_page(runs, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def _open(path: Path) -> None:
-    import webbrowser
-
-    if not webbrowser.open(path.absolute().as_uri()):
+    print(f"{path} ({format_bytes(path.stat().st_size)})")
+    if given.open and not webbrowser.open(path.absolute().as_uri()):
         print(f"warning: --open: this machine has no browser. Copy {path} to a machine that has one.", file=sys.stderr)
+    return 0

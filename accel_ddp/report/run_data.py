@@ -21,7 +21,6 @@ class RankTimes:
 
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
     first_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n], unix seconds
     seconds: dict[str, np.ndarray] = field(default_factory=dict)  # part -> [n, W], seconds per step
     system: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n, W], in the units of docs/log.md
     stride: int = 1  # every stride-th line of the log was read
@@ -44,9 +43,9 @@ class RankTimes:
 class LogContent:
     """The events of a log that count. Steps that a later attempt has repeated are left out."""
 
-    updates: dict[str, np.ndarray]
-    ranks: RankTimes
-    events: list[dict[str, Any]]  # all other events, in the order of the file
+    updates: dict[str, np.ndarray] = field(default_factory=dict)
+    ranks: RankTimes = field(default_factory=RankTimes)
+    events: list[dict[str, Any]] = field(default_factory=list)  # all other events, in the order of the file
     num_bad_lines: int = 0
     newer_schema: Any = None  # the number of a schema that this version does not know
     spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
@@ -97,17 +96,20 @@ def number_of(value: Any) -> float:
     return math.nan
 
 
-def finite_or_none(value: Any) -> float | None:
-    number = number_of(value)
-    return number if math.isfinite(number) else None
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def step_of(value: Any) -> int:
-    """Return a step. Raise ValueError if the value cannot be one."""
+def holds_number(value: Any) -> bool:
+    """Return whether the log has stored a number, which may be "nan"."""
+    return not math.isnan(number_of(value)) or str(value).lower() == "nan"
+
+
+def whole_of(value: Any, default: int | None = None) -> int | None:
+    """Return a whole number that is not negative, such as a step. `default` replaces a value that is none."""
     number = number_of(value)
-    if not 0 <= number < 2**53 or number != int(number):
-        raise ValueError(value)
-    return int(number)
+    return int(number) if 0 <= number < 2**53 and number == int(number) else default
 
 
 def dict_of(value: Any) -> dict[str, Any]:
@@ -131,11 +133,17 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
     `seconds_per_step` has the average of each part over all ranks and logged steps, and `seconds_per_rank` the average of each rank.
     """
     start, updates = run.start, run.updates
-    times, last_step = _times(run), _last_step(run)
+    ends = [run.end] if run.end else []
+    logged = [one["time"] for one in (*run.starts, *run.evaluations, *run.checkpoints, *ends)]
+    times = [value for value in (*logged, *updates["time"][:1].tolist(), *updates["time"][-1:].tolist()) if math.isfinite(value)]
+    steps = [*updates["step"][-1:].tolist(), *(one["step"] for one in (*run.evaluations[-1:], *ends))]
+    last_step = max(steps, default=start.get("step", 0))
     size = number_of(dict_of(start.get("batch")).get("global", run.options.get("global_batch_size")))
     tokens = _mean(updates.get("tokens"))
     ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
     per_rank = _seconds_per_rank(run.ranks, run.first_steps)
+    measured = [number_of(one.get("goodput")) for one in (*content.events, *ends) if one["event"] in ("restart", "end")]
+    goodputs = [value for value in measured if math.isfinite(value)]
     return {
         "state": run.state,
         "began": min(times, default=None),
@@ -145,31 +153,19 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
         "attempts": len(run.starts),
         "repeated_steps": content.num_repeated,
         "steps": last_step,
-        "total_steps": _whole_or_none(start.get("total_steps")),
+        "total_steps": whole_of(start.get("total_steps")),
         "samples": int(last_step * size) if 0 < size < math.inf else None,
         "tokens": int(last_step * tokens) if tokens else None,
         "ranks": len(ranks) or run.ranks.num_ranks or None,
         "nodes": len({str(one.get("node")) for one in ranks}) or None,
         **{name: _harmonic_mean(updates.get(name)) for name in _RATES},
-        "goodput": _goodput(run, content),
+        "goodput": goodputs[-1] if goodputs else None,  # that the run has measured, at its end or at its last restart
         "best": _best(run, best),
         "last_evaluation": run.evaluations[-1] if run.evaluations else None,
-        "skipped_steps": _whole_or_none((run.end or {}).get("skipped_steps")),
+        "skipped_steps": whole_of((run.end or {}).get("skipped_steps")),
         "seconds_per_step": {part: _mean(values) for part, values in per_rank.items()},
         "seconds_per_rank": {part: values.tolist() for part, values in per_rank.items()},
     }
-
-
-def _times(run: ReportedRun) -> list[float]:
-    """Return the times of everything that was logged, of updates only the first and the last."""
-    events = [*run.starts, *run.evaluations, *run.checkpoints, *([run.end] if run.end else [])]
-    times = [*(one["time"] for one in events), *run.updates["time"][:1].tolist(), *run.updates["time"][-1:].tolist()]
-    return [value for value in times if math.isfinite(value)]
-
-
-def _last_step(run: ReportedRun) -> int:
-    events = [*run.evaluations[-1:], *([run.end] if run.end else [])]
-    return max([*run.updates["step"][-1:].tolist(), *(one["step"] for one in events)], default=run.start.get("step", 0))
 
 
 def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.ndarray]:
@@ -183,13 +179,6 @@ def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.
         with np.errstate(invalid="ignore", divide="ignore"):
             found[part] = np.where(known, values * weights, 0.0).sum(axis=0) / total
     return found
-
-
-def _goodput(run: ReportedRun, content: LogContent) -> float | None:
-    """Return the goodput that the run has measured, at its end or at its last restart."""
-    measured = [event.get("goodput") for event in (*content.events, run.end or {}) if event.get("event") in ("restart", "end")]
-    values = [value for one in measured if math.isfinite(value := number_of(one))]
-    return values[-1] if values else None
 
 
 def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:
@@ -209,8 +198,3 @@ def _harmonic_mean(values: np.ndarray | None) -> float | None:
     """Return the average over time of a rate: each line stands for equally many steps."""
     known = values[np.isfinite(values) & (values > 0)] if values is not None else np.empty(0)
     return float(len(known) / (1 / known).sum()) if len(known) else None
-
-
-def _whole_or_none(value: Any) -> int | None:
-    number = finite_or_none(value)
-    return None if number is None else int(number)

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ import numpy as np
 from accel_ddp.errors import UserError
 from accel_ddp.records import eval_tables, incidents, run_log
 from accel_ddp.records.files import parse, read_objects
-from accel_ddp.records.redaction import redact
+from accel_ddp.records.redaction import redact_values
 from accel_ddp.report.log_reader import read_log_columns
-from accel_ddp.report.run_data import LogContent, ReportedRun, State, finite_or_none, number_of, summarize
+from accel_ddp.report.run_data import LogContent, ReportedRun, State, holds_number, number_of, summarize, whole_of
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
-_MOST = 2000
-_MOST_GAPS = 100  # groups of steps that are not finite
+_NOT_FINDINGS = ("restart", "start", "end", "evaluate", "save", "tables")  # a restart is treated on its own
 _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
 
@@ -38,25 +38,19 @@ def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None
         *_restarts(list(read_objects(folder / "restarts.jsonl")), content.events),
         *_resumes(content.events),
         *_nonfinite(content.updates, {one["step"] for one in recorded if one["kind"].startswith("SKIPPED_STEP")}),
-        *(_incident(event, kind=event["event"]) for event in content.events if _is_finding(event)),
+        *(
+            _incident(event, kind=event["event"])
+            for event in content.events
+            if "text" in event and event["event"] not in _NOT_FINDINGS
+        ),
     ]
     if end and end.get("skipped_steps"):
-        text = (
-            f"{end['skipped_steps']} updates of the last attempt were skipped, because their loss or gradients were not finite."
-        )
+        count = end["skipped_steps"]
+        text = f"{count} updates of the last attempt were skipped, because their loss or gradients were not finite."
         found.append(_incident({**end, "text": text}, "warning", "SKIPPED_STEPS"))
     if end and end.get("stopped") and not any(one["kind"] == "STOPPED" and _is_near(one, end) for one in recorded):
         found.append(_incident({**end, "text": f"The run was stopped: {end['stopped']}"}, "info", "STOPPED"))
-    return _bounded(_once(found))
-
-
-def _bounded(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the incidents, or the first and the last of them if there are very many."""
-    half = _MOST // 2
-    if len(found) <= _MOST:
-        return found
-    line = {**found[half], "text": f"{len(found) - _MOST} more incidents are left out here. incidents.jsonl contains them."}
-    return [*found[:half], _incident({**line, "level": "info", "kind": "LEFT_OUT", "rank": None, "host": None}), *found[-half:]]
+    return _once(found)
 
 
 def _is_near(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -66,28 +60,18 @@ def _is_near(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _incident(line: dict[str, Any], level: str = "info", kind: str = "") -> dict[str, Any]:
-    text = str(line.get("text", ""))
+    text, moment = str(line.get("text", "")), number_of(line.get("time"))
     if prefix := _PREFIX.match(text):
         level, kind, text = prefix[1], prefix[2] or kind, text[prefix.end() :]
     return {
-        "time": finite_or_none(line.get("time")),
-        "step": _index_or_none(line.get("step")),
+        "time": moment if math.isfinite(moment) else None,
+        "step": whole_of(line.get("step")),
         "level": line["level"] if line.get("level") in ("info", "warning", "error") else level,
         "kind": str(line.get("kind") or kind),
         "text": text,
-        "rank": _index_or_none(line.get("rank")),
+        "rank": whole_of(line.get("rank")),
         "host": str(line["host"]) if line.get("host") else None,
     }
-
-
-def _index_or_none(value: Any) -> int | None:
-    number = number_of(value)
-    return int(number) if 0 <= number < math.inf else None
-
-
-def _is_finding(event: dict[str, Any]) -> bool:
-    """Return whether an event of the log is a message for people. `restart` is one that is treated elsewhere."""
-    return "text" in event and event["event"] not in ("restart", "start", "end", "evaluate", "save", "tables")
 
 
 def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,25 +115,14 @@ def _nonfinite(updates: dict[str, np.ndarray], recorded: set[int | None]) -> lis
     bad = ~np.all([np.isfinite(updates[name]) for name in names], axis=0) if names else np.zeros(len(step), bool)
     bad &= ~np.isin(step, [one for one in recorded if one is not None])
     edges = np.flatnonzero(np.diff(np.concatenate([[0], bad.astype(np.int8), [0]])))
-    groups = list(zip(edges[::2], edges[1::2] - 1))
     found = []
-    for first, last in groups[:_MOST_GAPS]:
+    for first, last in zip(edges[::2], edges[1::2] - 1):
         what = " and ".join(
             f"{name} is {updates[name][first]}" for name in names if not np.isfinite(updates[name][first])
         ).replace("grad_norm", "the gradient norm").replace("loss", "the loss")  # fmt: skip
-        until = (
-            f", and the values of {last - first + 1} logged steps up to step {step[last]} are not finite" if last > first else ""
-        )
-        line = {
-            "time": updates["time"][first].item(),
-            "step": step[first].item(),
-            "text": f"{what} in step {step[first]}{until}.",
-        }
-        found.append(_incident(line, "warning", "NOT_FINITE"))
-    if len(groups) > _MOST_GAPS:
-        more = groups[_MOST_GAPS:]
-        first = more[0][0]
-        text = f"the loss or the gradient norm is not finite in {sum(b - a + 1 for a, b in more)} more logged steps."
+        count = last - first + 1
+        until = f", and the values of {count} logged steps up to step {step[last]} are not finite" if count > 1 else ""
+        text = f"{what} in step {step[first]}{until}."
         line = {"time": updates["time"][first].item(), "step": step[first].item(), "text": text}
         found.append(_incident(line, "warning", "NOT_FINITE"))
     return found
@@ -204,37 +177,22 @@ def read_run(folder: str | Path, name: str = "") -> ReportedRun:
     run.tables = _read_tables(run, content, best)
     run.incidents = find_incidents(folder, content, run.end)
     run.profile = _read_object(folder / "profile" / "summary.json", run.notes) or None
-    run.notes += _notes_of(content, run)
-    run.summary = summarize(run, best, content)
-    # Newer runs store no secrets, but a message of an older one may contain some.
-    run.starts, run.options, run.incidents, run.end = _redacted([run.starts, run.options, run.incidents, run.end])
-    return run
-
-
-def _redacted(value: Any) -> Any:
-    """Return a JSON value whose texts contain neither secrets of the environment nor passwords in URLs."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, dict):
-        return {name: _redacted(one) for name, one in value.items()}
-    return [_redacted(one) for one in value] if isinstance(value, list) else value
-
-
-def _notes_of(content: LogContent, run: ReportedRun) -> list[str]:
-    notes = []
     if content.newer_schema is not None:
-        notes.append(
+        run.notes.append(
             f"The log was written by a newer version of accel_ddp (schema {content.newer_schema}; this version reads "
             f"{run_log.SCHEMA}), so some values may be missing or wrong. Run: pip install -U accel_ddp"
         )
     if content.num_bad_lines:
-        lines = "1 line" if content.num_bad_lines == 1 else f"{content.num_bad_lines:,} lines"
-        notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
+        lines = counted(content.num_bad_lines, "line")
+        run.notes.append(f"{lines} of the log could not be read: incomplete after a crash, or damaged.")
     if not run.starts:
-        notes.append("The log has no beginning (event start).")
+        run.notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
-        notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
-    return notes
+        run.notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
+    run.summary = summarize(run, best, content)
+    # Newer runs store no secrets, but a message of an older one may contain some.
+    run.starts, run.options, run.incidents, run.end = redact_values([run.starts, run.options, run.incidents, run.end])
+    return run
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -253,8 +211,7 @@ def _read_evaluations(content: LogContent) -> list[dict[str, Any]]:
     for event in content.events:
         if event["event"] == "evaluate":
             metrics = {name: value for name, value in event.items() if name not in ("event", "repeated", "step", "time")}
-            numbers = {name: number_of(value) for name, value in metrics.items()}
-            known = {name: number for name, number in numbers.items() if number == number or str(metrics[name]).lower() == "nan"}
+            known = {name: number_of(value) for name, value in metrics.items() if holds_number(value)}
             found[event["step"]] = {"step": event["step"], "time": event["time"], **known}
     return [found[step] for step in sorted(found)]
 
@@ -278,10 +235,7 @@ def _find_state(run: ReportedRun) -> State:
         pass
     times = run.updates["time"][-_RECENT_LINES:]
     gaps = np.diff(times[np.isfinite(times)])
-    try:
-        age = time.time() - (run.folder / run_log.FILE).stat().st_mtime
-    except OSError:
-        return "interrupted"
+    age = time.time() - (run.folder / run_log.FILE).stat().st_mtime
     return "running" if age < max(_YOUNG_SECONDS, 3 * gaps.max(initial=0.0)) else "interrupted"
 
 
@@ -293,30 +247,13 @@ def _find_checkpoints(folder: Path, content: LogContent, best: dict[str, Any]) -
             found[event["step"]] = {"step": event["step"], "path": Path(str(event.get("path", ""))).name, "time": event["time"]}
     there = {checkpoint_format.step_of(path): path for path in checkpoint_format.list_checkpoints(folder)}
     for step, path in there.items():
-        found.setdefault(step, {"step": step, "path": path.name, "time": _committed_at(path)})
-    for step, one in found.items():
-        one |= {"exists": step in there, "is_best": step == best.get("step"), "bytes": _size_of(there.get(step))}
-    return [found[step] for step in sorted(found)]
-
-
-def _committed_at(path: Path) -> float:
-    try:
-        return (path / checkpoint_format.MANIFEST).stat().st_mtime
-    except OSError:
-        return float("nan")
-
-
-def _size_of(path: Path | None) -> int | None:
-    """Return the bytes of a checkpoint, or None if it does not exist any more."""
-    if path is None:
-        return None
-    total = 0
-    for one in path.rglob("*"):
-        try:
-            total += one.stat().st_size if one.is_file() else 0
-        except OSError:  # removed at this moment
-            return None
-    return total
+        committed, size = math.nan, None
+        with contextlib.suppress(OSError):  # it is removed at this moment, or an older version has written it
+            size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+            committed = (path / checkpoint_format.MANIFEST).stat().st_mtime
+        found.setdefault(step, {"step": step, "path": path.name, "time": committed})["bytes"] = size
+    defaults = lambda step: {"exists": step in there, "is_best": step == best.get("step"), "bytes": None}
+    return [defaults(step) | found[step] for step in sorted(found)]
 
 
 def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
@@ -325,7 +262,7 @@ def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) ->
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):
         values = _read_object(run.folder / eval_tables.file_of(step), run.notes)
-        valid = {name: table.as_dict() for name, table in eval_tables.parse_tables(values).items()}
+        valid = {name: asdict(table) for name, table in eval_tables.parse_tables(values).items()}
         if len(valid) < len(values):
             run.notes.append(f"{eval_tables.file_of(step)} contains damaged tables. They are left out.")
         if valid:

@@ -6,13 +6,11 @@ Runs that are compared have short names that distinguish them. The page lists th
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.report.cards import (
     TIMES,
-    Figure,
     brief,
     duration,
     facts,
@@ -26,9 +24,9 @@ from accel_ddp.report.cards import (
     table,
     tile,
 )
-from accel_ddp.report.chart_data import is_number, metric_names, places
+from accel_ddp.report.chart_data import metric_names, places
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import ReportedRun, dict_of, list_of
+from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
 from accel_ddp.text import counted, format_bytes
 
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
@@ -54,8 +52,7 @@ def differences(runs: list[ReportedRun]) -> list[tuple[str, str, list[Any]]]:
     described = [_describe(run) for run in runs]
     changed = {name for run in runs for name in dict_of(run.start.get("options"))}
     for part in ("options", "data", "cluster", "versions", "environment"):
-        names = dict.fromkeys(name for one in described for name in one[part])
-        for name in names:
+        for name in dict.fromkeys(name for one in described for name in one[part]):
             values = [one[part].get(name) for one in described]
             if part == "options" and None in values and name not in changed and all("options" in run.start for run in runs):
                 continue
@@ -127,66 +124,43 @@ def title(run: ReportedRun, level: int = 1) -> Html:
 
 def key_figures(run: ReportedRun, prefix: str = "") -> Html:
     """Return the tiles of a run. A figure that is not known has no tile."""
-    found = [_steps(run), _wall_time(run), _best_value(run, prefix)]
+    summary = run.summary
+    best, total, samples, ranks = (summary.get(name) for name in ("best", "total_steps", "samples", "ranks"))
+    remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
+    found = [tile("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks))]
+    if is_number(seconds := summary.get("wall_seconds")):
+        attempts = summary.get("attempts") or 1
+        found.append(tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else ""))
+    if best and is_number(best["value"]):
+        name = str(best["metric"]).replace("_", " ")
+        found.append(tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations"))
     for name, label, form, remark in (
         ("samples_per_second", "Speed", _rate, "samples/s on average"),
         ("tokens_per_second", "Tokens", _rate, "tokens/s on average"),
         ("mfu", "MFU", percent, "of the peak of the GPUs"),
         ("goodput", "Goodput", percent, "of the time trained new steps"),
     ):
-        if is_number(value := run.summary.get(name)):
+        if is_number(value := summary.get(name)):
             found.append(tile(label, form(value), remark))
-    found += [_waiting(run, prefix), _ranks(run, prefix), _number_of_incidents(run, prefix)]
-    return tag("dl", *filter(None, found), class_="tiles")
-
-
-def _steps(run: ReportedRun) -> Html:
-    total, samples = run.summary.get("total_steps"), run.summary.get("samples")
-    remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
-    return tile("Steps", f"{run.summary.get('steps') or 0:,}", ", ".join(remarks))
-
-
-def _wall_time(run: ReportedRun) -> Html | None:
-    seconds, attempts = run.summary.get("wall_seconds"), run.summary.get("attempts") or 1
-    return tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else "") if is_number(seconds) else None
-
-
-def _best_value(run: ReportedRun, prefix: str) -> Html | None:
-    best = run.summary.get("best")
-    if not best or not is_number(best["value"]):
-        return None
-    name = str(best["metric"]).replace("_", " ")
-    return tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations")
-
-
-def _waiting(run: ReportedRun, prefix: str) -> Html | None:
-    parts = {part: value for part, value in (run.summary.get("seconds_per_step") or {}).items() if is_number(value)}
-    if not parts:
-        return None
-    waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
-    return tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time")
-
-
-def _ranks(run: ReportedRun, prefix: str) -> Html | None:
-    if not run.summary.get("ranks"):
-        return None
-    device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
-    noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(run.summary.get('nodes') or 1, 'node')}"
-    remark = where if device == "CPU" else f"{where}, {device}"
-    return tile("Cluster", counted(run.summary["ranks"], noun), remark, f"#{prefix}configuration")
-
-
-def _number_of_incidents(run: ReportedRun, prefix: str) -> Html | None:
-    levels = [one.get("level") for one in run.incidents]
-    counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
-    text = ", ".join(counts) or "information only"
-    return tile("Incidents", f"{len(levels):,}", text, f"#{prefix}incidents") if levels else None
+    if parts := {part: value for part, value in (summary.get("seconds_per_step") or {}).items() if is_number(value)}:
+        waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
+        found.append(tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time"))
+    if ranks:
+        device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
+        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(summary.get('nodes') or 1, 'node')}"
+        remark = where if device == "CPU" else f"{where}, {device}"
+        found.append(tile("Cluster", counted(ranks, noun), remark, f"#{prefix}configuration"))
+    if levels := [one.get("level") for one in run.incidents]:
+        counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
+        found.append(tile("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", f"#{prefix}incidents"))
+    return tag("dl", *found, class_="tiles")
 
 
 def comparison(runs: list[ReportedRun]) -> Html:
     """Return the final figures side by side, and what differs between the runs."""
-    of = lambda name, form: [_figure(run.summary.get(name), form) for run in runs]
-    last = lambda name: [_figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
+    of = lambda name, form: [figure(run.summary.get(name), form) for run in runs]
+    last = lambda name: [figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
+    best = lambda one: f"{one['metric']} {number(one['value'])} (step {number(one['step'])})" if one else None
     metrics = dict.fromkeys(name for run in runs for name in metric_names(run))
     rows = [
         ["state", *map(badge, runs)],
@@ -196,7 +170,7 @@ def comparison(runs: list[ReportedRun]) -> Html:
         ["tokens/s", *of("tokens_per_second", _rate)],
         ["MFU", *of("mfu", percent)],
         ["goodput", *of("goodput", percent)],
-        ["best metric", *map(_best, runs)],
+        ["best metric", *(best(run.summary.get("best")) for run in runs)],
         *([f"last {name.replace('_', ' ')}", *last(name)] for name in metrics),
         ["incidents", *(number(len(run.incidents)) for run in runs)],
     ]
@@ -208,17 +182,8 @@ def comparison(runs: list[ReportedRun]) -> Html:
     return join([section("comparison", "Comparison", figures), section("differences", "Differences", changed)])
 
 
-def _figure(value: Any, form: Callable[[Any], str]) -> Figure | None:
-    return figure(form(value)) if is_number(value) else None
-
-
 def _rate(value: float) -> str:
     return number(round(value)) if value >= 100 else brief(value)
-
-
-def _best(run: ReportedRun) -> str | None:
-    best = run.summary.get("best")
-    return f"{best['metric']} {number(best['value'])} (step {number(best['step'])})" if best else None
 
 
 def _value(value: Any) -> str:
@@ -246,9 +211,8 @@ def incidents(run: ReportedRun, level: int, prefix: str) -> Html:
         items.append(tag("li", tag("span", name, class_=f"level {name}"), text, kind))
     text = f"The {len(items)} most severe of {len(run.incidents):,} incidents are shown."
     shown = tag("ol", *items, class_="incidents", tabindex="0", aria_label="Incidents") if items else ""
-    return section(
-        "incidents", "Incidents", shown, note(text) if len(items) < len(run.incidents) else "", level=level, prefix=prefix
-    )
+    fewer = note(text) if len(items) < len(run.incidents) else ""
+    return section("incidents", "Incidents", shown, fewer, level=level, prefix=prefix)
 
 
 def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
@@ -257,8 +221,8 @@ def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
     rows = [
         [
             join([f"{one['step']:,}", tag("span", "best", class_="tag") if one.get("is_best") else ""]),
-            _figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
-            _figure(one.get("bytes"), format_bytes),
+            figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
+            figure(one.get("bytes"), format_bytes),
             tag("code", one.get("path")),
         ]
         for one in reversed(there[-CHECKPOINTS:])
@@ -266,15 +230,8 @@ def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
     shown = table(["step", "saved after", "size", "folder"], rows, "Checkpoints, the newest first") if rows else ""
     removed = len(run.checkpoints) - len(there)
     texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
-    texts += (
-        [f"{counted(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."]
-        if removed
-        else []
-    )
-    if removed:
-        texts.append(
-            f"{counted(removed, 'older checkpoint')} of this run {'is' if removed == 1 else 'are'} no longer on the disk."
-        )
+    verb = "is" if removed == 1 else "are"
+    texts += [f"{counted(removed, 'older checkpoint')} of this run {verb} no longer on the disk."] if removed else []
     return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
 
 
@@ -289,14 +246,13 @@ def profile(run: ReportedRun, level: int, prefix: str) -> Html:
     pairs += [("duration of a step", duration(step))] if is_number(step) else []
     for name, text in parts.items():
         if is_number(value := overall.get(name)):
-            pairs.append(
-                (text, f"{duration(value)}, {percent(value / step)} of a step" if is_number(step) and step else duration(value))
-            )
+            share = f", {percent(value / step)} of a step" if is_number(step) and step else ""
+            pairs.append((text, duration(value) + share))
     advice = [one.get("text") if isinstance(one, dict) else one for one in list_of(found.get("recommendations"))]
     texts = [*list_of(found.get("findings")), *advice]
     forms = {"seconds": duration, "share": percent, "count": brief}
     rows = [
-        [one.get("name"), *(_figure(one.get(key), form) for key, form in forms.items())]
+        [one.get("name"), *(figure(one.get(key), form) for key, form in forms.items())]
         for one in list_of(found.get("operations"))[:OPERATIONS]
         if isinstance(one, dict)
     ]
@@ -358,7 +314,7 @@ def _cluster(run: ReportedRun) -> Html:
         is_range = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
         memory = max((one["memory"] for one in members if is_number(one.get("memory"))), default=None)
         listed = f"{ranks[0]} to {ranks[-1]}" if is_range else ", ".join(map(str, ranks))
-        rows.append([f"node {node}", host, listed, kinds, _figure(memory, format_bytes)])
+        rows.append([f"node {node}", host, listed, kinds, figure(memory, format_bytes)])
     width = 5 if any(row[4] for row in rows) else 4
     columns = ["node", "host", "ranks", "devices", "memory of a GPU"]
     return table(columns[:width], [row[:width] for row in rows], "Nodes of the run") if rows else Html()
