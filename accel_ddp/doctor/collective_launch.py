@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.doctor.compare_nodes import clean_finding
 from accel_ddp.doctor.findings import Finding, Outcome
 from accel_ddp.doctor.host import HOST, socket_interface_variables
-from accel_ddp.doctor.paths import clean_finding
 from accel_ddp.nodes.messages import printable
 from accel_ddp.nodes.spawn import clean_environment, rank_environment
 

@@ -350,24 +350,23 @@ class CollectiveChecks(MonitoredRank):
             torch.manual_seed(1000 + rank)
             return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8)).eval().to(device)
 
-        def fill_buffers(model: Any, rank: int) -> None:
-            for buffer in model.buffers():
-                buffer.fill_(rank + 1)
-
         def compute_loss(model: Any, rank: int) -> Any:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
             return model(inputs.to(device)).square().mean()
 
+        def compare(what: str, ours: Any, expected: Any) -> None:
+            if not all(map(torch.equal, ours, expected)):
+                self.add_finding("E_COLLECTIVE_WRONG", f"DDP: {what}")
+
         reference, mine = make_model(0), make_model(self.rank)
         devices = [device] if device.type == "cuda" else None
         ddp = self.collective(lambda: nn.parallel.DistributedDataParallel(mine, device_ids=devices))
-        if not all(map(torch.equal, mine.parameters(), reference.parameters())):
-            self.add_finding("E_WEIGHTS", "the weights are not those of rank 0 after DDP has sent them")
-        fill_buffers(reference, 0)
-        fill_buffers(mine, self.rank)
+        compare("the weights are not those of rank 0 after DDP has sent them", mine.parameters(), reference.parameters())
+        for model, rank in ((reference, 0), (mine, self.rank)):
+            for buffer in model.buffers():
+                buffer.fill_(rank + 1)
         loss = self.collective(lambda: compute_loss(ddp, self.rank))
-        if not all(map(torch.equal, mine.buffers(), reference.buffers())):
-            self.add_finding("E_BUFFERS", "the buffers (BatchNorm) are not those of rank 0 after a forward pass")
+        compare("the buffers (BatchNorm) are not those of rank 0 after a forward pass", mine.buffers(), reference.buffers())
         self.collective(lambda: torch.autograd.backward([loss]))
         weights = list(reference.parameters())
         local = [torch.autograd.grad(compute_loss(reference, rank), weights) for rank in range(self.num_ranks)]
@@ -378,16 +377,15 @@ class CollectiveChecks(MonitoredRank):
             weight.data.sub_(weight.grad, alpha=0.1)  # a step of SGD
         if not all(error < 1e-5 for error in errors):  # also true for NaN
             text = ", ".join(f"{error:.0e}" for error in errors)
-            self.add_finding("E_GRADIENTS", f"gradients are not the average of all ranks'; relative error of each layer: {text}")
+            text = f"DDP: gradients are not the average of all ranks'; relative error of each layer: {text}"
+            self.add_finding("E_COLLECTIVE_WRONG", text)
         content = b"".join(weight.detach().cpu().numpy().tobytes() for weight in mine.parameters())
         self.store.set(f"weights/{self.rank}", json.dumps(hashlib.sha256(content).hexdigest()))
         hashes = self._gather("weights") if self.rank == 0 else []
         for rank in [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-            self.add_finding("E_WEIGHTS", f"after a step, the weights of rank {rank} are not those of rank 0", rank)
-        self.add_line("DDP: every rank has rank 0's weights, and the same bits after a step", unless="E_WEIGHTS")
-        self.add_line("DDP: every rank has rank 0's buffers after a forward pass", unless="E_BUFFERS")
-        text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e})"
-        self.add_line(text, unless="E_GRADIENTS")
+            self.add_finding("E_COLLECTIVE_WRONG", f"DDP: after a step, the weights of rank {rank} are not those of rank 0", rank)
+        text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e}), and every rank has "
+        self.add_line(f"{text}rank 0's buffers and, after a step, its weights", unless="E_COLLECTIVE_WRONG")
 
 
 def find_infiniband_devices() -> list[str]:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from accel_ddp.doctor.check_options import CheckOptions
+from accel_ddp.doctor.compare_nodes import FACT_GROUPS
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import call_with_timeout, local_finding
-from accel_ddp.doctor.paths import FACT_GROUPS
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, cpu_is_wanted
@@ -267,25 +268,21 @@ def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) ->
     return {**found, "sharding": "FSDP2" if plan else "DDP", **(plan.settings() if plan else {})}
 
 
-def collect_facts(
-    topology: Topology, recipe: dict[str, Any], hub_names: dict[str, Any], files: dict[str, str], script: str, seconds: float
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Return what is compared with the other nodes, and findings about the GPUs and files of this node.
-
-    `files` maps labels to paths; reading each of them may take `seconds`.
-    """
+def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, Any], list[Finding]]:
+    """Return what is compared with the other nodes, and findings about the GPUs and files of this node."""
+    files, seconds = options.files, 10.0 if options.measures_bandwidth else 2.0  # to read one of the files
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
         querying, reading_versions = pool.submit(query_driver), pool.submit(package_versions)
-        reading_code = pool.submit(code_versions, script)
+        reading_code = pool.submit(code_versions, options.script)
         hashing = {name: pool.submit(_hash_or_error, path, seconds) for name, path in files.items()}
         present, driver, _ = querying.result()
         visible, found = check_gpus(topology, *querying.result())
         facts = {
             "versions": reading_versions.result(),
             "code": reading_code.result(),
-            "recipe": recipe,
+            "recipe": options.recipe,
             "accelerate": {},
-            "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(hub_names)},
+            "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(options.hub_names)},
             "driver": driver,
             "gpus": None if visible is None else [f"{present[i]['name']}, {format_bytes(present[i]['bytes'])}" for i in visible],
             "wants_cpu": cpu_is_wanted(),

@@ -1,7 +1,6 @@
 """A node's side of the doctor: how it finds and reaches the coordinator, why it cannot, and how it answers requests."""
 
 import asyncio
-import contextlib
 import ipaddress
 import os
 import time
@@ -9,24 +8,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor import host, paths
+from accel_ddp.doctor import compare_nodes, host
 from accel_ddp.doctor.check_options import CheckOptions
 from accel_ddp.doctor.coordinator import OTHER_PROGRAM, Connection, CoordinatorClient, Message, find_coordinator, try_port
 from accel_ddp.doctor.findings import Finding, Outcome, has_errors
-from accel_ddp.doctor.host import (
-    detect_platform,
-    external_addresses,
-    find_port_user,
-    firewall_advice,
-    list_markers,
-    local_finding,
-    resolve,
-    write_marker,
-)
+from accel_ddp.doctor.host import detect_platform, firewall_advice, local_finding
 from accel_ddp.doctor.verdict import GRACE_SECONDS, Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
 from accel_ddp.nodes.messages import bounded_list, printable, whole_number
+from accel_ddp.nodes.probe import CUT, DROPPED, REFUSED, UNREACHABLE
 from accel_ddp.nodes.topology import Topology
 
 Facts = tuple[dict[str, Any], list[Finding]]  # facts of a node, and findings made while they were collected
@@ -34,7 +25,7 @@ StartCoordinator = Callable[[], Awaitable[Examiner | None]]
 
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
 _STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
-_MOST_CERTAIN = (OTHER_PROGRAM, paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)  # results, the most certain first
+_MOST_CERTAIN = (OTHER_PROGRAM, REFUSED, CUT, DROPPED, UNREACHABLE)  # results, the most certain first
 LONGEST_BROADCAST_INTERVAL = 16.0  # seconds
 RESCUE_INTERVAL = 1.0
 
@@ -49,7 +40,7 @@ async def resolve_main_address(
     printed_at = 0.0
     while True:
         try:
-            return await asyncio.to_thread(resolve, topology.main_address)
+            return await asyncio.to_thread(host.resolve, topology.main_address)
         except UserError as error:
             waited = time.monotonic() - began
             if detect_platform() != "kubernetes" or waited > wait_seconds:
@@ -105,7 +96,7 @@ class CoordinatorSearch:
                 self.rescue_at = time.monotonic()
                 if connection := await self._try_rescue_port():
                     return connection
-            await asyncio.sleep(0.1 if self.result == paths.REFUSED else 0.3)
+            await asyncio.sleep(0.1 if self.result == REFUSED else 0.3)
 
     async def _try_main_ports(self) -> Connection | None:
         answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
@@ -125,19 +116,19 @@ class CoordinatorSearch:
         if result == OTHER_PROGRAM and self.options.may_join_rendezvous and await is_torch_store(self.ip, topology.main_port):
             saw = f"the rendezvous at {topology.main_address}:{topology.main_port} is already running"
             return local_finding(topology, "I_RENDEZVOUS", saw, "")
-        may_start = self.start_coordinator and result == paths.REFUSED and self.waited >= self.start_after
+        may_start = self.start_coordinator and result == REFUSED and self.waited >= self.start_after
         if may_start and (started := await self.start_coordinator()):
             return started
         if self.waited < self._limit():
             return None
-        if self.other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
+        if self.other_program and result == REFUSED:  # the other program has ended; its answer explains more
             self.result, self.reason = OTHER_PROGRAM, self.other_program
         return self._explain()
 
     def _limit(self) -> float:
         """Return after how many seconds the search ends with the last result."""
         options = self.options
-        limit = options.wait_seconds if self.result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
+        limit = options.wait_seconds if self.result == REFUSED else min(options.wait_seconds, options.no_answer_seconds)
         if self.result == OTHER_PROGRAM:  # it holds the port and will probably keep it
             # Node 0 gives up first. The other nodes then receive its report.
             limit = min(options.wait_seconds, host.NO_ANSWER + (0 if self.start_coordinator else GRACE_SECONDS))
@@ -165,10 +156,10 @@ class CoordinatorSearch:
             direct[1].close()
             return again
         if again[0] != OTHER_PROGRAM:
-            how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
+            how = {DROPPED: "drops packets to", REFUSED: "rejects connections to"}.get(again[0], "blocks")
             main = f"{topology.main_address}:{topology.main_port}"
             saw = f"a firewall {how} {main}: port {port} of the main node can be reached from here"
-            fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
+            fix = f"{firewall_advice()}, or use a --main_process_port that is open"
             self.findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
         return direct
 
@@ -192,7 +183,7 @@ async def _find_by_broadcast(topology: Topology, token: bytes) -> tuple[str, boo
 async def find_address_without_name(topology: Topology, token: bytes) -> str:
     """Find the main node when its name does not resolve, to report the error to every node."""
     if topology.node_rank == 0:
-        return next(iter(external_addresses()), "")
+        return next(iter(host.external_addresses()), "")
     for _ in range(5 if topology.rescue_port else 0):
         found, is_same = await _find_by_broadcast(topology, token)
         if is_same:
@@ -227,12 +218,9 @@ async def is_torch_store(ip: str, port: int) -> bool:
 
 def explain_unknown_name(topology: Topology, reason: str) -> Finding:
     """Return the finding for a main address that does not resolve."""
-    is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
     fix = {  # None: the usual one
         "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
-        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)"
-        if is_slurms
-        else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
+        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)",
     }.get(detect_platform())
     saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
     return local_finding(topology, "E_NAME", saw, fix)
@@ -246,117 +234,93 @@ def _explain_failure(topology: Topology, ip: str, result: str, reason: str, wait
     candidates = topology.coordinator_ports
     ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
     at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
-    if ipaddress.ip_address(ip).is_loopback and topology.node_rank and result == paths.REFUSED:
-        saw = f"{topology.describe('main_process_ip')} is this machine itself, and nothing listens on port {ports}"
-        return local_finding(topology, "E_REFUSED", saw, "give the address of node 0: --main_process_ip")
+    unreachable = (
+        "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
+        f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
+    )  # fmt: skip
     code, saw, fix = {
-        paths.REFUSED: (
+        REFUSED: (
             "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
             f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. The host "
             f"{ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
             f"{topology.describe('main_process_ip')} on every node",
         ),
-        paths.DROPPED: (
+        DROPPED: (
             "E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
-            f"check that {ip} is node 0's private address and is up; then {firewall_advice(f'TCP {ports}')}",
-        ),
-        paths.UNREACHABLE: (
-            "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
-            f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
-        ),
-        paths.CUT: (
-            "E_UNREACHABLE", f"{at}: {reason or 'the connection failed'}", "look for a proxy or firewall between the nodes",
+            f"check that {ip} is node 0's private address and is up; then {firewall_advice()}",
         ),
         OTHER_PROGRAM: (
             "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
         ),
-    }[result]  # fmt: skip
+    }.get(result, unreachable)  # fmt: skip
     if other_main and result != OTHER_PROGRAM:
         saw += f". A main node for the same script and port is at {other_main}"
         fix = f"use --main_process_ip {other_main} if that is node 0 of this run; otherwise {fix}"
-    if result == OTHER_PROGRAM and (user := find_port_user(ip, topology.main_port)):
+    if result == OTHER_PROGRAM and (user := host.find_port_user(ip, topology.main_port)):
         saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
         fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
     return local_finding(topology, code, saw, fix)
 
 
-class DoctorNode:
-    """Answers the requests of the doctor's coordinator on this node.
+async def follow_coordinator(
+    connection: Connection, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
+    measures_bandwidth: bool, print_progress: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """Send `hello` and the facts to the coordinator, answer its requests, and return its verdict.
 
-    `hello` describes the node, `folder` is the existing part of its output folder.
+    `folder` is the existing part of the output folder. Raises OSError or asyncio.TimeoutError if the connection is lost before the
+    verdict.
     """
+    client = CoordinatorClient(connection, host.MAIN_SILENT)
+    send = client.outbox.put_nowait
+    outcome: Outcome | None = None
+    folder_check = host.FolderCheck(folder)
 
-    def __init__(
-        self, hello: Message, folder: Path | None, token: bytes, measures_bandwidth: bool, print_progress: Callable[[str], None]
-    ):
-        self.hello, self.folder, self.token = hello, folder, token
-        self.measures_bandwidth, self.print_progress = measures_bandwidth, print_progress
-        self.node_rank: int | None = hello["node"]
-        self.marker: Path | None = None
-        self.marker_error: str | None = None  # None: no marker was written yet
-        self.outcome: Outcome | None = None
-
-    async def follow(self, connection: Connection, collecting: "asyncio.Future[Facts]") -> Outcome:
-        """Send `hello` and the facts, answer the coordinator, and return its verdict.
-
-        Raises OSError or asyncio.TimeoutError if the connection is lost before the verdict.
-        """
-        self.client = CoordinatorClient(connection, host.MAIN_SILENT)
-        sending = asyncio.ensure_future(self._send_facts(collecting))
-        try:
-            await self.client.follow(self.hello, self._answer)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConnectionError(f"it sent an invalid message ({error})") from error
-        except (OSError, asyncio.TimeoutError):
-            if not self.outcome:
-                raise
-        finally:
-            sending.cancel()
-            if self.marker:
-                with contextlib.suppress(OSError):
-                    self.marker.unlink()
-        if not self.outcome:
-            raise ConnectionError("it closed the connection without a verdict")
-        return self.outcome
-
-    async def _send_facts(self, collecting: "asyncio.Future[Facts]") -> None:
+    async def send_facts() -> None:
         """Send the facts when they are collected. They follow `hello`, so missing nodes are reported meanwhile."""
         facts, wrong = await asyncio.shield(collecting)
-        findings = [finding.as_dict() for finding in wrong[: paths.MOST_FINDINGS]]
-        self.client.outbox.put_nowait({**facts, "findings": findings, "time": time.time()})
+        findings = [finding.as_dict() for finding in wrong[: compare_nodes.MOST_FINDINGS]]
+        send({**facts, "findings": findings, "time": time.time()})
 
-    async def _answer(self, request: Message) -> None:
-        kind = request["do"]
-        if kind == "print":
-            self.print_progress(printable(request["text"]))
-        elif kind == "probe":
-            self.client.outbox.put_nowait({"paths": await self._probe(request)})
-        elif kind == "check_folder":
-            if self.marker_error is None:
-                await self._write_marker(request)
-            answer = await asyncio.to_thread(list_markers, self.folder, request["mark"], self.marker_error)
-            self.client.outbox.put_nowait(answer)
-        elif kind == "verdict":
-            self.outcome = _read_verdict(request)
-            self.client.outbox.put_nowait({"received": True})
+    async def answer(request: Message) -> None:
+        nonlocal outcome
+        if request["do"] == "print":
+            print_progress(printable(request["text"]))
+        elif request["do"] == "probe":
+            roster = compare_nodes.clean_roster(request["roster"])
+            is_me = lambda peer: peer["ip"] == hello["ip"] and peer["ports"] == hello["ports"]
+            hello["node"] = next((peer["node"] for peer in roster if is_me(peer)), hello["node"])
+            await asyncio.to_thread(folder_check.write, request["mark"], hello["node"])
+            send({"paths": await compare_nodes.probe_all(hello["node"], roster, token, measures_bandwidth)})
+        elif request["do"] == "check_folder":
+            await asyncio.to_thread(folder_check.write, request["mark"], hello["node"])
+            send(await asyncio.to_thread(folder_check.look, request["mark"]))
+        elif request["do"] == "verdict":
+            outcome = _read_verdict(request)
+            send({"received": True})
 
-    async def _probe(self, request: Message) -> list[dict[str, Any]]:
-        roster = paths.clean_roster(request["roster"])
-        is_me = lambda peer: peer["ip"] == self.hello["ip"] and peer["ports"] == self.hello["ports"]
-        self.node_rank = next((peer["node"] for peer in roster if is_me(peer)), self.node_rank)
-        await self._write_marker(request)
-        return await paths.probe_all(self.node_rank, roster, self.token, self.measures_bandwidth)
-
-    async def _write_marker(self, request: Message) -> None:
-        self.marker, self.marker_error = await asyncio.to_thread(write_marker, self.folder, request["mark"], self.node_rank)
+    sending = asyncio.ensure_future(send_facts())
+    try:
+        await client.follow(hello, answer)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConnectionError(f"it sent an invalid message ({error})") from error
+    except (OSError, asyncio.TimeoutError):
+        if not outcome:
+            raise
+    finally:
+        sending.cancel()
+        folder_check.remove()
+    if not outcome:
+        raise ConnectionError("it closed the connection without a verdict")
+    return outcome
 
 
 def _read_verdict(message: Message) -> Outcome:
     return Outcome(
-        paths.clean_findings(message["verdict"], 1000),
-        lines=paths.clean_lines(message["lines"], 200),
-        table=paths.clean_lines(message["table"], 1000),
-        roster=paths.clean_roster(message["roster"]),
+        compare_nodes.clean_findings(message["verdict"], 1000),
+        lines=compare_nodes.clean_lines(message["lines"], 200),
+        table=compare_nodes.clean_lines(message["table"], 1000),
+        roster=compare_nodes.clean_roster(message["roster"]),
         paths=bounded_list(message["paths"], 1000),
         node_rank=whole_number(message["node"]),
         deep_port=whole_number(message.get("deep_port")),
