@@ -1,12 +1,10 @@
 """All checks except for collectives, from this host alone to every path between the nodes, and the preflight that runs them."""
 
 import asyncio
-import contextlib
 import errno
 import functools
 import ipaddress
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor import compare_nodes, facts, host, node_client
 from accel_ddp.doctor import findings as report
 from accel_ddp.doctor.check_options import CheckOptions, options_of_config
-from accel_ddp.doctor.coordinator import Connection
+from accel_ddp.doctor.coordinator import Connection, try_port
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors
 from accel_ddp.doctor.host import HOST, local_finding
 from accel_ddp.doctor.node_client import CoordinatorSearch, Facts
@@ -39,7 +37,8 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
     try:
         ip = await node_client.resolve_main_address(topology, options.wait_seconds, print_progress, began)
     except UserError as error:
-        options.findings.append(node_client.explain_unknown_name(topology, str(error)))
+        saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {error}"
+        options.findings.append(local_finding(topology, "E_NAME", saw))
         ip = await node_client.find_address_without_name(topology, token)
         if not ip:
             return Outcome(options.findings)
@@ -74,7 +73,8 @@ class _ClusterCheck:
             try:
                 await self.probe_server.open(self.data_ip)
             except OSError as error:
-                self._add_finding("E_PORT", f"no port can be opened on {self.data_ip}: {error.strerror}")
+                saw = f"no port can be opened on {self.data_ip}: {error.strerror}"
+                self.findings.append(local_finding(self.topology, "E_PORT", saw))
         connection = await self._connect(began)
         if connection is None:
             return Outcome([*self.findings, *(await collecting)[1]])
@@ -102,9 +102,6 @@ class _ClusterCheck:
         for task in self.tasks:  # after Ctrl-C; what they raise now is already reported or irrelevant
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    def _add_finding(self, code: str, saw: str) -> None:
-        self.findings.append(local_finding(self.topology, code, saw))
 
     def _check_host(self) -> None:
         """Run the checks of this host alone, and choose its addresses."""
@@ -147,7 +144,8 @@ class _ClusterCheck:
             findings.append(reached)
         # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
         self.coordinator = await self._start_coordinator(is_rescue=True)
-        return await node_client.connect_to_rescue_port(topology, self.token) if self.coordinator else None
+        opened = await try_port("127.0.0.1", topology.rescue_port, self.token) if self.coordinator else ("", "")
+        return None if isinstance(opened[0], str) else opened
 
     async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
         """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
@@ -161,7 +159,8 @@ class _ClusterCheck:
             await coordinator.open(address, ports, self.connect_ip, topology.rescue_port, topology.main_address)
         except OSError as error:
             if not is_rescue and error.errno != errno.EADDRINUSE:
-                self._add_finding("E_PORT", f"it is not possible to listen on {address}:{ports[0]}: {error.strerror}")
+                saw = f"it is not possible to listen on {address}:{ports[0]}: {error.strerror}"
+                self.findings.append(local_finding(topology, "E_PORT", saw))
             return None
         return coordinator
 
@@ -205,7 +204,10 @@ def run_preflight(cfg: TrainConfig) -> None:
         check_requested_world()
         warn_about_independent_tasks()
         return
-    if os.environ.get(IS_RESTART) == "1" and not _is_preflight_running(topology):
+    # With c10d the ranks of all nodes start together. Otherwise ranks that are not restarted may still be in their preflight.
+    is_running = lambda: any(host.port_answers(topology.main_address, port) for port in topology.coordinator_ports)
+    is_static = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get(IS_RESTART) == "1" and not (is_static and is_running()):
         # The nodes were checked before the first attempt, and all launchers have agreed on this restart. `ranks.group` compares
         # the options of a node that has joined. A preflight would take seconds and would add a point at which ranks can wait.
         check_requested_world()
@@ -225,20 +227,6 @@ def run_preflight(cfg: TrainConfig) -> None:
     if topology.local_rank == 0 and outcome.node_rank == 0:
         over = f" over {outcome.interface}" if outcome.interface else ""
         print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
-
-
-def _is_preflight_running(topology: Topology) -> bool:
-    """Return whether ranks that are not restarted are still in their preflight, which needs this node too.
-
-    With c10d the ranks of all nodes are started together, and their store has the main port.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    for port in topology.coordinator_ports:
-        with contextlib.suppress(OSError):
-            socket.create_connection((topology.main_address, port), timeout=2).close()
-            return True
-    return False
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:

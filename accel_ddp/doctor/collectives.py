@@ -15,13 +15,12 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
-from accel_ddp.doctor.findings import CODES
+from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import HOST
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import counted, format_si
@@ -40,8 +39,8 @@ class CheckFailed(Exception):
     """A check has found what is wrong, and the steps end. The argument is the finding as a dictionary."""
 
 
-class MonitoredRank(CollectiveWorker):
-    """Runs the steps of a subclass and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
+class CollectiveChecks(CollectiveWorker):
+    """Runs the steps and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
 
     def __init__(self, spec: dict[str, Any]):
         super().__init__(spec)
@@ -57,19 +56,14 @@ class MonitoredRank(CollectiveWorker):
         self.facts, self.lines, self.figures = [], [], {}
         self.beats, self.beat_times = [b""] * self.num_ranks, [self.began] * self.num_ranks
 
-    def steps(self) -> tuple[Callable[[], None], ...]:
-        raise NotImplementedError
-
-    def finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> dict[str, Any]:
+    def finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> dict[str, Any]:
         """Return a finding about a rank, by default this one. Only rank 0 has the hosts of the other ranks."""
         rank = self.rank if rank is None else rank
-        host = HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"]
-        about = {"host": host, "node": self.nodes[rank]}
+        about = {"host": HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"], "node": self.nodes[rank]}
         about |= {name: self.facts[rank][name] for name in about} if self.facts else {}
-        severity = "error" if code.startswith("E_") else "warning"
-        return {"code": code, "severity": severity, **about, "rank": rank, "saw": saw, "fix": fix or CODES[code].fix}
+        return Finding(code, saw, fix, rank=rank, **about).as_dict()
 
-    def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> None:
+    def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> None:
         """Store a finding, and continue with the steps."""
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
@@ -81,7 +75,8 @@ class MonitoredRank(CollectiveWorker):
         """Run the steps. This function does not return: the monitor thread ends the process."""
         threading.Thread(target=self._enforce_deadline, daemon=True).start()
         try:
-            for number, do in enumerate((*self.steps(), lambda: None)):
+            steps = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
+            for number, do in enumerate((*steps, self.check_gradients, lambda: None)):
                 self.step, self.step_began = number, time.monotonic()
                 do()
         except CheckFailed as failed:
@@ -92,15 +87,12 @@ class MonitoredRank(CollectiveWorker):
             self.failure = self.finding("E_COLLECTIVE_FAILED", f"step '{STEPS[self.step]}': {' | '.join(causes[:2])}")
             self.report_failure_at = time.monotonic() + FAILURE_SECONDS
         if self.monitor_store is None:  # there is no connection over which to report
-            self._end({"findings": [self.failure], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.failure)
         threading.Event().wait()
 
     def give_up_at(self) -> float:
         """Return the time at which waiting for other ranks ends. The rest of the time limit is for sending the report."""
         return self.began + self.seconds - min(3.0, self.seconds / 4)
-
-    def start_monitor(self) -> None:
-        threading.Thread(target=self._monitor, daemon=True).start()
 
     def _monitor(self) -> None:
         """Publish progress and failures of this rank until there is a report, then end the process."""
@@ -121,7 +113,7 @@ class MonitoredRank(CollectiveWorker):
                 time.sleep(0.05 if self.step == REPORT else POLL_SECONDS)
         except Exception as error:
             text = "died without an error message, and its store with it" if self.rank else f"{type(error).__name__}: {error}"
-            self._end({"findings": [self.finding("E_COLLECTIVE_FAILED", text, 0)], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.finding("E_COLLECTIVE_FAILED", text, 0))
 
     def _compose_report_if_over(self, now: float) -> None:
         """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
@@ -138,7 +130,7 @@ class MonitoredRank(CollectiveWorker):
             findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
         elif min(reached)[0] < REPORT:
             return
-        findings += self._merge_findings([json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))])
+        findings += [json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))]
         codes = {finding["code"] for finding in findings}
         lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
@@ -159,18 +151,6 @@ class MonitoredRank(CollectiveWorker):
         found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
         return found if behind else found | {"host": "every host", "node": None, "rank": None}
 
-    @staticmethod
-    def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the findings, with those that several ranks made merged into one."""
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for finding in sorted(findings, key=lambda finding: (finding["severity"], finding["rank"])):
-            groups.setdefault((finding["code"], finding["saw"]), []).append(finding)
-        merged = []
-        for (_, saw), group in groups.items():
-            ranks = ", ".join(str(finding["rank"]) for finding in group)
-            merged.append({**group[0], "saw": f"{saw} (on ranks {ranks})" if len(group) > 1 else saw})
-        return merged
-
     def _describe_progress(self, rank: int, reached: list[list[int]]) -> str:
         (step, calls), name = reached[rank], f"rank {rank} on {self.facts[rank]['host']}" if self.facts else f"rank {rank}"
         if step < 0:
@@ -187,9 +167,12 @@ class MonitoredRank(CollectiveWorker):
         if not self.ending.locked():
             waits = f": the store of rank 0 at {self.address} does not answer" if self.step else ""
             stuck = self.finding("E_COLLECTIVE_STUCK", f"stuck in step '{STEPS[self.step]}'{waits}", 0 if self.step else None)
-            self._end({"findings": [self.failure or stuck], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.failure or stuck)
         time.sleep(0.4)
         os._exit(self.exit_code)
+
+    def _end_alone(self, finding: dict[str, Any]) -> None:
+        self._end({"findings": [finding], "lines": [], "figures": {}}, uses_store=False)
 
     def _end(self, found: dict[str, Any], uses_store: bool = True) -> None:
         """Print the report and end the process. Rank 0 first waits until the other ranks have fetched the report."""
@@ -203,13 +186,7 @@ class MonitoredRank(CollectiveWorker):
         finally:
             os._exit(self.exit_code)
 
-
-class CollectiveChecks(MonitoredRank):
-    """The steps of the checks. torch is imported in the first step, because importing it may hang."""
-
-    def steps(self) -> tuple[Callable[[], None], ...]:
-        first = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
-        return (*first, self.check_gradients)
+    # ---- the steps
 
     def connect(self) -> None:
         """Connect to the store of rank 0, choose the backend and create the process group."""
@@ -220,7 +197,7 @@ class CollectiveChecks(MonitoredRank):
         for rank in range(self.num_ranks if self.rank == 0 else 0):
             self.store.compare_set(f"beat/{rank}", "", "")  # multi_get would wait for keys that do not exist
         self.monitor_store = self.connect_store(False, seconds)
-        self.start_monitor()
+        threading.Thread(target=self._monitor, daemon=True).start()
 
         num_gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
         index = self.local_rank % max(num_gpus, 1)
@@ -292,27 +269,23 @@ class CollectiveChecks(MonitoredRank):
         sizes = ", ".join(map(str, sizes))
         self.add_line(f"all-reduce: the sums are right on every rank ({sizes} elements)", unless="E_COLLECTIVE_WRONG")
 
-    def _time_all_reduces(self, buffer: Any, times: int) -> list[float]:
-        """Return the seconds of each all-reduce on the rank where it took longest."""
-        return [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
-
     def measure_bandwidth(self) -> None:
         """Measure the latency and the bandwidth of all-reduces, defined as in nccl-tests."""
         largest, seconds = self.spec["megabytes"] or (64 if self.device.type == "cuda" else 8), self.seconds
+        time_all_reduces = lambda buffer, times: [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
         ring = 2 * (self.num_ranks - 1) / self.num_ranks  # bytes that each link carries, per byte of the buffer
-        latency = statistics.median(self._time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
+        latency = statistics.median(time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
         per_byte, rows = 0.0, []
         for size in sorted({size * 1_000_000 for size in (1, 8, largest) if size <= largest}):
             if per_byte * size * 7 > seconds / 8:  # 2 warm-ups and 5 measurements; all ranks decide the same
                 self.add_line(f"  {size // 1_000_000} MB skipped: one all-reduce would take {per_byte * size:.1f} s")
                 continue
             buffer = self.torch.zeros(size // 4, device=self.device)
-            first = self._time_all_reduces(buffer, 2)[-1]
-            durations = self._time_all_reduces(buffer, max(5, min(100, int(min(2.0, seconds / 12) / first))))
+            first = time_all_reduces(buffer, 2)[-1]
+            durations = time_all_reduces(buffer, max(5, min(100, int(min(2.0, seconds / 12) / first))))
             per_byte = statistics.median(durations) / size
-            rows.append(
-                {"bytes": size, "seconds": per_byte * size, "bus_bytes_per_second": ring / per_byte, "times": len(durations)}
-            )
+            row = {"bytes": size, "seconds": per_byte * size, "bus_bytes_per_second": ring / per_byte, "times": len(durations)}
+            rows.append(row)
             if self.num_ranks == 1:  # nothing is sent
                 continue
             took = f"{size // 1_000_000} MB in {format_si(per_byte * size)}s (median of {len(durations)}, slowest rank)"
@@ -336,7 +309,7 @@ class CollectiveChecks(MonitoredRank):
         for rank, (one, fact) in enumerate(zip(transports, self.facts)):
             if "NET/Socket" in one and fact["infiniband"]:
                 text = f"{fact['host']} has {', '.join(fact['infiniband'])}, but NCCL uses sockets: {one}"
-                self.add_finding("W_SLOW_TRANSPORT", text, rank, FIX_EFA if "efa" in text else "")
+                self.add_finding("W_SLOW_TRANSPORT", text, rank, FIX_EFA if "efa" in text else None)
         for one in dict.fromkeys(transports):
             ranks = [rank for rank in range(self.num_ranks) if transports[rank] == one]
             self.add_line(f"transport: {one} ({'every rank' if len(ranks) == len(transports) else f'ranks {ranks}'})")

@@ -8,7 +8,7 @@ between. This module also validates what nodes send to each other: types, sizes 
 import asyncio
 import ipaddress
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from accel_ddp.doctor.findings import Finding
@@ -291,22 +291,28 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {  # of the fields that nodes send; e
     "host": _text(), "interface": _text(), "open": _text(), "folder": _text(), "error": _text(),
     "code": _text(), "saw": _text(LONGEST_TEXT), "fix": _text(LONGEST_TEXT),
 }  # fmt: skip
-_HELLO = (
-    "node", "nodes", "rank", "node_ranks", "ranks", "local_rank", "local_ranks", "pid", "needed", "ip", "ports", "findings", "deep",
-    "host", "interface", "open",
-)  # fmt: skip
+_FIELDS = {
+    "hello": "node nodes rank node_ranks ranks local_rank local_ranks pid needed ip ports findings deep host interface open",
+    "finding": "code saw fix host node rank",
+    "folder": "folder error free sees",
+    "peer": "node host ip ports interface open ranks",
+}
 
 
-def _clean(message: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return these fields of a message that another process sent as JSON."""
+def clean(kind: str, message: Any) -> dict[str, Any]:
+    """Return the fields of a message that another process sent as JSON.
+
+    A `hello` is the first message of a node: its rank, its address and what it requires. A `folder` is its answer about the output
+    folder, and a `peer` a node in the list that the coordinator sends.
+    """
     if not isinstance(message, dict):
         raise ValueError("not a message")
-    return {name: _CHECKS[name](message.get(name)) for name in names}
+    return {name: _CHECKS[name](message.get(name)) for name in _FIELDS[kind].split()}
 
 
 def clean_finding(value: Any) -> Finding:
     """Return the finding that another process sent as JSON."""
-    fields = _clean(value, ("code", "saw", "fix", "host", "node", "rank"))
+    fields = clean("finding", value)
     if fields["code"][:2] not in ("E_", "W_", "I_"):
         raise ValueError("not a finding")
     return Finding(**fields)
@@ -316,14 +322,9 @@ def clean_findings(value: Any, most: int = MOST_FINDINGS) -> list[Finding]:
     return [clean_finding(one) for one in bounded_list(value, most)]
 
 
-def clean_hello(message: dict[str, Any]) -> Hello:
-    """Return the first message of a node: its rank, its address and what it requires."""
-    return _clean(message, _HELLO)
-
-
 def clean_facts(message: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a node. They are empty for ranks other than the first of their node."""
-    facts = {**_clean(message, ["findings"]), "time": finite_number(message["time"])}
+    facts = {"findings": clean_findings(message.get("findings") or []), "time": finite_number(message["time"])}
     facts["gpus"] = None if message.get("gpus") is None else [printable(one, 100) for one in bounded_list(message["gpus"], 64)]
     facts["wants_cpu"] = message.get("wants_cpu") is True
     for group in FACT_GROUPS:
@@ -347,16 +348,6 @@ def clean_probes(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dic
     return probes
 
 
-def clean_folder(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return what a node reports about the output folder."""
-    return _clean(answer, ("folder", "error", "free", "sees"))
-
-
 def clean_roster(value: Any) -> list[dict[str, Any]]:
     """Return the list of all nodes that the coordinator sends."""
-    names = ("node", "host", "ip", "ports", "interface", "open", "ranks")
-    return [_clean(peer, names) for peer in bounded_list(value, MOST_NODES)]
-
-
-def clean_lines(value: Any, most: int) -> list[str]:
-    return [printable(line) for line in bounded_list(value, most)]
+    return [clean("peer", peer) for peer in bounded_list(value, MOST_NODES)]

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from accel_ddp.doctor.host import external_interfaces
 from accel_ddp.nodes import messages, probe
 from accel_ddp.nodes.messages import make_proof, printable
@@ -104,12 +106,6 @@ class Coordinator:
         """Handle a message. The default is to queue it for `receive`."""
         await self.inbox.put((member, message))
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until it is closed."""
-        if member := await self._verify(reader, writer):
-            await self._read(reader, member)
-        writer.close()
-
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
         """Return the member if it has the token and a valid description, and otherwise None."""
         if len(self.unverified) >= _MOST_UNVERIFIED:  # the oldest connection without a handshake makes room
@@ -132,20 +128,22 @@ class Coordinator:
         finally:
             self.unverified.pop(writer, None)
 
-    async def _read(self, reader: asyncio.StreamReader, member: Member) -> None:
-        """Let the member join, and handle its messages until its connection is closed or silent."""
-        try:
-            await self.join(member)
-            while True:
-                message = await messages.receive(reader, self.silence_seconds)
-                if message.get("event") != "alive":
-                    await self.take(member, message)
-        except (Exception, asyncio.CancelledError) as error:  # raised again, the event loop would print it
-            member.lost = describe_loss(error, self.silence_seconds)
-        if member in self.members:
-            with contextlib.suppress(asyncio.QueueFull):  # then `receive` does not wait
-                self.inbox.put_nowait((member, {}))
-        self.changed.set()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle one connection until it is closed or silent."""
+        if member := await self._verify(reader, writer):
+            try:
+                await self.join(member)
+                while True:
+                    message = await messages.receive(reader, self.silence_seconds)
+                    if message.get("event") != "alive":
+                        await self.take(member, message)
+            except (Exception, asyncio.CancelledError) as error:  # raised again, the event loop would print it
+                member.lost = describe_loss(error, self.silence_seconds)
+            if member in self.members:
+                with contextlib.suppress(asyncio.QueueFull):  # then `receive` does not wait
+                    self.inbox.put_nowait((member, {}))
+            self.changed.set()
+        writer.close()
 
     async def _keep_alive(self) -> None:
         while True:
@@ -294,13 +292,10 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
 
 def _broadcast_addresses() -> list[tuple[str, str]]:
     """Return (address, broadcast address) of each interface that leads to other hosts of a local network."""
-    import psutil
-
     entries = psutil.net_if_addrs()
-    found = []
-    for name in external_interfaces():
-        for entry in entries.get(name, []):
-            if entry.family == socket.AF_INET and entry.netmask:
-                network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
-                found.append((entry.address, str(network.broadcast_address)))
-    return found
+    return [
+        (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))
+        for name in external_interfaces()
+        for entry in entries.get(name, [])
+        if entry.family == socket.AF_INET and entry.netmask
+    ]

@@ -6,8 +6,9 @@ E_ codes end the run, W_ codes do not, and I_ codes are information. Every node 
 
 import os
 import sys
+from collections import namedtuple
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_ddp.text import counted
 
@@ -107,10 +108,7 @@ def supports_color(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-class Code(NamedTuple):
-    meaning: str
-    fix: str
-
+Code = namedtuple("Code", "meaning fix")
 
 CODES = {
     # This node: its numbers and addresses.
@@ -127,8 +125,7 @@ CODES = {
         "machine_rank is not smaller than num_machines.", "use --machine_rank 0 to num_machines - 1, a different one on each node"
     ),
     "E_MAIN_ELSEWHERE": Code(
-        "This node is machine_rank 0, but does not have the main address.",
-        "use --machine_rank 1 here, or its address as --main_process_ip",
+        "This node is machine_rank 0, but lacks the main address.", "use --machine_rank 1, or its address as --main_process_ip"
     ),
     "E_MAIN_PUBLIC": Code(
         "The main address is a public one, which node 0 itself does not have.", "use its private address as --main_process_ip"
@@ -137,7 +134,9 @@ CODES = {
         "This node has the main address, but not machine_rank 0.", "use --machine_rank 0 on the node that has the main address"
     ),
     "E_NAME": Code(
-        "The name of the main node does not resolve here.", "use the private IP address of node 0, or add the name to /etc/hosts"
+        "The name of the main node does not resolve here.",
+        "use the private IP address of node 0 (Slurm: NodeAddr of `scontrol show node NAME`), or add the name to /etc/hosts; in "
+        "Kubernetes MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
     ),
     "E_IFNAME": Code(
         "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that is not up.", "unset it, or use one that `ip addr` shows"
@@ -177,16 +176,11 @@ CODES = {
         "restart the node, update the driver, or install a torch for the CUDA version of the driver",
     ),
     "W_GPU_DRIVER": Code("The GPUs of this node could not be checked.", "restart the node, or install the NVIDIA driver"),
-    "W_GPU_BUSY": Code(
-        "Another process uses a GPU.", "end what is left of an earlier run (kill PID), or set CUDA_VISIBLE_DEVICES"
-    ),
+    "W_GPU_BUSY": Code("Another process uses a GPU.", "end leftovers of an earlier run (kill PID), or set CUDA_VISIBLE_DEVICES"),
     # The way to the main node.
-    "E_REFUSED": Code(
-        "The main address is up, but nothing listens on the port.", "start node 0, or correct its port and address"
-    ),
+    "E_REFUSED": Code("The main address is up, but nothing listens on the port.", "start node 0, or correct port and address"),
     "E_DROPPED": Code(
-        "Nothing answers: packets are dropped, or no such host is up.",
-        "check the address and the host; then allow all TCP between the nodes",
+        "Nothing answers: packets are dropped, or no such host is up.", "check the address; then allow all TCP between the nodes"
     ),
     "E_UNREACHABLE": Code("The network cannot reach the main address.", "correct --main_process_ip, or start that node"),
     "E_PORT_BUSY": Code(
@@ -197,9 +191,7 @@ CODES = {
     "E_PORT_BLOCKED": Code(
         "A firewall blocks the main port, but not another port of node 0.", "allow all TCP between the nodes, or use an open port"
     ),
-    "I_RENDEZVOUS": Code(
-        "A rendezvous is already running at the main port. This node joins it if it belongs to this job.", "nothing"
-    ),
+    "I_RENDEZVOUS": Code("A rendezvous is running at the main port. This node joins it if it belongs to this job.", "nothing"),
     "E_MAIN_LOST": Code(
         "The connection to the main node was lost before the verdict.", "read the output of the main node; start all nodes again"
     ),
@@ -223,9 +215,7 @@ CODES = {
         "The accelerate configs differ between the nodes, for example FSDP on one and DDP on another, or a config is not supported.",
         "use the same accelerate config and options of `accelerate launch` on every node",
     ),
-    "E_FILES": Code(
-        "A file differs between the nodes, or a node does not have it.", "copy it to every node, or use a shared disk"
-    ),
+    "E_FILES": Code("A file differs between the nodes, or a node does not have it.", "copy it to every node, or share a disk"),
     "I_FILES": Code("A file was not compared, because reading it takes too long.", "nothing, or compare it yourself"),
     "W_HUB": Code("The nodes have cached different commits of a model or dataset.", "download it again on every node"),
     "W_ENVIRONMENT": Code("NCCL settings differ between the nodes.", "export the same NCCL settings on every node"),
@@ -246,9 +236,7 @@ CODES = {
     "E_PATH_MTU": Code(
         "Large packets between two nodes are dropped.", "ip link set dev eth0 mtu 1400, or let ICMP `fragmentation needed` pass"
     ),
-    "E_PATH_CUT": Code(
-        "A connection between two nodes is closed after a moment.", "look for a proxy or a firewall that resets connections"
-    ),
+    "E_PATH_CUT": Code("A connection between two nodes is closed at once.", "look for a proxy or firewall that resets it"),
     "W_PATH_SLOW": Code("A path is slower than a quarter of the median of all paths.", "check that link (ethtool, ip -s link)"),
     # Collectives.
     "E_COLLECTIVE_STUCK": Code(

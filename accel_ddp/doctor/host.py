@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from accel_ddp.doctor.findings import CODES, Finding
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
@@ -28,7 +30,10 @@ MAIN_SILENT = 20.0  # without a message from the coordinator, which sends one ev
 NO_ANSWER = 8.0  # without any answer from an address; a host that is up answers at least with a refusal
 PREFLIGHT_NO_ANSWER = 60.0  # the same in a preflight, where the main node may still be booting
 
+T = TypeVar("T")
 
+HOST = socket.gethostname()
+_LITTLE = 1 << 30  # bytes; less free space than this is a warning
 _ADVICE = {
     "ec2": "EC2: give both instances one security group with an inbound rule `All traffic` whose source is that same group (the main "
     "port alone is not enough, because data ports are random)",
@@ -54,12 +59,6 @@ def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) ->
 def firewall_advice() -> str:
     """Return how to let the nodes reach each other on this platform."""
     return _ADVICE[detect_platform()]
-
-
-T = TypeVar("T")
-
-HOST = socket.gethostname()
-_LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
@@ -103,15 +102,21 @@ def resolve(name: str, seconds: float = 5) -> str:
 
 def interface_addresses() -> dict[str, list[str]]:
     """Return the IP addresses of each network interface that is up."""
-    import psutil
+    up, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items() if name in up and up[name].isup
+    }  # fmt: skip
+    return {name: ips for name, ips in found.items() if ips}
 
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {}
-    for name, entries in psutil.net_if_addrs().items():
-        ips = [entry.address.partition("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        if name in up and ips:
-            found[name] = ips
-    return found
+
+def port_answers(address: str, port: int) -> bool:
+    """Return whether a program listens on this port."""
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
 
 
 def is_local_address(ip: str) -> bool:
@@ -122,8 +127,6 @@ def is_local_address(ip: str) -> bool:
 
 def find_port_user(ip: str, port: int) -> str:
     """Return the process of this host that listens on the port, or an empty string. Processes of other users may be hidden."""
-    import psutil
-
     if not is_local_address(ip):
         return ""
     try:
@@ -134,16 +137,14 @@ def find_port_user(ip: str, port: int) -> str:
         return ""
 
 
-def route_to(ip: str) -> tuple[str, str]:
-    """Return (address, interface) of this host from which packets to `ip` leave; both are empty if there is no route."""
+def route_to(ip: str) -> str:
+    """Return the address of this host from which packets to `ip` leave, or an empty text if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((ip, 9))  # for UDP this selects the route and sends nothing
-            mine = sock.getsockname()[0]
+            return sock.getsockname()[0]
         except OSError:
-            return "", ""
-    default = "lo" if mine.startswith("127.") else ""
-    return mine, next((name for name, ips in interface_addresses().items() if mine in ips), default)
+            return ""
 
 
 def external_interfaces() -> list[str]:
@@ -172,7 +173,7 @@ def external_addresses() -> list[str]:
     """Return the IPv4 addresses of this host that other hosts may use, with the default route first."""
     addresses = interface_addresses()
     found = [ip for name in external_interfaces() for ip in addresses[name] if ":" not in ip]
-    default = route_to("192.0.2.1")[0]  # an address reserved for documentation; nothing is sent
+    default = route_to("192.0.2.1")  # an address reserved for documentation; nothing is sent
     return sorted(found, key=lambda ip: ip != default)
 
 
@@ -242,10 +243,9 @@ def _check_main_address(topology: Topology, ip: str, is_here: bool) -> list[Find
 
 def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, list[Finding]]:
     """Return (address, interface) that this node will use for data, and findings about interfaces chosen by variables."""
-    address, interface = (main_ip, "") if is_local_address(main_ip) else route_to(main_ip)
-    addresses, found = interface_addresses(), []
-    loopback = "lo" if address[:4] == "127." else ""
-    interface = interface or next((name for name, ips in addresses.items() if address in ips), loopback)
+    address, addresses, found = main_ip if is_local_address(main_ip) else route_to(main_ip), interface_addresses(), []
+    loopback = "lo" if address.startswith("127.") else ""
+    interface = next((name for name, ips in addresses.items() if address in ips), loopback)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
         names = [name for name in value.lstrip("=").split(",") if name]
@@ -276,14 +276,16 @@ def check_host_name(
     is_one_machine = ipaddress.ip_address(main_ip).is_loopback
     if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or is_one_machine or not interface:
         return []
-    saw = (
-        f"the host name {HOST} {f'resolves to {address}' if address else 'does not resolve'}: gloo would announce a wrong address"
+    what, settings = (
+        f"resolves to {address}" if address else "does not resolve",
+        [f"{key}={one}" for key, one in variables.items()],
     )
+    saw = f"the host name {HOST} {what}: gloo would announce a wrong address"
     if will_be_set:
-        settings = " and ".join(f"{name}={value}" for name, value in variables.items())
-        return [local_finding(topology, "I_HOST_NAME", f"{saw}; the preflight has set {settings} for this run", "")]
-    settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return [local_finding(topology, "W_HOST_NAME", saw, f"export {settings} (the recipes of accel_ddp set this themselves)")]
+        saw = f"{saw}; the preflight has set {' and '.join(settings)} for this run"
+        return [local_finding(topology, "I_HOST_NAME", saw, "")]
+    fix = f"export {' '.join(settings)} (the recipes of accel_ddp set this themselves)"
+    return [local_finding(topology, "W_HOST_NAME", saw, fix)]
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:

@@ -34,6 +34,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ import yaml
 from accel_ddp import compat
 from accel_ddp.doctor import cluster, host
 from accel_ddp.doctor.check_options import CheckOptions
+from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.nodes.launcher import CONFIG_FILE, find_config_file, parse_accelerate_command, read_accelerate_config
@@ -189,13 +191,13 @@ def _run_preflight(topology: Topology, argv: list[str], is_running: Callable[[],
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=host.PREFLIGHT_NO_ANSWER,
         wait_seconds=_read_wait(argv), may_join_rendezvous=topology.node_rank != 0,  # the launcher of node 0 opens the store itself
     )  # fmt: skip
-    outcome = asyncio.run(cluster.check_cluster(topology, options, cluster.print_progress))
+    outcome = asyncio.run(cluster.check_cluster(topology, options, print_progress))
     if any(finding.code == "I_RENDEZVOUS" for finding in outcome.findings):  # a store is open at the main port
         cluster.raise_on_errors(outcome)  # of this node alone
         if is_running():
             return True
         options.may_join_rendezvous = False
-        outcome = asyncio.run(cluster.check_cluster(topology, options, cluster.print_progress))
+        outcome = asyncio.run(cluster.check_cluster(topology, options, print_progress))
     cluster.raise_on_errors(outcome)
     # The preflight of the ranks prints the other findings.
     cluster.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
@@ -289,7 +291,7 @@ class RestartingRendezvous:
         atexit.register(restart_files.remove, self.pid)
         restart_files.store_run(self.pid, started=time.time())  # without it, ranks of a restart report that the files are lost
         if max_restarts and not restart_files.read_run(self.pid):
-            _print(
+            print_progress(
                 f"warning: --max_restarts {max_restarts}: no file can be written in {tempfile.gettempdir()}. A restart cannot find the "
                 "checkpoints of this run then, so that the run ends after a failure. Make space there, or set TMPDIR to another folder."
             )
@@ -300,7 +302,7 @@ class RestartingRendezvous:
         """Create torch's handler: after the preflight, or at once if a launcher of this job already has its store open."""
         self.joins_running_job = self.check(self._finds_running_job)
         if self.joins_running_job:
-            _print(f"the job is already running at {self.params.endpoint}: this node joins it")
+            print_progress(f"the job is already running at {self.params.endpoint}: this node joins it")
         self.handler = self.create(self.params)
         self._announce_job()
         if self.connection:
@@ -333,13 +335,10 @@ class RestartingRendezvous:
         except (RendezvousError, RuntimeError):
             self.is_store_lost = True  # with its host; the ranks end with a diagnosis
             return 0
-        if self.is_elastic or not waiting:
-            self.waiting_since, self.is_forced = None, waiting > 0
-            return waiting
-        self.waiting_since = self.waiting_since or time.monotonic()
-        if time.monotonic() - self.waiting_since < IMPATIENCE_SECONDS:
+        self.waiting_since = (self.waiting_since or time.monotonic()) if waiting else None
+        if waiting and not self.is_elastic and time.monotonic() - self.waiting_since < IMPATIENCE_SECONDS:
             return 0
-        self.is_forced = True
+        self.is_forced = waiting > 0
         return waiting
 
     def next_rendezvous(self) -> Any:
@@ -350,10 +349,9 @@ class RestartingRendezvous:
         self.num_rounds += 1
         self.waiting_since, self.is_forced = None, False
         deadline = time.monotonic() + self.wait_seconds
-        while True:
-            info = self._try_rendezvous(deadline)
-            if info is not None:
-                return info
+        while (info := self._try_rendezvous(deadline)) is None:
+            pass
+        return info
 
     # ---- whether to restart
 
@@ -361,7 +359,7 @@ class RestartingRendezvous:
         last, failed_steps = self.num_rounds - 1, restart_files.read_run(self.pid).get("failed_steps", [])
         if self.is_forced:  # the ranks were healthy, and stopped because of the agent's SIGTERM
             text = "another node has joined"
-            _print(f"{text}. The ranks are started again from their checkpoint.")
+            print_progress(f"{text}. The ranks are started again from their checkpoint.")
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             restart_files.replace_outcome(self.pid, last, joined)
             return
@@ -371,10 +369,10 @@ class RestartingRendezvous:
         while (ended := restart_files.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
-            _print(f"the ranks are not started again, because {reason}")
+            print_progress(f"the ranks are not started again, because {reason}")
             sys.exit(ended["exit_code"] or 1)
         if ended is None and (code := _final_exit_code()):
-            _print(f"the ranks are not started again, because of their exit code {code}")
+            print_progress(f"the ranks are not started again, because of their exit code {code}")
             sys.exit(code)
 
     # ---- the rendezvous
@@ -389,15 +387,20 @@ class RestartingRendezvous:
             info = self.handler.next_rendezvous()
             self._announce_job()
             self._agree_on_restart(info)
-            self._watch_store()
+            if self.connection is None and self.params.max_nodes > 1:
+                # One more connection shows whether the store is closed. A use of a lost store would show it too, but torch prints a
+                # page of C++ frames each time.
+                with contextlib.suppress(OSError):
+                    self.connection = socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2)
+                    self.connection.setblocking(False)
             return info
         except RendezvousClosedError:
-            _print("the job has ended on another node")
+            print_progress("the job has ended on another node")
             sys.exit(1)
         except (RendezvousError, RuntimeError, ValueError) as error:
             if self.is_elastic or time.monotonic() > deadline or (self.num_rounds == 1 and not self.joins_running_job):
                 raise
-            _print(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
+            print_progress(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
             time.sleep(1)
             return None
 
@@ -424,21 +427,9 @@ class RestartingRendezvous:
         store = compat.store_of_handler(self.handler)
         if store is None:  # the handler has just been created
             return True
-        return (
-            not self._is_store_closed()
-            and self._port_answers()
-            and call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
-        )
-
-    def _watch_store(self) -> None:
-        """Open one more connection to the store, which shows whether the store is closed.
-
-        A use of a lost store would show it too, but torch prints a page of C++ frames each time.
-        """
-        if self.connection is None and self.params.max_nodes > 1:
-            with contextlib.suppress(OSError):
-                self.connection = socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2)
-                self.connection.setblocking(False)
+        if self._is_store_closed() or not host.port_answers(*_endpoint_of(self.params, self.backend)):
+            return False
+        return call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
 
     def _is_store_closed(self) -> bool:
         """Return whether the store was lost with the process that had it open."""
@@ -456,17 +447,17 @@ class RestartingRendezvous:
         """Wait until the main launcher runs again or is reachable again, and create another handler."""
         address, port = _endpoint_of(self.params, self.backend)
         began = printed_at = time.monotonic()
-        while not self._port_answers():
+        while not host.port_answers(address, port):
             now = time.monotonic()
             if now > deadline:
-                _print(
+                print_progress(
                     f"error: the main node {address}:{port} did not come back within --preflight_wait {self.wait_seconds:.0f} s. Start "
                     "it again with the same command and --resume on every node."
                 )
                 sys.exit(1)
             if now - printed_at > 10 or began == printed_at:
                 printed_at = now
-                _print(
+                print_progress(
                     f"waiting for the main node {address}:{port} ({now - began:.0f} of {self.wait_seconds:.0f} s). Start its launcher "
                     "again with the same command, or restore the network between the nodes."
                 )
@@ -483,26 +474,14 @@ class RestartingRendezvous:
 
     def _finds_running_job(self) -> bool:
         """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined."""
-        from datetime import timedelta
-
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
             return False  # the main launcher opens the store itself; another one at its port belongs to another job
         address, port = _endpoint_of(self.params, self.backend)
-
-        def has_job() -> bool:
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PROBE_SECONDS), wait_for_workers=False)
-            return store.check([self.job_key])
-
+        limits = {"timeout": timedelta(seconds=PROBE_SECONDS), "wait_for_workers": False}
+        has_job = lambda: TCPStore(address, port, is_master=False, **limits).check([self.job_key])
         return call_with_timeout(has_job, 2 * PROBE_SECONDS, False)
-
-    def _port_answers(self) -> bool:
-        try:
-            socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2).close()
-            return True
-        except OSError:
-            return False
 
 
 def _final_exit_code() -> int:
@@ -515,7 +494,3 @@ def _final_exit_code() -> int:
     if USER_ERROR in codes:
         return USER_ERROR
     return codes.pop() if len(codes) == 1 and codes <= {STOPPED, UNSAVED, INTERRUPTED} else 0
-
-
-def _print(text: str) -> None:
-    print(f"{HOST}: {text}", file=sys.stderr, flush=True)

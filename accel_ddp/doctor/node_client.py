@@ -1,6 +1,7 @@
 """A node's side of the doctor: how it finds and reaches the coordinator, why it cannot, and how it answers requests."""
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import time
@@ -12,7 +13,7 @@ from accel_ddp.doctor import compare_nodes, host
 from accel_ddp.doctor.check_options import CheckOptions
 from accel_ddp.doctor.coordinator import OTHER_PROGRAM, Connection, CoordinatorClient, Message, find_coordinator, try_port
 from accel_ddp.doctor.findings import Finding, Outcome, has_errors
-from accel_ddp.doctor.host import detect_platform, firewall_advice, local_finding
+from accel_ddp.doctor.host import firewall_advice, local_finding
 from accel_ddp.doctor.verdict import GRACE_SECONDS, Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
@@ -26,8 +27,7 @@ StartCoordinator = Callable[[], Awaitable[Examiner | None]]
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
 _STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
 _MOST_CERTAIN = (OTHER_PROGRAM, REFUSED, CUT, DROPPED, UNREACHABLE)  # results, the most certain first
-LONGEST_BROADCAST_INTERVAL = 16.0  # seconds
-RESCUE_INTERVAL = 1.0
+RESCUE_INTERVAL = 2.0  # seconds; every node of a network receives a broadcast
 
 
 async def resolve_main_address(
@@ -43,7 +43,7 @@ async def resolve_main_address(
             return await asyncio.to_thread(host.resolve, topology.main_address)
         except UserError as error:
             waited = time.monotonic() - began
-            if detect_platform() != "kubernetes" or waited > wait_seconds:
+            if host.detect_platform() != "kubernetes" or waited > wait_seconds:
                 raise
             if waited - printed_at > (host.NOTICE_INTERVAL if printed_at else host.FIRST_NOTICE):
                 printed_at = waited
@@ -72,8 +72,7 @@ class CoordinatorSearch:
         self.other_program = ""  # the answer of another program on the main port
         self.other_main = ""  # address of a coordinator for the same script that answered a broadcast
         self.printed_at = time.monotonic() - host.NOTICE_INTERVAL + host.FIRST_NOTICE
-        self.rescue_at = self.broadcast_at = began
-        self.broadcast_after = 1.0  # doubled each time, because every node of a network receives a broadcast
+        self.rescue_at = began
 
     @property
     def waited(self) -> float:
@@ -82,33 +81,26 @@ class CoordinatorSearch:
     async def run(self) -> Connection | Examiner | Finding:
         """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
         while True:
-            if connection := await self._try_main_ports():
-                return connection
+            answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
+            connections = [answer for answer in answers if not isinstance(answer[0], str)]
+            for _, writer in connections[1:]:
+                writer.close()
+            if connections:
+                return connections[0]
+            self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
+            self.other_program = self.reason if self.result == OTHER_PROGRAM else self.other_program
             if ended := await self._find_end():
                 return ended
             if time.monotonic() - self.printed_at >= host.NOTICE_INTERVAL:
                 self.printed_at = time.monotonic()
                 finding = self._explain()
-                self.print_progress(
-                    f"waiting for the main node ({self.waited:.0f} of {self._limit():.0f} s): {finding.saw}; fix: {finding.fix}"
-                )
+                times = f"{self.waited:.0f} of {self._limit():.0f} s"
+                self.print_progress(f"waiting for the main node ({times}): {finding.saw}; fix: {finding.fix}")
             if self.topology.rescue_port and time.monotonic() - self.rescue_at > RESCUE_INTERVAL:
                 self.rescue_at = time.monotonic()
                 if connection := await self._try_rescue_port():
                     return connection
             await asyncio.sleep(0.1 if self.result == REFUSED else 0.3)
-
-    async def _try_main_ports(self) -> Connection | None:
-        answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
-        connections = [answer for answer in answers if not isinstance(answer[0], str)]
-        for _, writer in connections[1:]:
-            writer.close()
-        if connections:
-            return connections[0]
-        self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
-        if self.result == OTHER_PROGRAM:
-            self.other_program = self.reason
-        return None
 
     async def _find_end(self) -> Examiner | Finding | None:
         """Return the coordinator if it was started here, or a finding if the search is over."""
@@ -135,7 +127,37 @@ class CoordinatorSearch:
         return min(limit, 5.0) if has_errors(self.findings) else limit
 
     def _explain(self) -> Finding:
-        return _explain_failure(self.topology, self.ip, self.result, self.reason, self.waited, self.other_main)
+        """Return the finding for a main node that could not be reached, depending on what the network answered."""
+        topology, ip, result, reason = self.topology, self.ip, self.result, self.reason
+        candidates = topology.coordinator_ports
+        ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
+        at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
+        unreachable = (
+            "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
+            f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
+        )  # fmt: skip
+        code, saw, fix = {
+            REFUSED: (
+                "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
+                f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. "
+                f"The host {ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
+                f"{topology.describe('main_process_ip')} on every node",
+            ),
+            DROPPED: (
+                "E_DROPPED", f"{at} does not answer at all ({self.waited:.0f} s): packets are dropped, or no such host is up",
+                f"check that {ip} is node 0's private address and is up; then {firewall_advice()}",
+            ),
+            OTHER_PROGRAM: (
+                "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
+            ),
+        }.get(result, unreachable)  # fmt: skip
+        if self.other_main and result != OTHER_PROGRAM:
+            saw += f". A main node for the same script and port is at {self.other_main}"
+            fix = f"use --main_process_ip {self.other_main} if that is node 0 of this run; otherwise {fix}"
+        if result == OTHER_PROGRAM and (user := host.find_port_user(ip, topology.main_port)):
+            saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
+            fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
+        return local_finding(topology, code, saw, fix)
 
     async def _try_rescue_port(self) -> Connection | None:
         """Return a connection to the rescue port of the coordinator, or None.
@@ -144,10 +166,12 @@ class CoordinatorSearch:
         on the main port too, a firewall blocks that port.
         """
         topology, port = self.topology, self.topology.rescue_port or 0
-        direct = await try_port(self.ip, port, self.token)
-        found, is_same = await self._broadcast()
+        direct, is_same = await try_port(self.ip, port, self.token), False
+        if not topology.local_rank and not ipaddress.ip_address(self.ip).is_loopback:  # which is the main address of many runs
+            found, is_same = await _find_by_broadcast(topology, self.token)
+            self.other_main = "" if found == self.ip else found
         if isinstance(direct[0], str):
-            connection = await try_port(found, port, self.token) if is_same else direct
+            connection = await try_port(self.other_main, port, self.token) if is_same and self.other_main else direct
             return None if isinstance(connection[0], str) else connection
         if self.result == OTHER_PROGRAM:  # node 0 reports this
             return direct
@@ -162,18 +186,6 @@ class CoordinatorSearch:
             fix = f"{firewall_advice()}, or use a --main_process_port that is open"
             self.findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
         return direct
-
-    async def _broadcast(self) -> tuple[str, bool]:
-        """Return the address of a coordinator that is not at the main address, and whether it belongs to this run."""
-        now = time.monotonic()
-        if self.topology.local_rank or now - self.broadcast_at <= self.broadcast_after:
-            return "", False
-        self.broadcast_at, self.broadcast_after = now, min(2 * self.broadcast_after, LONGEST_BROADCAST_INTERVAL)
-        found, is_same = "", False
-        if not ipaddress.ip_address(self.ip).is_loopback:  # a loopback address is the main address of many runs
-            found, is_same = await _find_by_broadcast(self.topology, self.token)
-        self.other_main = "" if found == self.ip else found
-        return self.other_main, is_same and bool(self.other_main)
 
 
 async def _find_by_broadcast(topology: Topology, token: bytes) -> tuple[str, bool]:
@@ -192,74 +204,18 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
     return ""
 
 
-async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection | None:
-    """Return a connection of this node to the rescue port that it has opened itself."""
-    connection = await try_port("127.0.0.1", topology.rescue_port or 0, token)
-    return None if isinstance(connection[0], str) else connection
-
-
 async def is_torch_store(ip: str, port: int) -> bool:
     """Return whether a TCPStore of torch answers a ping.
 
     torch's own client prints pages of warnings for any other program, and waits without a limit for one that sends nothing.
     """
-    writer = None
-    try:
+    with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         reader, writer = await messages.connect(ip, port, 3.0)
-        nonce = os.urandom(4)
-        writer.write(_STORE_VALIDATE + _STORE_PING + nonce)
-        return await asyncio.wait_for(reader.readexactly(4), 1) == nonce
-    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        if writer:
-            writer.close()
-
-
-def explain_unknown_name(topology: Topology, reason: str) -> Finding:
-    """Return the finding for a main address that does not resolve."""
-    fix = {  # None: the usual one
-        "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
-        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)",
-    }.get(detect_platform())
-    saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
-    return local_finding(topology, "E_NAME", saw, fix)
-
-
-def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float, other_main: str = "") -> Finding:
-    """Return the finding for a main node that could not be reached, depending on what the network answered.
-
-    `other_main` is the address of a main node that runs the same script, and may be the right one.
-    """
-    candidates = topology.coordinator_ports
-    ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
-    at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
-    unreachable = (
-        "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
-        f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
-    )  # fmt: skip
-    code, saw, fix = {
-        REFUSED: (
-            "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
-            f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. The host "
-            f"{ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
-            f"{topology.describe('main_process_ip')} on every node",
-        ),
-        DROPPED: (
-            "E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
-            f"check that {ip} is node 0's private address and is up; then {firewall_advice()}",
-        ),
-        OTHER_PROGRAM: (
-            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
-        ),
-    }.get(result, unreachable)  # fmt: skip
-    if other_main and result != OTHER_PROGRAM:
-        saw += f". A main node for the same script and port is at {other_main}"
-        fix = f"use --main_process_ip {other_main} if that is node 0 of this run; otherwise {fix}"
-    if result == OTHER_PROGRAM and (user := host.find_port_user(ip, topology.main_port)):
-        saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
-        fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
-    return local_finding(topology, code, saw, fix)
+        with contextlib.closing(writer):
+            nonce = os.urandom(4)
+            writer.write(_STORE_VALIDATE + _STORE_PING + nonce)
+            return await asyncio.wait_for(reader.readexactly(4), 1) == nonce
+    return False
 
 
 async def follow_coordinator(
@@ -296,7 +252,13 @@ async def follow_coordinator(
             await asyncio.to_thread(folder_check.write, request["mark"], hello["node"])
             send(await asyncio.to_thread(folder_check.look, request["mark"]))
         elif request["do"] == "verdict":
-            outcome = _read_verdict(request)
+            outcome = Outcome(
+                compare_nodes.clean_findings(request["verdict"], 1000),
+                lines=[printable(line) for line in bounded_list(request["lines"], 200)],
+                table=[printable(line) for line in bounded_list(request["table"], 1000)],
+                roster=compare_nodes.clean_roster(request["roster"]), paths=bounded_list(request["paths"], 1000),
+                node_rank=whole_number(request["node"]), deep_port=whole_number(request.get("deep_port")),
+            )  # fmt: skip
             send({"received": True})
 
     sending = asyncio.ensure_future(send_facts())
@@ -313,15 +275,3 @@ async def follow_coordinator(
     if not outcome:
         raise ConnectionError("it closed the connection without a verdict")
     return outcome
-
-
-def _read_verdict(message: Message) -> Outcome:
-    return Outcome(
-        compare_nodes.clean_findings(message["verdict"], 1000),
-        lines=compare_nodes.clean_lines(message["lines"], 200),
-        table=compare_nodes.clean_lines(message["table"], 1000),
-        roster=compare_nodes.clean_roster(message["roster"]),
-        paths=bounded_list(message["paths"], 1000),
-        node_rank=whole_number(message["node"]),
-        deep_port=whole_number(message.get("deep_port")),
-    )

@@ -101,7 +101,7 @@ class Examiner(Coordinator):
     # ---- nodes that connect
 
     def read_hello(self, message: Message) -> Message:
-        hello = compare_nodes.clean_hello(message)
+        hello = compare_nodes.clean("hello", message)
         if self.is_rescue:  # this coordinator does not listen on the main port, for a reason that its own node reports
             hello["findings"] = [finding for finding in hello["findings"] if finding.code != "E_PORT_BLOCKED"]
         return hello
@@ -155,7 +155,9 @@ class Examiner(Coordinator):
                 self.members.remove(member)
                 self._number_nodes()
                 await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
-            now, missing, errors = time.monotonic(), find_missing(self.hellos), self._find_errors()
+            now, missing, errors = time.monotonic(), find_missing(self.hellos), compare_nodes.check_duplicates(self.hellos)
+            errors += compare_nodes.check_counts([member.hello for member in self.mains])
+            errors += [finding for finding in self._own_findings() if finding.severity == ERROR]
             without_facts = [member for member in self.members if "facts" not in member.hello]
             num_connected, num_expected, kind = self._count_expected()
             has_enough = errors and num_connected >= num_expected and not any(one.startswith("local") for one in missing)
@@ -193,13 +195,6 @@ class Examiner(Coordinator):
         if compare_nodes.counts_ranks(self.hellos):
             return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
-
-    def _find_errors(self) -> list[Finding]:
-        return [
-            *compare_nodes.check_duplicates(self.hellos),
-            *compare_nodes.check_counts([member.hello for member in self.mains]),
-            *(finding for finding in self._own_findings() if finding.severity == ERROR),
-        ]
 
     def _own_findings(self) -> list[Finding]:
         """Return what the nodes found on their own.
@@ -297,7 +292,7 @@ class Examiner(Coordinator):
 
     async def _check_storage(self, outcome: Outcome, hellos: list[Message]) -> None:
         """Check whether the output folder can be written and is shared by the nodes."""
-        clean = lambda answer, node: compare_nodes.clean_folder(answer)
+        clean = lambda answer, node: compare_nodes.clean("folder", answer)
         folders = await self._request({"do": "check_folder"}, clean, "checking the output folder", outcome)
         if any(one["folder"] for one in folders.values()):
             wrong, text = compare_nodes.check_storage(hellos, folders, max((m["needed"] for m in hellos), default=0))
