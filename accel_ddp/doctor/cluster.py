@@ -79,11 +79,9 @@ class _ClusterCheck:
         if connection is None:
             return Outcome([*self.findings, *(await collecting)[1]])
         progress = (lambda text: None) if self.coordinator else self.print_progress  # the coordinator prints it itself
-        following = asyncio.ensure_future(
-            node_client.follow_coordinator(
-                connection, self._hello(), collecting, self.folder, self.token, self.options.measures_bandwidth, progress
-            )
-        )
+        hello, measures = self._hello(), self.options.measures_bandwidth
+        follow = node_client.follow_coordinator(connection, hello, collecting, self.folder, self.token, measures, progress)
+        following = asyncio.ensure_future(follow)
         self.tasks.append(following)
         if self.coordinator:  # an exception in the coordinator must not look like a main node that does not answer
             await asyncio.wait([following, self.coordinator.finished], return_when=asyncio.FIRST_COMPLETED)

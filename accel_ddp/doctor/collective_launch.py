@@ -107,24 +107,19 @@ class WorkerProcesses:
 async def _forward_reports(
     process: asyncio.subprocess.Process, source: dict[str, Any], folder: Path, local_rank: int, send_event: SendEvent
 ) -> None:
-    """Send an event for every report of a worker and for its exit."""
+    """Send an event for every report of a worker and for its exit, with NCCL's first warning or its last line of stderr."""
     async for line in process.stdout:
         with contextlib.suppress(ValueError):  # a library may print other lines
             report = json.loads(line)
             if isinstance(report, dict):
                 send_event({"event": "worker_report", **source, "report": report})
     code = await process.wait()
-    output = _last_error(folder, local_rank) if code else ""
-    send_event({"event": "worker_exit", **source, "code": code, "output": output})
-
-
-def _last_error(folder: Path, local_rank: int) -> str:
-    """Return the first warning of NCCL, or the last line of the worker's stderr."""
     logs = [folder / f"{name}.{local_rank}" for name in ("nccl", "stderr")]
-    nccl, stderr = (log.read_text(errors="replace") if log.is_file() else "" for log in logs)
+    nccl, stderr = (log.read_text(errors="replace") if code and log.is_file() else "" for log in logs)
     warnings = [f"NCCL: {warning}" for warning in re.findall("NCCL WARN (.*)", nccl)]
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return printable((warnings[:1] or lines[-1:] or [""])[0], 300)
+    output = printable((warnings[:1] or lines[-1:] or [""])[0], 300)
+    send_event({"event": "worker_exit", **source, "code": code, "output": output})
 
 
 def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:

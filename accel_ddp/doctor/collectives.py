@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import socket
 import statistics
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
 from accel_ddp.doctor.findings import Finding
-from accel_ddp.doctor.host import HOST
+from accel_ddp.doctor.host import HOST, port_answers
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import counted, format_si
 
@@ -45,6 +44,8 @@ class CollectiveChecks(CollectiveWorker):
     def __init__(self, spec: dict[str, Any]):
         super().__init__(spec)
         self.seconds, self.began = spec["seconds"], time.monotonic()
+        # Then waiting for other ranks ends. The rest of the time limit is for sending the report.
+        self.give_up_at = self.began + self.seconds - min(3.0, self.seconds / 4)
         self.nodes = [node for node, count in enumerate(spec["ranks_of_nodes"]) for _ in range(count)]  # of each rank
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.step, self.step_began = 0, self.began
@@ -90,10 +91,6 @@ class CollectiveChecks(CollectiveWorker):
             self._end_alone(self.failure)
         threading.Event().wait()
 
-    def give_up_at(self) -> float:
-        """Return the time at which waiting for other ranks ends. The rest of the time limit is for sending the report."""
-        return self.began + self.seconds - min(3.0, self.seconds / 4)
-
     def _monitor(self) -> None:
         """Publish progress and failures of this rank until there is a report, then end the process."""
         try:
@@ -101,7 +98,7 @@ class CollectiveChecks(CollectiveWorker):
                 now = time.monotonic()
                 self.monitor_store.set(f"beat/{self.rank}", json.dumps([beat, self.step, self.num_collectives]))
                 # Importing torch may take long on some ranks. Until all ranks are initialised, only the total time counts.
-                is_late = now > self.give_up_at() or (self.step > 1 and now - self.step_began > self.seconds / 3)
+                is_late = now > self.give_up_at or (self.step > 1 and now - self.step_began > self.seconds / 3)
                 if self.failure and now > self.report_failure_at:
                     self.monitor_store.compare_set("failed", "", json.dumps(self.failure))
                 elif is_late and not self.failure:
@@ -125,7 +122,10 @@ class CollectiveChecks(CollectiveWorker):
         silent = [rank for rank in range(self.num_ranks) if reached[rank][0] < 0 or now - self.beat_times[rank] > SILENT_SECONDS]
         findings = []
         if store.check(["failed"]):
-            findings = [self._explain_failure(json.loads(store.get("failed")), reached, silent)]
+            findings = [json.loads(store.get("failed"))]
+            if silent and findings[0]["code"] == "E_COLLECTIVE_FAILED":  # the silent rank is the cause
+                text = f"{self._describe_progress(silent[0], reached)}; rank {findings[0]['rank']} saw: {findings[0]['saw']}"
+                findings = [self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)]
         elif min(reached)[0] < REPORT and store.check(["late"]):
             findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
         elif min(reached)[0] < REPORT:
@@ -134,13 +134,6 @@ class CollectiveChecks(CollectiveWorker):
         codes = {finding["code"] for finding in findings}
         lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
-
-    def _explain_failure(self, finding: dict[str, Any], reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        """Return the finding of a rank that failed, or one about a rank that is silent, which is the cause."""
-        if not silent or finding["code"] != "E_COLLECTIVE_FAILED":
-            return finding
-        text = f"{self._describe_progress(silent[0], reached)}; rank {finding['rank']} saw: {finding['saw']}"
-        return self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)
 
     def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
         """Return a finding about the ranks that the others have waited for."""
@@ -191,8 +184,11 @@ class CollectiveChecks(CollectiveWorker):
     def connect(self) -> None:
         """Connect to the store of rank 0, choose the backend and create the process group."""
         torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
-        if self.rank > 0:
-            self._wait_for_store()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while self.rank > 0 and not port_answers(*address):  # TCPStore itself would print a warning for every attempt
+            if time.monotonic() > self.give_up_at:
+                raise CheckFailed(self.finding("E_COLLECTIVE_STUCK", f"its store at {self.address} cannot be reached", 0))
+            time.sleep(0.1)
         self.store = self.connect_store(self.rank == 0, seconds)
         for rank in range(self.num_ranks if self.rank == 0 else 0):
             self.store.compare_set(f"beat/{rank}", "", "")  # multi_get would wait for keys that do not exist
@@ -218,19 +214,6 @@ class CollectiveChecks(CollectiveWorker):
         nccl = f" {self.nccl_version()}" if backend == "nccl" else ""
         ranks, nodes = counted(self.num_ranks, "rank"), counted(num_nodes, "node")
         self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(hosts)})")
-
-    def _wait_for_store(self) -> None:
-        """Wait until rank 0's store listens. TCPStore itself would print a warning for every attempt."""
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        while True:
-            try:
-                socket.create_connection(address, timeout=2).close()
-                return
-            except OSError as error:
-                if time.monotonic() > self.give_up_at():
-                    text = f"its store at {self.address} cannot be reached: {error}"
-                    raise CheckFailed(self.finding("E_COLLECTIVE_STUCK", text, 0)) from error
-                time.sleep(0.1)
 
     def _gather(self, name: str) -> list[Any]:
         return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.num_ranks)]

@@ -182,9 +182,6 @@ def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], need
     return found, f"{folder}{text if len(members) > 1 else ''}; {free} free"
 
 
-# ---- data paths
-
-
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:
     """Return the probes from this node to every other one.
 
@@ -263,8 +260,6 @@ def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
         lines += table([["Gbit/s (ms)", *[f"-> {b}" for b in nodes]], *rows])
     return lines
 
-
-# ---- received messages
 
 MOST_NODES, MOST_FINDINGS = 4096, 64
 _MOST_RANKS, _MOST_LOCAL_RANKS = 1 << 20, 256

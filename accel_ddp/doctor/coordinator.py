@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import logging
 import os
 import select
 import socket
@@ -27,8 +26,6 @@ import psutil
 from accel_ddp.doctor.host import external_interfaces
 from accel_ddp.nodes import messages, probe
 from accel_ddp.nodes.messages import make_proof, printable
-
-logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -64,7 +61,8 @@ class Member:
 class Coordinator:
     """Accepts nodes that have the token, keeps their connections alive, and receives their messages.
 
-    A subclass defines which nodes it accepts (`read_hello`, `join`) and may handle messages as they arrive (`take`).
+    A subclass defines which nodes it accepts: `read_hello` returns the valid description of a node or raises ValueError, TypeError
+    or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
     """
 
     def __init__(self, token: bytes, silence_seconds: float):
@@ -93,10 +91,6 @@ class Coordinator:
         if self.keeping_alive:
             self.keeping_alive.cancel()
 
-    def read_hello(self, message: Message) -> Message:
-        """Return the valid description of a node. Raises ValueError, TypeError or KeyError."""
-        raise NotImplementedError
-
     async def join(self, member: Member) -> None:
         """Add a node to the members. Raises ValueError if it is not expected."""
         self.members.append(member)
@@ -121,8 +115,7 @@ class Coordinator:
             return Member(hello, writer)
         except asyncio.CancelledError:  # the event loop ends; it would print the exception if it were raised again
             return None
-        except Exception as error:  # a process without the token can send anything
-            logger.debug("rejected a connection: %s", error)
+        except Exception:  # a process without the token can send anything
             self.num_rejected += 1
             return None
         finally:
@@ -193,10 +186,9 @@ class CoordinatorClient:
         Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError if a request is
         invalid.
         """
-        sending = None
+        self.outbox.put_nowait(hello)
+        sending = asyncio.ensure_future(self._send())
         try:
-            await messages.send(self.writer, hello)
-            sending = asyncio.ensure_future(self._send())
             while True:
                 request = await messages.receive(self.reader, self.silence_seconds)
                 if request["do"] == "close":
@@ -204,8 +196,7 @@ class CoordinatorClient:
                 if request["do"] != "wait":
                     await answer(request)
         finally:
-            if sending:
-                sending.cancel()
+            sending.cancel()
             await messages.close(self.writer)
 
     async def _send(self) -> None:
@@ -242,14 +233,12 @@ class Responder(asyncio.DatagramProtocol):
     async def open(self, port: int) -> None:
         """Listen on a UDP port. Errors are ignored, because discovery is optional."""
         with contextlib.suppress(OSError):
-            await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, local_addr=("0.0.0.0", port))
+            loop = asyncio.get_running_loop()
+            self.transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=("0.0.0.0", port))
 
     def close(self) -> None:
         if self.transport:
             self.transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
 
     def datagram_received(self, data: bytes, sender: tuple) -> None:
         nonce, proof, wanted = data[:_NONCE], data[_NONCE : _NONCE + _PROOF], data[_NONCE + _PROOF :]

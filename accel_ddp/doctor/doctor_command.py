@@ -75,10 +75,8 @@ def spellings(*names: str) -> list[str]:
 
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    usage = f"{prog} [options] [RECIPE.py [its options]]"
-    parser = argparse.ArgumentParser(
-        prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    usage, keep_lines = f"{prog} [options] [RECIPE.py [its options]]", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=keep_lines)
     given, _, script = parse_before_script(add_options(parser), argv)
     try:
         topology, options = read_options(given, script)

@@ -161,9 +161,8 @@ def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]
     has several.
     """
     one = ipaddress.ip_address(ip)
-    is_literal = topology.main_address == ip and not one.is_unspecified
-    is_internal = one.is_loopback or one.is_unspecified
-    if topology.num_nodes == 1 or topology.node_rank or not is_internal or is_literal:
+    is_name_of_loopback = one.is_loopback and topology.main_address != ip
+    if topology.num_nodes == 1 or topology.node_rank or not (one.is_unspecified or is_name_of_loopback):
         return ip, ip
     external = external_addresses()
     return (external[0], external[0]) if len(external) == 1 else ("0.0.0.0", external[0] if external else "127.0.0.1")
@@ -189,14 +188,8 @@ def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
 
 def nearest_existing_folder(folder: str) -> Path | None:
     """Return the folder, or the nearest parent that exists; None if the disk does not answer."""
-
-    def search() -> Path:
-        path = Path(folder).expanduser().absolute()
-        while not path.is_dir() and path != path.parent:
-            path = path.parent
-        return path
-
-    return call_with_timeout(search, 3, None)
+    path = Path(os.path.abspath(os.path.expanduser(folder)))
+    return call_with_timeout(lambda: next(one for one in (path, *path.parents) if one.is_dir()), 3, None)
 
 
 def check_topology(topology: Topology, ip: str) -> list[Finding]:
@@ -273,8 +266,7 @@ def check_host_name(
     """
     address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
     is_good = address and not address.startswith("127.") and address != "::1"
-    is_one_machine = ipaddress.ip_address(main_ip).is_loopback
-    if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or is_one_machine or not interface:
+    if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:
         return []
     what, settings = (
         f"resolves to {address}" if address else "does not resolve",

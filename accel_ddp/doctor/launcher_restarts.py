@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -93,11 +94,8 @@ def read_recipe_option(argv: list[str], name: str, default: str) -> str:
         if option.name == name:
             value = option.value or ""
             continue
-        with (
-            contextlib.suppress(OSError, yaml.YAMLError, AttributeError),
-            open(option.value or "") as file,
-        ):  # the recipe reports it
-            value = str((yaml.safe_load(file) or {}).get(name, value))
+        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):  # the recipe reports it
+            value = str((yaml.safe_load(Path(option.value or "").read_text()) or {}).get(name, value))
     return value
 
 
@@ -129,8 +127,10 @@ def adopt_config() -> None:
         os.environ.setdefault(name, value)
 
 
-def _exit_with(reason: str) -> NoReturn:
+def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: str = "") -> NoReturn:
     print(f"error: {reason}", file=sys.stderr, flush=True)
+    if find:
+        cluster.report_to_other_nodes(reason, find(), script)
     sys.exit(USER_ERROR)
 
 
@@ -142,10 +142,7 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable
     try:
         read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if find:
-            cluster.report_to_other_nodes(str(error), find(), script)
-        sys.exit(USER_ERROR)
+        _exit_with(str(error), find, script)
 
 
 def create_after_preflight(params: Any, backend: str, create: Callable[[Any], Any], argv: list[str]) -> "RestartingRendezvous":
@@ -209,8 +206,15 @@ def return_exit_code_of_ranks() -> None:
     hook_before = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        code = _find_exit_code(error, trace)
-        if not code:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        codes = []
+        if isinstance(error, ChildFailedError):
+            codes = [one.exitcode for one in sorted(error.failures.values(), key=lambda failure: failure.timestamp)]
+        elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
+            codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
+        if not (code := choose_exit_code(codes)):
             return hook_before(kind, error, trace)
         # The output of some ranks is not shown with `--redirects` or `--local_ranks_filter` of torchrun.
         specs = _find_in_frames(traceback.walk_tb(trace), "config", lambda config: getattr(config, "logs_specs", None))
@@ -223,19 +227,6 @@ def return_exit_code_of_ranks() -> None:
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
         is_logged = lambda record: not any(part in record.getMessage() for part in _NOT_LOGGED)
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_logged)
-
-
-def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
-    """Return the exit code of the ranks if `error` was raised because they ended, and 0 otherwise or if a signal ended them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if isinstance(error, ChildFailedError):
-        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        return choose_exit_code(failure.exitcode for failure in failures)
-    if isinstance(error, SignalException):  # sent to the launcher, which has forwarded the signal and waited for its ranks
-        return choose_exit_code(_find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or [])
-    return 0
 
 
 def choose_exit_code(codes: Iterable[int | None]) -> int:
@@ -276,9 +267,8 @@ class RestartingRendezvous:
         command = json.dumps([os.path.basename(argv[0]), *argv[1:], max_restarts])
         self.job_key = f"{_JOB}/{params.run_id}/{hashlib.sha256(command.encode()).hexdigest()}"
         self.is_elastic = params.min_nodes != params.max_nodes  # a user who asks for a changing number of nodes gets torch's own
-        self.num_rounds = 0
+        self.num_rounds, self.is_store_lost, self.joins_running_job = 0, False, False
         self.waiting_since: float | None = None
-        self.is_store_lost = False
         self.connection: socket.socket | None = None
         self.is_forced = False  # the agent restarts healthy ranks, because another node waits
         self.touched_at = time.monotonic()
@@ -295,7 +285,6 @@ class RestartingRendezvous:
                 f"warning: --max_restarts {max_restarts}: no file can be written in {tempfile.gettempdir()}. A restart cannot find the "
                 "checkpoints of this run then, so that the run ends after a failure. Make space there, or set TMPDIR to another folder."
             )
-        self.joins_running_job = False
         self._open()
 
     def _open(self) -> None:
@@ -371,9 +360,13 @@ class RestartingRendezvous:
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
             print_progress(f"the ranks are not started again, because {reason}")
             sys.exit(ended["exit_code"] or 1)
-        if ended is None and (code := _final_exit_code()):
-            print_progress(f"the ranks are not started again, because of their exit code {code}")
-            sys.exit(code)
+        # Programs that end before `accel_ddp.start`, or without it, store no outcome. Their launcher sends SIGTERM to the remaining
+        # ranks, which may then return the code of a stop.
+        codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
+        codes = {USER_ERROR} if USER_ERROR in codes else codes
+        if ended is None and len(codes) == 1 and codes <= {USER_ERROR, STOPPED, UNSAVED, INTERRUPTED}:
+            print_progress(f"the ranks are not started again, because of their exit code {min(codes)}")
+            sys.exit(min(codes))
 
     # ---- the rendezvous
 
@@ -482,15 +475,3 @@ class RestartingRendezvous:
         limits = {"timeout": timedelta(seconds=PROBE_SECONDS), "wait_for_workers": False}
         has_job = lambda: TCPStore(address, port, is_master=False, **limits).check([self.job_key])
         return call_with_timeout(has_job, 2 * PROBE_SECONDS, False)
-
-
-def _final_exit_code() -> int:
-    """Return the exit code of ranks that must not be restarted and have stored no outcome, or 0.
-
-    They are programs that end before `accel_ddp.start`, or without it. Their launcher answers SIGTERM to the remaining ranks, which
-    may then return the code of a stop.
-    """
-    codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
-    if USER_ERROR in codes:
-        return USER_ERROR
-    return codes.pop() if len(codes) == 1 and codes <= {STOPPED, UNSAVED, INTERRUPTED} else 0
