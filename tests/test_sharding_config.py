@@ -9,7 +9,7 @@ import yaml
 
 from accel_ddp import cli
 from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.doctor import at_launch
+from accel_ddp.doctor import launcher_restarts
 from accel_ddp.doctor.compare_nodes import compare_facts
 from accel_ddp.doctor.facts import accelerate_facts
 from accel_ddp.errors import UserError
@@ -144,13 +144,13 @@ def test_torchrun_gets_the_variables_of_a_config(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "orig_argv", ["torchrun", "--nnodes", "2", "recipes/sft.py"])
     file = config_file(tmp_path, mixed_precision="bf16")
     os.environ |= {"ACCEL_DDP_CONFIG_FILE": str(file), "FSDP_RESHARD_AFTER_FORWARD": "false"}
-    at_launch.adopt_config()
+    launcher_restarts.adopt_config()
     assert read_plan(os.environ, 3) == ShardingPlan(reshard_after_forward=False), "a variable of the user replaces a setting"
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert find_config_file(sys.orig_argv) == str(file)
     os.environ["ACCEL_DDP_CONFIG_FILE"] = "nowhere.yaml"
     with pytest.raises(SystemExit, match="2"):
-        at_launch.adopt_config()
+        launcher_restarts.adopt_config()
     assert "error: ACCEL_DDP_CONFIG_FILE nowhere.yaml: there is no such file" in capsys.readouterr().err
 
 

@@ -85,7 +85,5 @@ def load_recipe_config(argv: list[str]) -> TrainConfig | None:
 
 def model_bytes(model: str) -> int:
     """Return the size of the weights in a model's folder, or 0 if `model` is not a folder."""
-    folder = os.path.expanduser(model or "")
-    files = [os.path.join(folder, name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
-    weights = [name for name in files if name.endswith(".safetensors")] or [name for name in files if name.endswith(".bin")]
-    return sum(map(os.path.getsize, weights))
+    folder = Path(model).expanduser()
+    return sum(file.stat().st_size for file in [*folder.glob("*.safetensors")] or folder.glob("*.bin")) if model else 0

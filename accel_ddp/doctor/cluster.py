@@ -1,26 +1,23 @@
 """All checks except for collectives, from this host alone to every path between the nodes, and the preflight that runs them."""
 
 import asyncio
-import contextlib
 import errno
+import functools
 import ipaddress
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.doctor import facts, host, node_client, paths
+from accel_ddp.doctor import compare_nodes, facts, host, node_client
 from accel_ddp.doctor import findings as report
 from accel_ddp.doctor.check_options import CheckOptions, options_of_config
-from accel_ddp.doctor.coordinator import Connection
+from accel_ddp.doctor.coordinator import Connection, try_port
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors
-from accel_ddp.doctor.host import HOST, firewall_advice, local_finding
-from accel_ddp.doctor.node_client import CoordinatorSearch, DoctorNode, Facts, StartCoordinator
+from accel_ddp.doctor.host import HOST, local_finding
+from accel_ddp.doctor.node_client import CoordinatorSearch, Facts
 from accel_ddp.doctor.verdict import Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
@@ -28,18 +25,6 @@ from accel_ddp.nodes.launcher import check_rank_variables, check_requested_world
 from accel_ddp.nodes.probe import ProbeServer
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
 from accel_ddp.watch.restart_files import IS_RESTART
-
-
-@dataclass
-class _LocalChecks:
-    """The outcome of the checks of this host alone."""
-
-    findings: list[Finding]
-    listen_ip: str  # address on which the coordinator listens, if it runs here
-    connect_ip: str  # address under which this node connects to the coordinator
-    data_ip: str  # address and interface that this node uses for data
-    interface: str
-    folder: Path | None  # the existing part of the output folder
 
 
 async def check_cluster(topology: Topology, options: CheckOptions, print_progress: Callable[[str], None]) -> Outcome:
@@ -52,19 +37,19 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
     try:
         ip = await node_client.resolve_main_address(topology, options.wait_seconds, print_progress, began)
     except UserError as error:
-        options.findings.append(node_client.explain_unknown_name(topology, str(error)))
+        saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {error}"
+        options.findings.append(local_finding(topology, "E_NAME", saw))
         ip = await node_client.find_address_without_name(topology, token)
         if not ip:
             return Outcome(options.findings)
-    local = await asyncio.to_thread(_check_host, topology, options, ip)
-    check = _ClusterCheck(topology, options, print_progress, token, ip, local)
+    check = _ClusterCheck(topology, options, print_progress, token, ip)
     try:
         return await check.run(began)
     except (OSError, asyncio.TimeoutError) as error:
         reason = str(error) or f"it sent nothing for {host.MAIN_SILENT:.0f} s"
         main = f"{topology.main_address}:{topology.main_port}"
         saw = f"the connection to the main node {main} was lost before the verdict: {reason}"
-        return Outcome([*local.findings, local_finding(topology, "E_MAIN_LOST", saw)])
+        return Outcome([*check.findings, local_finding(topology, "E_MAIN_LOST", saw)])
     finally:
         await check.close()
 
@@ -72,67 +57,81 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
 class _ClusterCheck:
     """The checks of one node together with all other nodes. `ip` is the address of the main node."""
 
-    def __init__(
-        self, topology: Topology, options: CheckOptions, print_progress: Callable[[str], None], token: bytes, ip: str,
-        local: _LocalChecks,
-    ):  # fmt: skip
-        self.topology, self.options, self.print_progress = topology, options, print_progress
-        self.token, self.ip, self.local = token, ip, local
+    def __init__(self, topology: Topology, options: CheckOptions, print_progress: Callable[[str], None], token: bytes, ip: str):
+        self.topology, self.options, self.print_progress, self.token, self.ip = topology, options, print_progress, token, ip
+        self.findings = [*options.findings]  # of this node
         self.probe_server = ProbeServer(token)
         self.coordinator: Examiner | None = None  # if this node runs it
-        self.collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, topology, options))  # while it connects
-        self.following: asyncio.Future | None = None
+        self.tasks: list[asyncio.Future] = []
 
     async def run(self, began: float) -> Outcome:
         """Connect to the coordinator, or start it, and return its verdict. Raises OSError if the connection is lost."""
+        await asyncio.to_thread(self._check_host)
+        collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, self.topology, self.options))  # while it connects
+        self.tasks.append(collecting)
         if self.topology.local_rank == 0:
-            await self._open_probe_server()
+            try:
+                await self.probe_server.open(self.data_ip)
+            except OSError as error:
+                saw = f"no port can be opened on {self.data_ip}: {error.strerror}"
+                self.findings.append(local_finding(self.topology, "E_PORT", saw))
         connection = await self._connect(began)
         if connection is None:
-            return Outcome([*self.local.findings, *(await self.collecting)[1]])
+            return Outcome([*self.findings, *(await collecting)[1]])
         progress = (lambda text: None) if self.coordinator else self.print_progress  # the coordinator prints it itself
-        node = DoctorNode(self._hello(), self.local.folder, self.token, self.options.measures_bandwidth, progress)
-        self.following = asyncio.ensure_future(node.follow(connection, self.collecting))
+        hello, measures = self._hello(), self.options.measures_bandwidth
+        follow = node_client.follow_coordinator(connection, hello, collecting, self.folder, self.token, measures, progress)
+        following = asyncio.ensure_future(follow)
+        self.tasks.append(following)
         if self.coordinator:  # an exception in the coordinator must not look like a main node that does not answer
-            await asyncio.wait([self.following, self.coordinator.finished], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([following, self.coordinator.finished], return_when=asyncio.FIRST_COMPLETED)
             if self.coordinator.finished.done():
                 self.coordinator.finished.result()
-        outcome = await self.following
+        outcome = await following
         if self.coordinator:
             await self.coordinator.finished
-        outcome.about, outcome.interface = facts.describe_node((await self.collecting)[0]), self.local.interface
+        outcome.about, outcome.interface = facts.describe_node((await collecting)[0]), self.interface
         return outcome
 
     async def close(self) -> None:
         await self.probe_server.close()
         if self.coordinator:
             await self.coordinator.close()
-        for task in (self.collecting, self.following):  # after Ctrl-C; what they raise now is already reported or irrelevant
-            if task:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        for task in self.tasks:  # after Ctrl-C; what they raise now is already reported or irrelevant
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def _open_probe_server(self) -> None:
-        try:
-            await self.probe_server.open(self.local.data_ip)
-        except OSError as error:
-            saw = f"no port can be opened on {self.local.data_ip}: {error.strerror}"
-            fix = "choose another interface with GLOO_SOCKET_IFNAME, see `ip addr`"
-            self.local.findings.append(local_finding(self.topology, "E_PORT", saw, fix))
+    def _check_host(self) -> None:
+        """Run the checks of this host alone, and choose its addresses."""
+        topology, options = self.topology, self.options
+        self.findings += host.check_topology(topology, self.ip)
+        # The coordinator listens on one address, if it runs here, and this node connects to the other one.
+        self.listen_ip, self.connect_ip = host.choose_coordinator_addresses(topology, self.ip)
+        address, self.interface, wrong = host.choose_data_address(topology, self.connect_ip)
+        self.data_ip = address or self.ip
+        variables = host.socket_interface_variables(self.interface, self.data_ip)
+        self.findings += wrong
+        self.findings += host.check_host_name(topology, self.interface, self.data_ip, variables, options.sets_interface)
+        if options.sets_interface:
+            os.environ.update(variables)
+        self.folder = host.nearest_existing_folder(options.output_dir) if options.output_dir else None
+        if topology.local_rank == 0:
+            self.findings += host.check_limits(topology, options.output_dir, self.folder)
 
     async def _connect(self, began: float) -> Connection | None:
-        """Return a connection to the coordinator, which may be started here. None: `local.findings` has the reason."""
-        topology, findings, is_main_address = self.topology, self.local.findings, host.is_local_address(self.ip)
+        """Return a connection to the coordinator, which may be started here. None: `findings` has the reason."""
+        topology, findings, is_main_address = self.topology, self.findings, host.is_local_address(self.ip)
         may_coordinate = is_main_address and topology.local_rank == 0
         # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It
         # therefore waits some seconds for node 0.
         start_after = 0.0 if not topology.node_rank else 5.0 if ipaddress.ip_address(self.ip).is_loopback else 0.5
         if may_coordinate and not start_after:
             self.coordinator = await self._start_coordinator()
-        reached = await self._search(findings, began, self._start_coordinator if may_coordinate else None, start_after)
+        search = functools.partial(CoordinatorSearch, topology, self.connect_ip, self.token, self.options, self.print_progress)
+        reached = await search(findings, began, self._start_coordinator if may_coordinate else None, start_after).run()
         if isinstance(reached, Examiner):
             self.coordinator = reached
-            reached = await self._search([], time.monotonic())
+            reached = await search([], time.monotonic()).run()
         if not isinstance(reached, Finding):
             return reached
         may_rescue = topology.local_rank == 0 and topology.rescue_port and (is_main_address or topology.node_rank == 0)
@@ -143,69 +142,37 @@ class _ClusterCheck:
             findings.append(reached)
         # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
         self.coordinator = await self._start_coordinator(is_rescue=True)
-        return await node_client.connect_to_rescue_port(topology, self.token) if self.coordinator else None
-
-    async def _search(
-        self, findings: list[Finding], began: float, start: StartCoordinator | None = None, start_after: float = 0.0
-    ) -> Connection | Examiner | Finding:
-        search = CoordinatorSearch(
-            self.topology,
-            self.local.connect_ip,
-            self.token,
-            self.options,
-            self.print_progress,
-            findings,
-            began,
-            start,
-            start_after,
-        )
-        return await search.run()
+        opened = await try_port("127.0.0.1", topology.rescue_port, self.token) if self.coordinator else ("", "")
+        return None if isinstance(opened[0], str) else opened
 
     async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
         """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
 
         A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
         """
-        topology, local = self.topology, self.local
+        topology = self.topology
         coordinator = Examiner(self.token, self.options.wait_seconds, self.print_progress)
+        address, ports = ("0.0.0.0", (topology.rescue_port,)) if is_rescue else (self.listen_ip, topology.coordinator_ports)
         try:
-            address, ports = ("0.0.0.0", (topology.rescue_port,)) if is_rescue else (local.listen_ip, topology.coordinator_ports)
-            await coordinator.open(address, ports, local.connect_ip, topology.rescue_port, topology.main_address)
+            await coordinator.open(address, ports, self.connect_ip, topology.rescue_port, topology.main_address)
         except OSError as error:
             if not is_rescue and error.errno != errno.EADDRINUSE:
-                saw = f"it is not possible to listen on {local.listen_ip}:{topology.coordinator_ports[0]}: {error.strerror}"
-                fix = "use another --main_process_port, above 1023, on every node"
-                local.findings.append(local_finding(topology, "E_PORT", saw, fix))
+                saw = f"it is not possible to listen on {address}:{ports[0]}: {error.strerror}"
+                self.findings.append(local_finding(topology, "E_PORT", saw))
             return None
         return coordinator
 
     def _hello(self) -> dict[str, Any]:
         """Return the description of this node for the coordinator."""
-        topology, local, options = self.topology, self.local, self.options
+        topology, options = self.topology, self.options
         return {
             "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks, "rank": topology.rank,
             "node_ranks": topology.num_node_ranks,
             "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
-            "ip": local.data_ip, "interface": local.interface, "ports": self.probe_server.ports, "needed": options.checkpoint_bytes,
-            "open": firewall_advice(f"TCP {topology.main_port}"), "deep": options.deep,
-            "findings": [finding.as_dict() for finding in local.findings[: paths.MOST_FINDINGS]],
+            "ip": self.data_ip, "interface": self.interface, "ports": self.probe_server.ports, "needed": options.checkpoint_bytes,
+            "open": host.firewall_advice(), "deep": options.deep,
+            "findings": [finding.as_dict() for finding in self.findings[: compare_nodes.MOST_FINDINGS]],
         }  # fmt: skip
-
-
-def _check_host(topology: Topology, options: CheckOptions, ip: str) -> _LocalChecks:
-    """Run the checks of this host alone. `ip` is the address of the main node."""
-    findings = [*options.findings, *host.check_topology(topology, ip)]
-    listen_ip, connect_ip = host.choose_coordinator_addresses(topology, ip)
-    address, interface, wrong = host.choose_data_address(topology, connect_ip)
-    data_ip = address or ip
-    variables = host.socket_interface_variables(interface, data_ip)
-    findings += [*wrong, *host.check_host_name(topology, interface, data_ip, variables, options.sets_interface)]
-    if options.sets_interface:
-        os.environ.update(variables)
-    folder = host.nearest_existing_folder(options.output_dir) if options.output_dir else None
-    if topology.local_rank == 0:
-        findings += host.check_limits(topology, options.output_dir, folder)
-    return _LocalChecks(findings, listen_ip, connect_ip, data_ip, interface, folder)
 
 
 def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
@@ -216,12 +183,8 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     """
     if topology.local_rank:
         return {}, []
-    hash_seconds = 10.0 if options.measures_bandwidth else 2.0
-    collect = lambda: facts.collect_facts(
-        topology, options.recipe, options.hub_names, options.files, options.script, hash_seconds
-    )
     seconds = host.FACTS - 5
-    collected = host.call_with_timeout(collect, seconds, None)
+    collected = host.call_with_timeout(lambda: facts.collect_facts(topology, options), seconds, None)
     if collected is None:
         saw = f"this node could not collect its versions, files and GPUs within {seconds:.0f} s: a disk or a program hangs"
         return {}, [local_finding(topology, "E_DISK_STUCK", saw)]
@@ -239,7 +202,10 @@ def run_preflight(cfg: TrainConfig) -> None:
         check_requested_world()
         warn_about_independent_tasks()
         return
-    if os.environ.get(IS_RESTART) == "1" and not _is_preflight_running(topology):
+    # With c10d the ranks of all nodes start together. Otherwise ranks that are not restarted may still be in their preflight.
+    is_running = lambda: any(host.port_answers(topology.main_address, port) for port in topology.coordinator_ports)
+    is_static = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get(IS_RESTART) == "1" and not (is_static and is_running()):
         # The nodes were checked before the first attempt, and all launchers have agreed on this restart. `ranks.group` compares
         # the options of a node that has joined. A preflight would take seconds and would add a point at which ranks can wait.
         check_requested_world()
@@ -259,20 +225,6 @@ def run_preflight(cfg: TrainConfig) -> None:
     if topology.local_rank == 0 and outcome.node_rank == 0:
         over = f" over {outcome.interface}" if outcome.interface else ""
         print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
-
-
-def _is_preflight_running(topology: Topology) -> bool:
-    """Return whether ranks that are not restarted are still in their preflight, which needs this node too.
-
-    With c10d the ranks of all nodes are started together, and their store has the main port.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    for port in topology.coordinator_ports:
-        with contextlib.suppress(OSError):
-            socket.create_connection((topology.main_address, port), timeout=2).close()
-            return True
-    return False
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:

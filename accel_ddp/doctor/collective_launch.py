@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.doctor.compare_nodes import clean_finding
 from accel_ddp.doctor.findings import Finding, Outcome
 from accel_ddp.doctor.host import HOST, socket_interface_variables
-from accel_ddp.doctor.paths import clean_finding
 from accel_ddp.nodes.messages import printable
 from accel_ddp.nodes.spawn import clean_environment, rank_environment
 
@@ -107,27 +107,19 @@ class WorkerProcesses:
 async def _forward_reports(
     process: asyncio.subprocess.Process, source: dict[str, Any], folder: Path, local_rank: int, send_event: SendEvent
 ) -> None:
-    """Send an event for every report of a worker and for its exit."""
+    """Send an event for every report of a worker and for its exit, with NCCL's first warning or its last line of stderr."""
     async for line in process.stdout:
         with contextlib.suppress(ValueError):  # a library may print other lines
             report = json.loads(line)
             if isinstance(report, dict):
                 send_event({"event": "worker_report", **source, "report": report})
     code = await process.wait()
-    output = _last_error(folder, local_rank) if code else ""
+    logs = [folder / f"{name}.{local_rank}" for name in ("nccl", "stderr")]
+    nccl, stderr = (log.read_text(errors="replace") if code and log.is_file() else "" for log in logs)
+    warnings = [f"NCCL: {warning}" for warning in re.findall("NCCL WARN (.*)", nccl)]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    output = printable((warnings[:1] or lines[-1:] or [""])[0], 300)
     send_event({"event": "worker_exit", **source, "code": code, "output": output})
-
-
-def _last_error(folder: Path, local_rank: int) -> str:
-    """Return the first warning of NCCL, or the last line of the worker's stderr."""
-    with contextlib.suppress(OSError):
-        if warnings := re.findall("NCCL WARN (.*)", (folder / f"nccl.{local_rank}").read_text(errors="replace")):
-            return printable(f"NCCL: {warnings[0]}", 300)
-    with contextlib.suppress(OSError):
-        text = (folder / f"stderr.{local_rank}").read_text(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1], 300) if lines else ""
-    return ""
 
 
 def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
@@ -141,7 +133,18 @@ def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -
     workers = WorkerProcesses(CHECKS, outcome.node_rank or 0, outcome.ranks_of_nodes, main_ip, environment)
     spec = {"seconds": seconds, "ranks_of_nodes": outcome.ranks_of_nodes, **options}
     spec["nccl_debug"] = "" if "NCCL_DEBUG" in environment else "INFO"
-    events, states = asyncio.run(_run_until(workers, outcome.deep_port, spec, seconds + _GRACE_SECONDS))
+    events: list[dict[str, Any]] = []
+    states: dict[int, str] = {}  # of workers that had to be killed
+
+    async def run() -> None:
+        workers.start(0, outcome.deep_port, {}, spec, events.append)
+        try:
+            await asyncio.wait({workers.running}, timeout=seconds + _GRACE_SECONDS)
+            states.update(workers.states())
+        finally:
+            await workers.close()
+
+    asyncio.run(run())
     events.sort(key=lambda event: event.get("rank", 0))
     for report in [event["report"] for event in events if event["event"] == "worker_report"]:
         with contextlib.suppress(ValueError, KeyError):
@@ -153,18 +156,3 @@ def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -
         saw = f"its process {end} and wrote no report{f'; its last line of output: {output}' if output else ''}"
         findings.append(Finding("E_COLLECTIVE_FAILED", saw, _FIX, host=HOST, node=workers.node, rank=rank))
     return [], findings, {}
-
-
-async def _run_until(
-    workers: WorkerProcesses, port: int, spec: dict[str, Any], seconds: float
-) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the events of the workers, and the states of those that had to be killed after these seconds."""
-    events: list[dict[str, Any]] = []
-    workers.start(0, port, {}, spec, events.append)
-    states = {}
-    try:
-        await asyncio.wait({workers.running}, timeout=seconds)
-        states = workers.states()
-    finally:
-        await workers.close()
-    return events, states

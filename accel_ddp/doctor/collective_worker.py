@@ -28,7 +28,10 @@ def report(event: str, **values: Any) -> None:
 
 
 class CollectiveWorker:
-    """The part that both tools share: the process group, and all-reduces whose time counts on the slowest rank."""
+    """The part that both tools share: the process group, and all-reduces whose time counts on the slowest rank.
+
+    A subclass has a method `run`, which measures, reports and exits.
+    """
 
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.reported_at = spec, time.perf_counter()
@@ -37,10 +40,6 @@ class CollectiveWorker:
         self.num_collectives = 0  # that this rank has entered
         # By default torch aborts a process whose NCCL reports that another rank is gone, before it can report which one.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-
-    def run(self) -> None:
-        """Measure, report and exit."""
-        raise NotImplementedError
 
     def import_torch(self) -> None:
         import torch  # takes seconds; a minute from a cold network disk

@@ -11,18 +11,16 @@ import json
 import math
 import os
 import re
-import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
-from accel_ddp.doctor.findings import CODES
-from accel_ddp.doctor.host import HOST
+from accel_ddp.doctor.findings import Finding
+from accel_ddp.doctor.host import HOST, port_answers
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import counted, format_si
 
@@ -40,12 +38,14 @@ class CheckFailed(Exception):
     """A check has found what is wrong, and the steps end. The argument is the finding as a dictionary."""
 
 
-class MonitoredRank(CollectiveWorker):
-    """Runs the steps of a subclass and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
+class CollectiveChecks(CollectiveWorker):
+    """Runs the steps and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
 
     def __init__(self, spec: dict[str, Any]):
         super().__init__(spec)
         self.seconds, self.began = spec["seconds"], time.monotonic()
+        # Then waiting for other ranks ends. The rest of the time limit is for sending the report.
+        self.give_up_at = self.began + self.seconds - min(3.0, self.seconds / 4)
         self.nodes = [node for node, count in enumerate(spec["ranks_of_nodes"]) for _ in range(count)]  # of each rank
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.step, self.step_began = 0, self.began
@@ -57,19 +57,14 @@ class MonitoredRank(CollectiveWorker):
         self.facts, self.lines, self.figures = [], [], {}
         self.beats, self.beat_times = [b""] * self.num_ranks, [self.began] * self.num_ranks
 
-    def steps(self) -> tuple[Callable[[], None], ...]:
-        raise NotImplementedError
-
-    def finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> dict[str, Any]:
+    def finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> dict[str, Any]:
         """Return a finding about a rank, by default this one. Only rank 0 has the hosts of the other ranks."""
         rank = self.rank if rank is None else rank
-        host = HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"]
-        about = {"host": host, "node": self.nodes[rank]}
+        about = {"host": HOST if rank == self.rank else "?" if rank else os.environ["MASTER_ADDR"], "node": self.nodes[rank]}
         about |= {name: self.facts[rank][name] for name in about} if self.facts else {}
-        severity = "error" if code.startswith("E_") else "warning"
-        return {"code": code, "severity": severity, **about, "rank": rank, "saw": saw, "fix": fix or CODES[code].fix}
+        return Finding(code, saw, fix, rank=rank, **about).as_dict()
 
-    def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str = "") -> None:
+    def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> None:
         """Store a finding, and continue with the steps."""
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
@@ -81,7 +76,8 @@ class MonitoredRank(CollectiveWorker):
         """Run the steps. This function does not return: the monitor thread ends the process."""
         threading.Thread(target=self._enforce_deadline, daemon=True).start()
         try:
-            for number, do in enumerate((*self.steps(), lambda: None)):
+            steps = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
+            for number, do in enumerate((*steps, self.check_gradients, lambda: None)):
                 self.step, self.step_began = number, time.monotonic()
                 do()
         except CheckFailed as failed:
@@ -92,15 +88,8 @@ class MonitoredRank(CollectiveWorker):
             self.failure = self.finding("E_COLLECTIVE_FAILED", f"step '{STEPS[self.step]}': {' | '.join(causes[:2])}")
             self.report_failure_at = time.monotonic() + FAILURE_SECONDS
         if self.monitor_store is None:  # there is no connection over which to report
-            self._end({"findings": [self.failure], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.failure)
         threading.Event().wait()
-
-    def give_up_at(self) -> float:
-        """Return the time at which waiting for other ranks ends. The rest of the time limit is for sending the report."""
-        return self.began + self.seconds - min(3.0, self.seconds / 4)
-
-    def start_monitor(self) -> None:
-        threading.Thread(target=self._monitor, daemon=True).start()
 
     def _monitor(self) -> None:
         """Publish progress and failures of this rank until there is a report, then end the process."""
@@ -109,7 +98,7 @@ class MonitoredRank(CollectiveWorker):
                 now = time.monotonic()
                 self.monitor_store.set(f"beat/{self.rank}", json.dumps([beat, self.step, self.num_collectives]))
                 # Importing torch may take long on some ranks. Until all ranks are initialised, only the total time counts.
-                is_late = now > self.give_up_at() or (self.step > 1 and now - self.step_began > self.seconds / 3)
+                is_late = now > self.give_up_at or (self.step > 1 and now - self.step_began > self.seconds / 3)
                 if self.failure and now > self.report_failure_at:
                     self.monitor_store.compare_set("failed", "", json.dumps(self.failure))
                 elif is_late and not self.failure:
@@ -121,7 +110,7 @@ class MonitoredRank(CollectiveWorker):
                 time.sleep(0.05 if self.step == REPORT else POLL_SECONDS)
         except Exception as error:
             text = "died without an error message, and its store with it" if self.rank else f"{type(error).__name__}: {error}"
-            self._end({"findings": [self.finding("E_COLLECTIVE_FAILED", text, 0)], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.finding("E_COLLECTIVE_FAILED", text, 0))
 
     def _compose_report_if_over(self, now: float) -> None:
         """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
@@ -133,22 +122,18 @@ class MonitoredRank(CollectiveWorker):
         silent = [rank for rank in range(self.num_ranks) if reached[rank][0] < 0 or now - self.beat_times[rank] > SILENT_SECONDS]
         findings = []
         if store.check(["failed"]):
-            findings = [self._explain_failure(json.loads(store.get("failed")), reached, silent)]
+            findings = [json.loads(store.get("failed"))]
+            if silent and findings[0]["code"] == "E_COLLECTIVE_FAILED":  # the silent rank is the cause
+                text = f"{self._describe_progress(silent[0], reached)}; rank {findings[0]['rank']} saw: {findings[0]['saw']}"
+                findings = [self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)]
         elif min(reached)[0] < REPORT and store.check(["late"]):
             findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
         elif min(reached)[0] < REPORT:
             return
-        findings += self._merge_findings([json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))])
+        findings += [json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))]
         codes = {finding["code"] for finding in findings}
         lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
-
-    def _explain_failure(self, finding: dict[str, Any], reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        """Return the finding of a rank that failed, or one about a rank that is silent, which is the cause."""
-        if not silent or finding["code"] != "E_COLLECTIVE_FAILED":
-            return finding
-        text = f"{self._describe_progress(silent[0], reached)}; rank {finding['rank']} saw: {finding['saw']}"
-        return self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)
 
     def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
         """Return a finding about the ranks that the others have waited for."""
@@ -158,18 +143,6 @@ class MonitoredRank(CollectiveWorker):
         text += ranks or "every rank has entered the collective, and none returns"
         found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
         return found if behind else found | {"host": "every host", "node": None, "rank": None}
-
-    @staticmethod
-    def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the findings, with those that several ranks made merged into one."""
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for finding in sorted(findings, key=lambda finding: (finding["severity"], finding["rank"])):
-            groups.setdefault((finding["code"], finding["saw"]), []).append(finding)
-        merged = []
-        for (_, saw), group in groups.items():
-            ranks = ", ".join(str(finding["rank"]) for finding in group)
-            merged.append({**group[0], "saw": f"{saw} (on ranks {ranks})" if len(group) > 1 else saw})
-        return merged
 
     def _describe_progress(self, rank: int, reached: list[list[int]]) -> str:
         (step, calls), name = reached[rank], f"rank {rank} on {self.facts[rank]['host']}" if self.facts else f"rank {rank}"
@@ -187,9 +160,12 @@ class MonitoredRank(CollectiveWorker):
         if not self.ending.locked():
             waits = f": the store of rank 0 at {self.address} does not answer" if self.step else ""
             stuck = self.finding("E_COLLECTIVE_STUCK", f"stuck in step '{STEPS[self.step]}'{waits}", 0 if self.step else None)
-            self._end({"findings": [self.failure or stuck], "lines": [], "figures": {}}, uses_store=False)
+            self._end_alone(self.failure or stuck)
         time.sleep(0.4)
         os._exit(self.exit_code)
+
+    def _end_alone(self, finding: dict[str, Any]) -> None:
+        self._end({"findings": [finding], "lines": [], "figures": {}}, uses_store=False)
 
     def _end(self, found: dict[str, Any], uses_store: bool = True) -> None:
         """Print the report and end the process. Rank 0 first waits until the other ranks have fetched the report."""
@@ -203,24 +179,21 @@ class MonitoredRank(CollectiveWorker):
         finally:
             os._exit(self.exit_code)
 
-
-class CollectiveChecks(MonitoredRank):
-    """The steps of the checks. torch is imported in the first step, because importing it may hang."""
-
-    def steps(self) -> tuple[Callable[[], None], ...]:
-        first = (self.import_torch, self.connect, self.check_sums, self.measure_bandwidth, self.find_transport)
-        return (*first, self.check_gradients)
+    # ---- the steps
 
     def connect(self) -> None:
         """Connect to the store of rank 0, choose the backend and create the process group."""
         torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
-        if self.rank > 0:
-            self._wait_for_store()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while self.rank > 0 and not port_answers(*address):  # TCPStore itself would print a warning for every attempt
+            if time.monotonic() > self.give_up_at:
+                raise CheckFailed(self.finding("E_COLLECTIVE_STUCK", f"its store at {self.address} cannot be reached", 0))
+            time.sleep(0.1)
         self.store = self.connect_store(self.rank == 0, seconds)
         for rank in range(self.num_ranks if self.rank == 0 else 0):
             self.store.compare_set(f"beat/{rank}", "", "")  # multi_get would wait for keys that do not exist
         self.monitor_store = self.connect_store(False, seconds)
-        self.start_monitor()
+        threading.Thread(target=self._monitor, daemon=True).start()
 
         num_gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
         index = self.local_rank % max(num_gpus, 1)
@@ -241,19 +214,6 @@ class CollectiveChecks(MonitoredRank):
         nccl = f" {self.nccl_version()}" if backend == "nccl" else ""
         ranks, nodes = counted(self.num_ranks, "rank"), counted(num_nodes, "node")
         self.add_line(f"torch {torch.__version__}, {backend}{nccl}: {ranks} on {nodes} ({', '.join(hosts)})")
-
-    def _wait_for_store(self) -> None:
-        """Wait until rank 0's store listens. TCPStore itself would print a warning for every attempt."""
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        while True:
-            try:
-                socket.create_connection(address, timeout=2).close()
-                return
-            except OSError as error:
-                if time.monotonic() > self.give_up_at():
-                    text = f"its store at {self.address} cannot be reached: {error}"
-                    raise CheckFailed(self.finding("E_COLLECTIVE_STUCK", text, 0)) from error
-                time.sleep(0.1)
 
     def _gather(self, name: str) -> list[Any]:
         return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.num_ranks)]
@@ -292,27 +252,23 @@ class CollectiveChecks(MonitoredRank):
         sizes = ", ".join(map(str, sizes))
         self.add_line(f"all-reduce: the sums are right on every rank ({sizes} elements)", unless="E_COLLECTIVE_WRONG")
 
-    def _time_all_reduces(self, buffer: Any, times: int) -> list[float]:
-        """Return the seconds of each all-reduce on the rank where it took longest."""
-        return [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
-
     def measure_bandwidth(self) -> None:
         """Measure the latency and the bandwidth of all-reduces, defined as in nccl-tests."""
         largest, seconds = self.spec["megabytes"] or (64 if self.device.type == "cuda" else 8), self.seconds
+        time_all_reduces = lambda buffer, times: [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
         ring = 2 * (self.num_ranks - 1) / self.num_ranks  # bytes that each link carries, per byte of the buffer
-        latency = statistics.median(self._time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
+        latency = statistics.median(time_all_reduces(self.torch.zeros(2, device=self.device), 30)[5:])
         per_byte, rows = 0.0, []
         for size in sorted({size * 1_000_000 for size in (1, 8, largest) if size <= largest}):
             if per_byte * size * 7 > seconds / 8:  # 2 warm-ups and 5 measurements; all ranks decide the same
                 self.add_line(f"  {size // 1_000_000} MB skipped: one all-reduce would take {per_byte * size:.1f} s")
                 continue
             buffer = self.torch.zeros(size // 4, device=self.device)
-            first = self._time_all_reduces(buffer, 2)[-1]
-            durations = self._time_all_reduces(buffer, max(5, min(100, int(min(2.0, seconds / 12) / first))))
+            first = time_all_reduces(buffer, 2)[-1]
+            durations = time_all_reduces(buffer, max(5, min(100, int(min(2.0, seconds / 12) / first))))
             per_byte = statistics.median(durations) / size
-            rows.append(
-                {"bytes": size, "seconds": per_byte * size, "bus_bytes_per_second": ring / per_byte, "times": len(durations)}
-            )
+            row = {"bytes": size, "seconds": per_byte * size, "bus_bytes_per_second": ring / per_byte, "times": len(durations)}
+            rows.append(row)
             if self.num_ranks == 1:  # nothing is sent
                 continue
             took = f"{size // 1_000_000} MB in {format_si(per_byte * size)}s (median of {len(durations)}, slowest rank)"
@@ -336,7 +292,7 @@ class CollectiveChecks(MonitoredRank):
         for rank, (one, fact) in enumerate(zip(transports, self.facts)):
             if "NET/Socket" in one and fact["infiniband"]:
                 text = f"{fact['host']} has {', '.join(fact['infiniband'])}, but NCCL uses sockets: {one}"
-                self.add_finding("W_SLOW_TRANSPORT", text, rank, FIX_EFA if "efa" in text else "")
+                self.add_finding("W_SLOW_TRANSPORT", text, rank, FIX_EFA if "efa" in text else None)
         for one in dict.fromkeys(transports):
             ranks = [rank for rank in range(self.num_ranks) if transports[rank] == one]
             self.add_line(f"transport: {one} ({'every rank' if len(ranks) == len(transports) else f'ranks {ranks}'})")
@@ -350,24 +306,23 @@ class CollectiveChecks(MonitoredRank):
             torch.manual_seed(1000 + rank)
             return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8)).eval().to(device)
 
-        def fill_buffers(model: Any, rank: int) -> None:
-            for buffer in model.buffers():
-                buffer.fill_(rank + 1)
-
         def compute_loss(model: Any, rank: int) -> Any:
             inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
             return model(inputs.to(device)).square().mean()
 
+        def compare(what: str, ours: Any, expected: Any) -> None:
+            if not all(map(torch.equal, ours, expected)):
+                self.add_finding("E_COLLECTIVE_WRONG", f"DDP: {what}")
+
         reference, mine = make_model(0), make_model(self.rank)
         devices = [device] if device.type == "cuda" else None
         ddp = self.collective(lambda: nn.parallel.DistributedDataParallel(mine, device_ids=devices))
-        if not all(map(torch.equal, mine.parameters(), reference.parameters())):
-            self.add_finding("E_WEIGHTS", "the weights are not those of rank 0 after DDP has sent them")
-        fill_buffers(reference, 0)
-        fill_buffers(mine, self.rank)
+        compare("the weights are not those of rank 0 after DDP has sent them", mine.parameters(), reference.parameters())
+        for model, rank in ((reference, 0), (mine, self.rank)):
+            for buffer in model.buffers():
+                buffer.fill_(rank + 1)
         loss = self.collective(lambda: compute_loss(ddp, self.rank))
-        if not all(map(torch.equal, mine.buffers(), reference.buffers())):
-            self.add_finding("E_BUFFERS", "the buffers (BatchNorm) are not those of rank 0 after a forward pass")
+        compare("the buffers (BatchNorm) are not those of rank 0 after a forward pass", mine.buffers(), reference.buffers())
         self.collective(lambda: torch.autograd.backward([loss]))
         weights = list(reference.parameters())
         local = [torch.autograd.grad(compute_loss(reference, rank), weights) for rank in range(self.num_ranks)]
@@ -378,16 +333,15 @@ class CollectiveChecks(MonitoredRank):
             weight.data.sub_(weight.grad, alpha=0.1)  # a step of SGD
         if not all(error < 1e-5 for error in errors):  # also true for NaN
             text = ", ".join(f"{error:.0e}" for error in errors)
-            self.add_finding("E_GRADIENTS", f"gradients are not the average of all ranks'; relative error of each layer: {text}")
+            text = f"DDP: gradients are not the average of all ranks'; relative error of each layer: {text}"
+            self.add_finding("E_COLLECTIVE_WRONG", text)
         content = b"".join(weight.detach().cpu().numpy().tobytes() for weight in mine.parameters())
         self.store.set(f"weights/{self.rank}", json.dumps(hashlib.sha256(content).hexdigest()))
         hashes = self._gather("weights") if self.rank == 0 else []
         for rank in [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-            self.add_finding("E_WEIGHTS", f"after a step, the weights of rank {rank} are not those of rank 0", rank)
-        self.add_line("DDP: every rank has rank 0's weights, and the same bits after a step", unless="E_WEIGHTS")
-        self.add_line("DDP: every rank has rank 0's buffers after a forward pass", unless="E_BUFFERS")
-        text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e})"
-        self.add_line(text, unless="E_GRADIENTS")
+            self.add_finding("E_COLLECTIVE_WRONG", f"DDP: after a step, the weights of rank {rank} are not those of rank 0", rank)
+        text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e}), and every rank has "
+        self.add_line(f"{text}rank 0's buffers and, after a step, its weights", unless="E_COLLECTIVE_WRONG")
 
 
 def find_infiniband_devices() -> list[str]:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import logging
 import os
 import select
 import socket
@@ -22,11 +21,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from accel_ddp.doctor.host import external_interfaces
 from accel_ddp.nodes import messages, probe
 from accel_ddp.nodes.messages import make_proof, printable
-
-logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -62,7 +61,8 @@ class Member:
 class Coordinator:
     """Accepts nodes that have the token, keeps their connections alive, and receives their messages.
 
-    A subclass defines which nodes it accepts (`read_hello`, `join`) and may handle messages as they arrive (`take`).
+    A subclass defines which nodes it accepts: `read_hello` returns the valid description of a node or raises ValueError, TypeError
+    or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
     """
 
     def __init__(self, token: bytes, silence_seconds: float):
@@ -91,10 +91,6 @@ class Coordinator:
         if self.keeping_alive:
             self.keeping_alive.cancel()
 
-    def read_hello(self, message: Message) -> Message:
-        """Return the valid description of a node. Raises ValueError, TypeError or KeyError."""
-        raise NotImplementedError
-
     async def join(self, member: Member) -> None:
         """Add a node to the members. Raises ValueError if it is not expected."""
         self.members.append(member)
@@ -103,12 +99,6 @@ class Coordinator:
     async def take(self, member: Member, message: Message) -> None:
         """Handle a message. The default is to queue it for `receive`."""
         await self.inbox.put((member, message))
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until it is closed."""
-        if member := await self._verify(reader, writer):
-            await self._read(reader, member)
-        writer.close()
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
         """Return the member if it has the token and a valid description, and otherwise None."""
@@ -125,27 +115,28 @@ class Coordinator:
             return Member(hello, writer)
         except asyncio.CancelledError:  # the event loop ends; it would print the exception if it were raised again
             return None
-        except Exception as error:  # a process without the token can send anything
-            logger.debug("rejected a connection: %s", error)
+        except Exception:  # a process without the token can send anything
             self.num_rejected += 1
             return None
         finally:
             self.unverified.pop(writer, None)
 
-    async def _read(self, reader: asyncio.StreamReader, member: Member) -> None:
-        """Let the member join, and handle its messages until its connection is closed or silent."""
-        try:
-            await self.join(member)
-            while True:
-                message = await messages.receive(reader, self.silence_seconds)
-                if message.get("event") != "alive":
-                    await self.take(member, message)
-        except (Exception, asyncio.CancelledError) as error:  # raised again, the event loop would print it
-            member.lost = describe_loss(error, self.silence_seconds)
-        if member in self.members:
-            with contextlib.suppress(asyncio.QueueFull):  # then `receive` does not wait
-                self.inbox.put_nowait((member, {}))
-        self.changed.set()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle one connection until it is closed or silent."""
+        if member := await self._verify(reader, writer):
+            try:
+                await self.join(member)
+                while True:
+                    message = await messages.receive(reader, self.silence_seconds)
+                    if message.get("event") != "alive":
+                        await self.take(member, message)
+            except (Exception, asyncio.CancelledError) as error:  # raised again, the event loop would print it
+                member.lost = describe_loss(error, self.silence_seconds)
+            if member in self.members:
+                with contextlib.suppress(asyncio.QueueFull):  # then `receive` does not wait
+                    self.inbox.put_nowait((member, {}))
+            self.changed.set()
+        writer.close()
 
     async def _keep_alive(self) -> None:
         while True:
@@ -195,10 +186,9 @@ class CoordinatorClient:
         Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError if a request is
         invalid.
         """
-        sending = None
+        self.outbox.put_nowait(hello)
+        sending = asyncio.ensure_future(self._send())
         try:
-            await messages.send(self.writer, hello)
-            sending = asyncio.ensure_future(self._send())
             while True:
                 request = await messages.receive(self.reader, self.silence_seconds)
                 if request["do"] == "close":
@@ -206,8 +196,7 @@ class CoordinatorClient:
                 if request["do"] != "wait":
                     await answer(request)
         finally:
-            if sending:
-                sending.cancel()
+            sending.cancel()
             await messages.close(self.writer)
 
     async def _send(self) -> None:
@@ -244,14 +233,12 @@ class Responder(asyncio.DatagramProtocol):
     async def open(self, port: int) -> None:
         """Listen on a UDP port. Errors are ignored, because discovery is optional."""
         with contextlib.suppress(OSError):
-            await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, local_addr=("0.0.0.0", port))
+            loop = asyncio.get_running_loop()
+            self.transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=("0.0.0.0", port))
 
     def close(self) -> None:
         if self.transport:
             self.transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
 
     def datagram_received(self, data: bytes, sender: tuple) -> None:
         nonce, proof, wanted = data[:_NONCE], data[_NONCE : _NONCE + _PROOF], data[_NONCE + _PROOF :]
@@ -294,13 +281,10 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
 
 def _broadcast_addresses() -> list[tuple[str, str]]:
     """Return (address, broadcast address) of each interface that leads to other hosts of a local network."""
-    import psutil
-
     entries = psutil.net_if_addrs()
-    found = []
-    for name in external_interfaces():
-        for entry in entries.get(name, []):
-            if entry.family == socket.AF_INET and entry.netmask:
-                network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
-                found.append((entry.address, str(network.broadcast_address)))
-    return found
+    return [
+        (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))
+        for name in external_interfaces()
+        for entry in entries.get(name, [])
+        if entry.family == socket.AF_INET and entry.netmask
+    ]

@@ -44,12 +44,10 @@ def add_shared_options(parser: argparse.ArgumentParser) -> Any:
     add("main_process_port", "master_port", type=int, help="a port of the main node that the others can reach (29500)")
     add("rdzv_backend", help="c10d: the nodes need no --machine_rank")
     add("rdzv_endpoint", metavar="HOST:PORT", help="address and port of the main node, as for torchrun")
-    for name in ("rdzv_id", "rdzv_conf", "max_restarts", "monitor_interval"):  # they do not change what is checked
+    for name in ("rdzv_id", "rdzv_conf", "max_restarts", "monitor_interval", "mixed_precision"):
         add(name, help=argparse.SUPPRESS)
-    node.add_argument("--mixed_precision", help=argparse.SUPPRESS)
-    node.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
-    for flag in ("--multi_gpu", "--same_network"):
-        node.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for name in ("cpu", "multi_gpu", "same_network"):
+        add(name, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
     parser.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
                         "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
@@ -61,12 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_shared_options(parser)
     checks = parser.add_argument_group("what is checked")
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
-    checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
     checks.add_argument("--data", action="append", default=[], metavar="PATH",
                         help="a file or folder whose content must be the same on every node")  # fmt: skip
-    checks.add_argument("--model", default="", metavar="FOLDER", help="as --data")
     checks.add_argument("--output_dir", default="", help="where checkpoints will be written")
     checks.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
@@ -79,10 +75,8 @@ def spellings(*names: str) -> list[str]:
 
 def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
     """Run the command. Returns exit code 0 (no error, perhaps warnings), 1 (an error) or 2 (an invalid command line)."""
-    usage = f"{prog} [options] [RECIPE.py [its options]]"
-    parser = argparse.ArgumentParser(
-        prog=prog, usage=usage, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    usage, keep_lines = f"{prog} [options] [RECIPE.py [its options]]", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=ABOUT, formatter_class=keep_lines)
     given, _, script = parse_before_script(add_options(parser), argv)
     try:
         topology, options = read_options(given, script)
@@ -107,9 +101,8 @@ def parse_before_script(parser: argparse.ArgumentParser, argv: list[str]) -> tup
 
 def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology, CheckOptions]:
     """Return the topology and what to check, from parsed options and a script with its arguments."""
-    names = ("machine_rank", "num_machines", "num_processes", "nproc_per_node", "main_process_ip", "main_process_port",
-             "rdzv_backend")  # fmt: skip
-    typed = {name: getattr(given, name) for name in names}
+    names = "machine_rank num_machines num_processes nproc_per_node main_process_ip main_process_port rdzv_backend"
+    typed = {name: getattr(given, name) for name in names.split()}
     if given.rdzv_endpoint:
         address, _, port = given.rdzv_endpoint.partition("]" if "[" in given.rdzv_endpoint else ":")  # IPv6 is in brackets
         typed |= {"main_process_ip": address.lstrip("["), "main_process_port": port.lstrip(":") or typed["main_process_port"]}
@@ -131,7 +124,7 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
         topology.main_address, topology.main_port = "127.0.0.1", find_free_port("127.0.0.1")  # no other node connects to it
         topology.coordinator_ports = (topology.main_port,)
     options = options_of_script(script) if script else CheckOptions()
-    options.files |= {f"content of {path}": path for path in [*given.data, *([given.model] if given.model else [])]}
+    options.files |= {f"content of {path}": path for path in given.data}
     options.output_dir = given.output_dir or options.output_dir
     if given.wait is not None:
         options.wait_seconds = options.no_answer_seconds = given.wait
@@ -149,13 +142,10 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
         if prints_text and lines:
             print("\n".join(lines), flush=True)
 
-    if topology.num_nodes > 1:
-        node = f"{'a node' if topology.node_rank is None else f'machine_rank {topology.node_rank}'} of {topology.num_nodes}"
-        if topology.rank is not None:
-            node = f"rank {topology.rank} of {topology.num_ranks}"
-        show(f"accel-ddp doctor: {node} on {HOST}, main node {topology.main_address}:{topology.main_port}")
-    else:
-        show(f"accel-ddp doctor: one node, {HOST}")
+    node = f"{'a node' if topology.node_rank is None else f'machine_rank {topology.node_rank}'} of {topology.num_nodes}"
+    node = node if topology.rank is None else f"rank {topology.rank} of {topology.num_ranks}"
+    several = f"{node} on {HOST}, main node {topology.main_address}:{topology.main_port}"
+    show(f"accel-ddp doctor: {several if topology.num_nodes > 1 else f'one node, {HOST}'}")
     # Progress goes to stderr, also with --json.
     outcome = asyncio.run(check_cluster(topology, options, print_progress if is_main else lambda text: None))
     show(*([f"this node   {outcome.about}"] if outcome.about else []), *outcome.lines, *outcome.table)
@@ -177,7 +167,6 @@ def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namesp
             "seconds": round(time.monotonic() - began, 2),
         }))  # fmt: skip
     elif prints_text:
-        if outcome.findings:
-            show(report.format_findings(outcome.findings, report.supports_color()))
+        show(*([report.format_findings(outcome.findings, report.supports_color())] if outcome.findings else []))
         show(f"verdict: {report.summarize(outcome.findings)}")
     return 1 if outcome.has_errors else 0

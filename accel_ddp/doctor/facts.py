@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from accel_ddp.doctor.check_options import CheckOptions
+from accel_ddp.doctor.compare_nodes import FACT_GROUPS
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.doctor.host import call_with_timeout, local_finding
-from accel_ddp.doctor.paths import FACT_GROUPS
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import PER_NODE_SETTINGS, cpu_is_wanted
@@ -106,9 +108,23 @@ def check_gpus(
         if topology.num_node_ranks:
             reason, fix = "", f"start {max(1, len(visible))} here (--nproc_per_node {max(1, len(visible))} of torchrun)"
         found.append(local_finding(topology, "E_GPU_COUNT", f"{ranks} ranks on this node{reason}, but {has}", fix))
-    for index in visible:
-        found += _check_one(topology, index, gpus[index])
-    return visible, [*found, *(_check_torch(topology, len(gpus), driver) if gpus else [])]
+    for index, gpu in [(index, gpus[index]) for index in visible]:
+        if gpu["ecc"]:
+            saw = f"GPU {index} ({gpu['name']}) has {gpu['ecc']} uncorrectable memory errors since the last reset"
+            found.append(local_finding(topology, "E_GPU_ECC", saw))
+        if gpu["processes"] or gpu["used"] > 0.2 * max(1, gpu["bytes"]):
+            users = ", ".join(gpu["processes"][:3]) or "processes that this container does not see"
+            saw = f"GPU {index} has {format_bytes(gpu['used'])} of {format_bytes(gpu['bytes'])} in use by {users}"
+            found.append(local_finding(topology, "W_GPU_BUSY", saw))
+    build, driver_cuda = read_torch_build() if gpus else {}, driver.get("cuda", "").split(".")[0]
+    if build and "cuda" not in build:
+        saw = f"this host has {len(gpus)} GPUs, but its torch is a CPU build"
+        fix = "pip install a torch with CUDA, or set ACCELERATE_USE_CPU=true"
+        found.append(local_finding(topology, "E_GPU_DRIVER", saw, fix))
+    elif build and driver_cuda.isdigit() and int(build["cuda"].split(".")[0]) > int(driver_cuda):
+        saw = f"torch is built for CUDA {build['cuda']}, but the driver {driver['driver']} supports CUDA {driver['cuda']}"
+        found.append(local_finding(topology, "E_GPU_DRIVER", saw))
+    return visible, found
 
 
 def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[list[int], list[Finding]]:
@@ -127,32 +143,6 @@ def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[lis
             return visible, [local_finding(topology, "E_CUDA_VISIBLE_DEVICES", saw)]
         visible.append(index)
     return visible, []
-
-
-def _check_one(topology: Topology, index: int, gpu: dict[str, Any]) -> list[Finding]:
-    found = []
-    if gpu["ecc"]:
-        saw = f"GPU {index} ({gpu['name']}) has {gpu['ecc']} uncorrectable memory errors since the last reset"
-        fix = f"nvidia-smi --gpu-reset -i {index}, or remove the node from the cluster"
-        found.append(local_finding(topology, "E_GPU_ECC", saw, fix))
-    if gpu["processes"] or gpu["used"] > 0.2 * max(1, gpu["bytes"]):
-        users = ", ".join(gpu["processes"][:3]) or "processes that this container does not see"
-        saw = f"GPU {index} has {format_bytes(gpu['used'])} of {format_bytes(gpu['bytes'])} in use by {users}"
-        found.append(local_finding(topology, "W_GPU_BUSY", saw))
-    return found
-
-
-def _check_torch(topology: Topology, num_gpus: int, driver: dict[str, str]) -> list[Finding]:
-    """Return a finding if the installed torch cannot use GPUs with this driver."""
-    build, driver_cuda = read_torch_build(), driver.get("cuda", "").split(".")[0]
-    if build and "cuda" not in build:
-        saw = f"this host has {num_gpus} GPUs, but its torch is a CPU build"
-        fix = "pip install a torch with CUDA, or set ACCELERATE_USE_CPU=true"
-        return [local_finding(topology, "E_GPU_DRIVER", saw, fix)]
-    if build and driver_cuda.isdigit() and int(build["cuda"].split(".")[0]) > int(driver_cuda):
-        saw = f"torch is built for CUDA {build['cuda']}, but the driver {driver['driver']} supports CUDA {driver['cuda']}"
-        return [local_finding(topology, "E_GPU_DRIVER", saw)]
-    return []
 
 
 def read_torch_build() -> dict[str, str]:
@@ -195,19 +185,15 @@ def hash_files(path: Path, seconds: float = 1e9) -> str:
     Only samples from all parts of large files are read. Returns NOT_READ after `seconds`: reading must not continue during
     training.
     """
-    deadline, files = time.monotonic() + seconds, []
-    for one in [path] if path.is_file() else path.rglob("*"):
-        if time.monotonic() > deadline:
-            return NOT_READ
-        if one.is_file() and (one == path or "/." not in f"/{one.relative_to(path)}"):
-            files.append(one)
-    files.sort()
-    if not files and not path.exists():
+    if not path.exists():
         raise FileNotFoundError(2, "there is no such file")
-    total = hashlib.sha256()
+    deadline, total = time.monotonic() + seconds, hashlib.sha256()
+    found = itertools.takewhile(lambda one: time.monotonic() < deadline, path.rglob("*"))
+    is_visible = lambda one: one.is_file() and "/." not in f"/{one.relative_to(path)}"
+    files = [path] if path.is_file() else sorted(filter(is_visible, found))
     for file in files:
         if time.monotonic() > deadline:
-            return NOT_READ
+            break
         size = file.stat().st_size
         total.update(f"{'' if file == path else file.relative_to(path)} {size}\n".encode())
         with file.open("rb") as stream:
@@ -218,7 +204,7 @@ def hash_files(path: Path, seconds: float = 1e9) -> str:
                 for piece in range(64):
                     stream.seek(piece * max(0, size - (64 << 10)) // 63)
                     total.update(stream.read(64 << 10))
-    return total.hexdigest()[:16]
+    return NOT_READ if time.monotonic() > deadline else total.hexdigest()[:16]
 
 
 def hub_commits(names: dict[str, Any]) -> dict[str, str]:
@@ -267,25 +253,21 @@ def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) ->
     return {**found, "sharding": "FSDP2" if plan else "DDP", **(plan.settings() if plan else {})}
 
 
-def collect_facts(
-    topology: Topology, recipe: dict[str, Any], hub_names: dict[str, Any], files: dict[str, str], script: str, seconds: float
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Return what is compared with the other nodes, and findings about the GPUs and files of this node.
-
-    `files` maps labels to paths; reading each of them may take `seconds`.
-    """
+def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, Any], list[Finding]]:
+    """Return what is compared with the other nodes, and findings about the GPUs and files of this node."""
+    files, seconds = options.files, 10.0 if options.measures_bandwidth else 2.0  # to read one of the files
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
         querying, reading_versions = pool.submit(query_driver), pool.submit(package_versions)
-        reading_code = pool.submit(code_versions, script)
+        reading_code = pool.submit(code_versions, options.script)
         hashing = {name: pool.submit(_hash_or_error, path, seconds) for name, path in files.items()}
         present, driver, _ = querying.result()
         visible, found = check_gpus(topology, *querying.result())
         facts = {
             "versions": reading_versions.result(),
             "code": reading_code.result(),
-            "recipe": recipe,
+            "recipe": options.recipe,
             "accelerate": {},
-            "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(hub_names)},
+            "files": {**{name: hashed.result() for name, hashed in hashing.items()}, **hub_commits(options.hub_names)},
             "driver": driver,
             "gpus": None if visible is None else [f"{present[i]['name']}, {format_bytes(present[i]['bytes'])}" for i in visible],
             "wants_cpu": cpu_is_wanted(),
@@ -305,14 +287,12 @@ def collect_facts(
         if digest == NOT_READ:
             saw = f"{name} {files[name]}: not compared, because reading it takes more than {seconds:.0f} s"
             found.append(local_finding(topology, "I_FILES", saw, ""))
+    # A long value does not fit into a message, so it is replaced by its beginning and its hash.
+    hashed = lambda value: f"{value[:200]}... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    shorten = lambda value: value if len(value) <= 250 else hashed(value)
     for group in FACT_GROUPS:
-        facts[group] = {str(name)[:100]: _shorten(str(value)) for name, value in list(facts[group].items())[:500]}
+        facts[group] = {str(name)[:100]: shorten(str(value)) for name, value in list(facts[group].items())[:500]}
     return facts, found
-
-
-def _shorten(value: str) -> str:
-    """Return a value that fits into a message. A long one is replaced by its beginning and its hash."""
-    return value if len(value) <= 250 else f"{value[:200]}... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:12]})"
 
 
 def _hash_or_error(path: str, seconds: float) -> str:

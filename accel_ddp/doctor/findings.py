@@ -6,12 +6,12 @@ E_ codes end the run, W_ codes do not, and I_ codes are information. Every node 
 
 import os
 import sys
+from collections import namedtuple
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_ddp.text import counted
 
-# Findings and the outcome of the checks, and how both are printed. Every node prints the same text.
 ERROR, WARNING, INFO = "error", "warning", "info"
 
 
@@ -108,14 +108,7 @@ def supports_color(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-class Code(NamedTuple):
-    meaning: str
-    fix: str
-
-
-_SAME_LIBRARIES = (
-    "use the same torch, NCCL and driver on every node; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 and NCCL_ALGO=Ring narrow it down"
-)
+Code = namedtuple("Code", "meaning fix")
 
 CODES = {
     # This node: its numbers and addresses.
@@ -132,37 +125,28 @@ CODES = {
         "machine_rank is not smaller than num_machines.", "use --machine_rank 0 to num_machines - 1, a different one on each node"
     ),
     "E_MAIN_ELSEWHERE": Code(
-        "This node is machine_rank 0, but the main address belongs to another host.",
-        "use --machine_rank 1 here, or the address of this host as --main_process_ip on every node",
+        "This node is machine_rank 0, but lacks the main address.", "use --machine_rank 1, or its address as --main_process_ip"
     ),
     "E_MAIN_PUBLIC": Code(
-        "The main address is a public one, which the main node itself does not have.",
-        "use the private address of node 0 as --main_process_ip on every node",
+        "The main address is a public one, which node 0 itself does not have.", "use its private address as --main_process_ip"
     ),
     "E_MAIN_IS_HERE": Code(
-        "This node has the main address, but its machine_rank is not 0.",
-        "use --machine_rank 0 on the node that has the address --main_process_ip",
+        "This node has the main address, but not machine_rank 0.", "use --machine_rank 0 on the node that has the main address"
     ),
     "E_NAME": Code(
-        "The name of the main node does not resolve on this host.",
-        "use the private IP address of node 0, or add the name to /etc/hosts on every node",
+        "The name of the main node does not resolve here.",
+        "use the private IP address of node 0 (Slurm: NodeAddr of `scontrol show node NAME`), or add the name to /etc/hosts; in "
+        "Kubernetes MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
     ),
     "E_IFNAME": Code(
-        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that does not exist or is down.",
-        "unset the variable, or export the name of an interface of this host (ip addr)",
-    ),
-    "E_HOST_NAME": Code(
-        "The host name resolves to loopback or not at all, and no interface leads to the main node.",
-        "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, see `ip addr`",
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that is not up.", "unset it, or use one that `ip addr` shows"
     ),
     "W_HOST_NAME": Code(
         "The host name resolves to loopback or not at all, so gloo would announce a wrong address.",
         "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; the recipes of accel_ddp set them themselves",
     ),
     "I_HOST_NAME": Code("As W_HOST_NAME; the preflight has set the variables for this run.", "nothing, or correct /etc/hosts"),
-    "E_PORT": Code(
-        "This node cannot listen on a port.", "use another --main_process_port above 1023, or another GLOO_SOCKET_IFNAME"
-    ),
+    "E_PORT": Code("This node cannot listen on a port.", "use a --main_process_port above 1023, or another GLOO_SOCKET_IFNAME"),
     # This node: its limits, disks and GPUs.
     "W_OPEN_FILES": Code("The limit of open files is too low for data workers.", "ulimit -n 65536"),
     "W_MEMLOCK": Code(
@@ -175,12 +159,9 @@ CODES = {
     ),
     "W_DISK": Code("The disk of the output folder is almost full.", "delete files, or use another disk"),
     "E_DISK": Code("The output folder has too little space for the checkpoints.", "delete files, or use another --output_dir"),
-    "E_DISK_STUCK": Code(
-        "A disk or a program of this node does not answer.", "try `df`, `git status` and `nvidia-smi`; mount the disk again"
-    ),
+    "E_DISK_STUCK": Code("A disk or a program of this node does not answer.", "try `df`, `git status` and `nvidia-smi`"),
     "E_OUTPUT_DIR": Code(
-        "The output folder of the main node cannot be written.",
-        "choose another --output_dir, or correct its permissions: checkpoints are written on that node",
+        "The output folder of the main node cannot be written.", "choose another --output_dir, or correct its permissions"
     ),
     "E_OUT": Code("`accel-ddp tune` cannot write to its output folder.", "choose another --out on this node"),
     "E_GPU_COUNT": Code(
@@ -188,94 +169,55 @@ CODES = {
         "use --num_processes with the number of nodes times the visible GPUs of one node, or --nproc_per_node of torchrun with the "
         "visible GPUs of this node; check CUDA_VISIBLE_DEVICES",
     ),
-    "E_CUDA_VISIBLE_DEVICES": Code(
-        "CUDA_VISIBLE_DEVICES names a GPU that does not exist.", "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist"
-    ),
-    "E_GPU_ECC": Code(
-        "A GPU has uncorrectable memory errors.", "nvidia-smi --gpu-reset -i INDEX, or remove the node from the cluster"
-    ),
+    "E_CUDA_VISIBLE_DEVICES": Code("CUDA_VISIBLE_DEVICES names a GPU that does not exist.", "unset it, or name GPUs that exist"),
+    "E_GPU_ECC": Code("A GPU has uncorrectable memory errors.", "nvidia-smi --gpu-reset -i INDEX, or do not use this node"),
     "E_GPU_DRIVER": Code(
         "The driver hangs, or the installed torch cannot use GPUs with it.",
         "restart the node, update the driver, or install a torch for the CUDA version of the driver",
     ),
-    "W_GPU_DRIVER": Code(
-        "The GPUs of this node could not be checked.", "restart the node, or install the NVIDIA driver and its tools"
-    ),
-    "W_GPU_BUSY": Code(
-        "Another process uses a GPU.",
-        "end what is left of an earlier run (kill PID), or choose other GPUs with CUDA_VISIBLE_DEVICES",
-    ),
+    "W_GPU_DRIVER": Code("The GPUs of this node could not be checked.", "restart the node, or install the NVIDIA driver"),
+    "W_GPU_BUSY": Code("Another process uses a GPU.", "end leftovers of an earlier run (kill PID), or set CUDA_VISIBLE_DEVICES"),
     # The way to the main node.
-    "E_REFUSED": Code(
-        "A host with the main address is up, but nothing listens on the port. It may be another machine than node 0.",
-        "start node 0 (--machine_rank 0), or use the port and address of node 0",
-    ),
+    "E_REFUSED": Code("The main address is up, but nothing listens on the port.", "start node 0, or correct port and address"),
     "E_DROPPED": Code(
-        "The main address does not answer at all: packets are dropped, or no such host is up.",
-        "check that the address is node 0's private one and that the host is up; then allow all TCP between the nodes",
+        "Nothing answers: packets are dropped, or no such host is up.", "check the address; then allow all TCP between the nodes"
     ),
-    "E_UNREACHABLE": Code(
-        "The network reports that the main address cannot be reached.", "correct --main_process_ip, or start that node"
-    ),
+    "E_UNREACHABLE": Code("The network cannot reach the main address.", "correct --main_process_ip, or start that node"),
     "E_PORT_BUSY": Code(
         "Another program, or the doctor of another run, has the main port.",
         "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of accel_ddp "
         "must be the same on every node",
     ),
     "E_PORT_BLOCKED": Code(
-        "A firewall blocks the main port, although another port of the main node can be reached.",
-        "allow all TCP between the nodes, not only some ports; or use a --main_process_port that is open",
+        "A firewall blocks the main port, but not another port of node 0.", "allow all TCP between the nodes, or use an open port"
     ),
-    "I_RENDEZVOUS": Code(
-        "A rendezvous is already running at the main port. If it is that of this job, this node joins it without checks.",
-        "nothing",
-    ),
+    "I_RENDEZVOUS": Code("A rendezvous is running at the main port. This node joins it if it belongs to this job.", "nothing"),
     "E_MAIN_LOST": Code(
-        "The connection to the main node was lost before the verdict.",
-        "read the output of the main node to see why; then start again on every node",
+        "The connection to the main node was lost before the verdict.", "read the output of the main node; start all nodes again"
     ),
     # All nodes together.
-    "E_MISSING": Code(
-        "A node or rank did not connect in time.", "start the same command there; TCP to the main port must be open"
-    ),
+    "E_MISSING": Code("A node or rank did not connect in time.", "start the same command there, and open the main port"),
     "E_LATE": Code(
-        "A node connected after the others had been checked without it.",
-        "use the same num_machines on every node and a different machine_rank on each; then start all of them again",
+        "A node connected after the others had been checked.", "use the same num_machines on every node; start all of them again"
     ),
-    "E_LEFT": Code("A node closed its connection during the checks.", "read the output of that node; start it again"),
-    "E_SILENT": Code("A node did not answer a request in time.", "read the output of that node; start it again"),
-    "E_DUPLICATE": Code(
-        "Several nodes have the same machine_rank, or several processes the same RANK.", "give each node its own machine_rank"
-    ),
+    "E_SILENT": Code("A node did not answer in time, or closed its connection.", "read the output of that node"),
+    "E_DUPLICATE": Code("Several nodes have the same machine_rank, or processes the same RANK.", "use different ones"),
     "E_COUNTS": Code(
         "The number of nodes differs between the nodes, or the numbers of ranks contradict the total.",
         "use the same num_machines and num_processes on every node; for different numbers of ranks on the nodes, use torchrun with its "
         "own --nproc_per_node on each node, or `accel-ddp launch`",
     ),
-    "E_VERSIONS": Code(
-        "Package versions differ between the nodes.",
-        "run `pip install -c constraints.txt -e .` on every node",
-    ),
+    "E_VERSIONS": Code("Package versions differ between the nodes.", "run `pip install -c constraints.txt -e .` on every node"),
     "W_PYTHON": Code("Python versions differ between the nodes.", "results are the same; use one version when you can"),
-    "E_CODE": Code(
-        "The code differs between the nodes.",
-        "check out the same commit on every node (git status, git pull), or share one folder",
-    ),
-    "E_OPTIONS": Code(
-        "Options differ between the nodes, or a node ended because of its options.", "start every node with the same options"
-    ),
+    "E_CODE": Code("The code differs between the nodes.", "check out the same commit on every node, or share one folder"),
+    "E_OPTIONS": Code("Options differ between the nodes, or a node ended because of its options.", "use the same options"),
     "E_ACCELERATE_CONFIG": Code(
         "The accelerate configs differ between the nodes, for example FSDP on one and DDP on another, or a config is not supported.",
         "use the same accelerate config and options of `accelerate launch` on every node",
     ),
-    "E_FILES": Code(
-        "The content of a file differs between the nodes, or a node does not have it.",
-        "copy the same files to every node, or use a shared disk",
-    ),
+    "E_FILES": Code("A file differs between the nodes, or a node does not have it.", "copy it to every node, or share a disk"),
     "I_FILES": Code("A file was not compared, because reading it takes too long.", "nothing, or compare it yourself"),
-    "W_HUB": Code(
-        "The nodes have different commits of a model or dataset of the hub in their caches.", "download it again on every node"
-    ),
+    "W_HUB": Code("The nodes have cached different commits of a model or dataset.", "download it again on every node"),
     "W_ENVIRONMENT": Code("NCCL settings differ between the nodes.", "export the same NCCL settings on every node"),
     "W_DRIVER": Code("Driver versions differ between the nodes.", "results are the same; update the older driver when you can"),
     "E_GPU_MIX": Code(
@@ -283,29 +225,19 @@ CODES = {
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node",
     ),
     "W_GPU_KINDS": Code(
-        "The nodes have different GPUs. A step takes as long as on the slowest.",
-        "choose --micro_batch_size for the smallest GPU",
+        "The nodes have different GPUs. The slowest determines the speed.", "choose --micro_batch_size for the smallest GPU"
     ),
     "W_CLOCK": Code("The clocks of the nodes differ.", "timedatectl set-ntp true"),
     # Paths between the nodes.
     "E_PATH_DROPPED": Code("Packets between two nodes are dropped.", "allow all TCP between the nodes, not only the main port"),
-    "E_PATH_REFUSED": Code(
-        "A firewall rejects connections between two nodes.", "allow all TCP between the nodes, not only the main port"
-    ),
+    "E_PATH_REFUSED": Code("A firewall rejects connections between two nodes.", "allow all TCP between the nodes"),
     "E_PATH_ONE_WAY": Code("A path between two nodes works in one direction only.", "allow all TCP in both directions"),
     "E_PATH_UNREACHABLE": Code("There is no route between two nodes.", "check routes: ip route get ADDRESS"),
     "E_PATH_MTU": Code(
-        "Large packets between two nodes are dropped.",
-        "lower the MTU of the interfaces (ip link set dev eth0 mtu 1400), or let ICMP `fragmentation needed` pass",
+        "Large packets between two nodes are dropped.", "ip link set dev eth0 mtu 1400, or let ICMP `fragmentation needed` pass"
     ),
-    "E_PATH_CUT": Code(
-        "A connection between two nodes is closed after it was opened.",
-        "check that the doctor of that node is still running; then look for a proxy or a firewall that resets connections",
-    ),
-    "W_PATH_SLOW": Code(
-        "A path is slower than a quarter of the median of all paths.",
-        "check the cable, duplex and load of that link (ethtool, ip -s link)",
-    ),
+    "E_PATH_CUT": Code("A connection between two nodes is closed at once.", "look for a proxy or firewall that resets it"),
+    "W_PATH_SLOW": Code("A path is slower than a quarter of the median of all paths.", "check that link (ethtool, ip -s link)"),
     # Collectives.
     "E_COLLECTIVE_STUCK": Code(
         "A collective does not end.",
@@ -316,20 +248,16 @@ CODES = {
         "A rank of the collective checks failed or died.",
         "read what this rank printed; NCCL_DEBUG=INFO shows more; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose the interface",
     ),
-    "E_COLLECTIVE_WRONG": Code("An all-reduce returned wrong sums.", _SAME_LIBRARIES),
-    "E_GRADIENTS": Code("DDP's gradients are not the average of all ranks' gradients.", _SAME_LIBRARIES),
-    "E_BUFFERS": Code("DDP's buffers are not those of rank 0 after a forward pass.", _SAME_LIBRARIES),
-    "E_WEIGHTS": Code("DDP's weights differ between the ranks.", _SAME_LIBRARIES),
+    "E_COLLECTIVE_WRONG": Code(
+        "An all-reduce returned wrong sums, or DDP's weights, buffers or gradients are not those of a single process.",
+        "use the same torch, NCCL and driver on every node; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 and NCCL_ALGO=Ring narrow it down",
+    ),
     "E_GPU_PLACEMENT": Code(
         "A rank has no GPU, or not the one it should use.",
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node",
     ),
-    "W_GPU_SHARED": Code(
-        "Two ranks share a GPU.",
-        "use one rank per GPU: num_processes is the nodes times the GPUs of one node; check CUDA_VISIBLE_DEVICES",
-    ),
+    "W_GPU_SHARED": Code("Two ranks share a GPU.", "use one rank per GPU in num_processes; check CUDA_VISIBLE_DEVICES"),
     "W_SLOW_TRANSPORT": Code(
-        "NCCL uses sockets although the host has InfiniBand or EFA.",
-        "check ibv_devinfo, libibverbs, /dev/infiniband in the container and NCCL_IB_DISABLE",
+        "NCCL uses sockets although the host has InfiniBand or EFA.", "see ibv_devinfo, NCCL_IB_DISABLE and /dev/infiniband"
     ),
 }

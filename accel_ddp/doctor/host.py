@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_ddp.doctor.findings import Finding
+import psutil
+
+from accel_ddp.doctor.findings import CODES, Finding
 from accel_ddp.errors import UserError
-from accel_ddp.nodes.messages import printable
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
 
@@ -29,50 +30,35 @@ MAIN_SILENT = 20.0  # without a message from the coordinator, which sends one ev
 NO_ANSWER = 8.0  # without any answer from an address; a host that is up answers at least with a refusal
 PREFLIGHT_NO_ANSWER = 60.0  # the same in a preflight, where the main node may still be booting
 
-
-def detect_platform(vendor_files: Path = Path("/sys/class/dmi/id")) -> str:
-    """Return the platform of this host: `kubernetes`, `slurm`, `ec2`, `gcp`, `azure` or an empty text.
-
-    Only variables and local files are read.
-    """
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        return "kubernetes"
-    if "SLURM_JOB_ID" in os.environ:
-        return "slurm"
-    for file in ("sys_vendor", "product_name", "board_vendor", "chassis_asset_tag"):
-        try:
-            text = (vendor_files / file).read_text(errors="replace")
-        except OSError:
-            continue
-        for mark, name in (("Amazon EC2", "ec2"), ("Google", "gcp"), ("Microsoft Corporation", "azure")):
-            if mark in text:
-                return name
-    return ""
-
-
-def firewall_advice(ports: str, platform: str | None = None) -> str:
-    """Return how to let the nodes reach each other on this platform. `ports` is the port that is needed first."""
-    return {
-        "ec2": "EC2: give both instances one security group with an inbound rule `All traffic` whose source is that same group "
-        f"({ports} alone is not enough, because data ports are random)",
-        "gcp": "GCP: add a VPC firewall rule that allows all tcp between the instances, by their network tag "
-        f"({ports} alone is not enough, because data ports are random)",
-        "azure": "Azure: allow all TCP from VirtualNetwork to VirtualNetwork in the network security group",
-        "slurm": "Slurm: the nodes of a job must reach each other on all TCP ports; show this line to your administrators, or "
-        "choose the fast network with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
-        "kubernetes": "Kubernetes: a NetworkPolicy must allow all TCP between the pods of this job, and MASTER_ADDR must be a "
-        "headless Service (clusterIP: None)",
-    }.get(
-        detect_platform() if platform is None else platform,
-        "allow all TCP between the nodes in their firewalls (nft list ruleset, ufw status, firewall-cmd --list-all)",
-    )
-
-
 T = TypeVar("T")
 
 HOST = socket.gethostname()
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
-_PREFIX = ".accel_ddp_doctor_"  # of the marker files
+_ADVICE = {
+    "ec2": "EC2: give both instances one security group with an inbound rule `All traffic` whose source is that same group (the main "
+    "port alone is not enough, because data ports are random)",
+    "slurm": "Slurm: the nodes of a job must reach each other on all TCP ports; show this line to your administrators, or choose the "
+    "fast network with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+    "kubernetes": "Kubernetes: a NetworkPolicy must allow all TCP between the pods of this job, and MASTER_ADDR must be a headless "
+    "Service (clusterIP: None)",
+    "": "allow all TCP between the nodes in their firewalls (nft list ruleset, ufw status, firewall-cmd --list-all)",
+}
+
+
+def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
+    """Return the platform of this host: `kubernetes`, `slurm`, `ec2` or an empty text. Only variables and a file are read."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "kubernetes"
+    if "SLURM_JOB_ID" in os.environ:
+        return "slurm"
+    with contextlib.suppress(OSError):
+        return "ec2" if "Amazon EC2" in vendor_file.read_text(errors="replace") else ""
+    return ""
+
+
+def firewall_advice() -> str:
+    """Return how to let the nodes reach each other on this platform."""
+    return _ADVICE[detect_platform()]
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
@@ -116,15 +102,21 @@ def resolve(name: str, seconds: float = 5) -> str:
 
 def interface_addresses() -> dict[str, list[str]]:
     """Return the IP addresses of each network interface that is up."""
-    import psutil
+    up, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items() if name in up and up[name].isup
+    }  # fmt: skip
+    return {name: ips for name, ips in found.items() if ips}
 
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {}
-    for name, entries in psutil.net_if_addrs().items():
-        ips = [entry.address.partition("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        if name in up and ips:
-            found[name] = ips
-    return found
+
+def port_answers(address: str, port: int) -> bool:
+    """Return whether a program listens on this port."""
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
 
 
 def is_local_address(ip: str) -> bool:
@@ -135,8 +127,6 @@ def is_local_address(ip: str) -> bool:
 
 def find_port_user(ip: str, port: int) -> str:
     """Return the process of this host that listens on the port, or an empty string. Processes of other users may be hidden."""
-    import psutil
-
     if not is_local_address(ip):
         return ""
     try:
@@ -147,16 +137,14 @@ def find_port_user(ip: str, port: int) -> str:
         return ""
 
 
-def route_to(ip: str) -> tuple[str, str]:
-    """Return (address, interface) of this host from which packets to `ip` leave; both are empty if there is no route."""
+def route_to(ip: str) -> str:
+    """Return the address of this host from which packets to `ip` leave, or an empty text if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((ip, 9))  # for UDP this selects the route and sends nothing
-            mine = sock.getsockname()[0]
+            return sock.getsockname()[0]
         except OSError:
-            return "", ""
-    default = "lo" if mine.startswith("127.") else ""
-    return mine, next((name for name, ips in interface_addresses().items() if mine in ips), default)
+            return ""
 
 
 def external_interfaces() -> list[str]:
@@ -173,9 +161,8 @@ def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]
     has several.
     """
     one = ipaddress.ip_address(ip)
-    is_literal = topology.main_address == ip and not one.is_unspecified
-    is_internal = one.is_loopback or one.is_unspecified
-    if topology.num_nodes == 1 or topology.node_rank or not is_internal or is_literal:
+    is_name_of_loopback = one.is_loopback and topology.main_address != ip
+    if topology.num_nodes == 1 or topology.node_rank or not (one.is_unspecified or is_name_of_loopback):
         return ip, ip
     external = external_addresses()
     return (external[0], external[0]) if len(external) == 1 else ("0.0.0.0", external[0] if external else "127.0.0.1")
@@ -185,7 +172,7 @@ def external_addresses() -> list[str]:
     """Return the IPv4 addresses of this host that other hosts may use, with the default route first."""
     addresses = interface_addresses()
     found = [ip for name in external_interfaces() for ip in addresses[name] if ":" not in ip]
-    default = route_to("192.0.2.1")[0]  # an address reserved for documentation; nothing is sent
+    default = route_to("192.0.2.1")  # an address reserved for documentation; nothing is sent
     return sorted(found, key=lambda ip: ip != default)
 
 
@@ -201,87 +188,57 @@ def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
 
 def nearest_existing_folder(folder: str) -> Path | None:
     """Return the folder, or the nearest parent that exists; None if the disk does not answer."""
-
-    def search() -> Path:
-        path = Path(folder).expanduser().absolute()
-        while not path.is_dir() and path != path.parent:
-            path = path.parent
-        return path
-
-    return call_with_timeout(search, 3, None)
+    path = Path(os.path.abspath(os.path.expanduser(folder)))
+    return call_with_timeout(lambda: next(one for one in (path, *path.parents) if one.is_dir()), 3, None)
 
 
 def check_topology(topology: Topology, ip: str) -> list[Finding]:
     """Return what is wrong with the numbers of this node and with the main address, which is `ip`."""
-    return [
-        *_check_process_counts(topology),
-        *_check_machine_rank(topology, ip),
-        *_check_main_address(topology, ip),
-    ]
-
-
-def _check_process_counts(topology: Topology) -> list[Finding]:
-    found = []
-    num_nodes, num_ranks = topology.num_nodes, topology.num_ranks
+    found: list[Finding] = []
+    add = lambda code, saw, fix=None: found.append(local_finding(topology, code, saw, fix))
+    node_rank, num_nodes, num_ranks = topology.node_rank, topology.num_nodes, topology.num_ranks
+    is_here, nodes = is_local_address(ip), topology.describe("num_machines")
     if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
         below = num_ranks // num_nodes * num_nodes
-        total = f"{topology.describe('num_processes')} is the total over all nodes"
-        saw = f"{total} and is not a multiple of {topology.describe('num_machines')}: accelerate would start {below} and print "
-        saw += "nothing about it"
-        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; for different numbers of ranks on the nodes, use "
-        fix += "torchrun with its own --nproc_per_node on each node, or `accel-ddp launch`"
-        found.append(local_finding(topology, "E_PROCESSES", saw, fix))
-    kind = str(topology.accelerate_config.get("distributed_type", ""))
-    uses_cpu = topology.accelerate_config.get("cpu")
-    if num_nodes > 1 and (kind in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
+        saw = f"{topology.describe('num_processes')} is the total over all nodes and is not a multiple of {nodes}: accelerate would "
+        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; {CODES['E_PROCESSES'].fix.partition('; ')[2]}"
+        add("E_PROCESSES", f"{saw}start {below} and print nothing about it", fix)
+    kind, uses_cpu = (topology.accelerate_config.get(name) for name in ("distributed_type", "cpu"))
+    if num_nodes > 1 and (str(kind) in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
         given = f"{'--cpu' if uses_cpu else f'distributed_type {kind}'} with num_machines {num_nodes}"
         saw = f"accelerate was given {given}: every node would start one process that trains alone and ends with exit code 0"
-        found.append(local_finding(topology, "E_TRAINS_ALONE", saw))
-    return found
+        add("E_TRAINS_ALONE", saw)
+    if node_rank is not None and node_rank >= num_nodes and (num_nodes > 1 or not is_here):
+        saw = f"{topology.describe('machine_rank')}, but {nodes}: machine ranks go from 0 to {num_nodes - 1}"
+        add("E_MACHINE_RANK", saw, f"use --machine_rank 0 to {num_nodes - 1}, or --num_machines {node_rank + 1} on every node")
+    elif num_nodes == 1 and not is_here:
+        saw = f"{nodes}, but {topology.describe('main_process_ip')} is another host: this node would train alone, and the other "
+        add("E_TRAINS_ALONE", f"{saw}node would wait for it", "use the same --num_machines on every node, 2 or more")
+    return found + (_check_main_address(topology, ip, is_here) if num_nodes > 1 else [])
 
 
-def _check_machine_rank(topology: Topology, ip: str) -> list[Finding]:
-    found = []
-    node_rank, num_nodes = topology.node_rank, topology.num_nodes
-    if node_rank is not None and node_rank >= num_nodes and (num_nodes > 1 or not is_local_address(ip)):
-        numbers = f"{topology.describe('machine_rank')}, but {topology.describe('num_machines')}"
-        fix = f"use --machine_rank 0 to {num_nodes - 1}, or --num_machines {node_rank + 1} on every node"
-        found.append(local_finding(topology, "E_MACHINE_RANK", f"{numbers}: machine ranks go from 0 to {num_nodes - 1}", fix))
-    if num_nodes == 1 and not is_local_address(ip) and (node_rank or 0) < 1:
-        saw = f"{topology.describe('num_machines')}, but {topology.describe('main_process_ip')} is another host: this node would "
-        saw += "train alone, and the other node would wait for it"
-        found.append(local_finding(topology, "E_TRAINS_ALONE", saw, "use the same --num_machines on every node, 2 or more"))
-    return found
-
-
-def _check_main_address(topology: Topology, ip: str) -> list[Finding]:
-    if topology.num_nodes <= 1:
-        return []
-    found, main = [], ipaddress.ip_address(ip)
-    ranks = f"{topology.describe('machine_rank')}, but {topology.describe('main_process_ip')}"
-    if topology.node_rank == 0 and not is_local_address(ip):
-        mine = [one for ips in interface_addresses().values() for one in ips if ":" not in one and not one.startswith("127.")]
-        saw = f"{ranks} is not an address of this host ({', '.join(mine) or 'it has none'})"
-        fix = f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node"
-        if not main.is_private and any(ipaddress.ip_address(one).is_private for one in mine):
-            saw += ": it is a public address, which a cloud translates and no instance has itself"
-            found.append(local_finding(topology, "E_MAIN_PUBLIC", saw, fix))
-        else:
-            fix = f"if this is not node 0, use --machine_rank 1 here; if it is, {fix}"
-            found.append(local_finding(topology, "E_MAIN_ELSEWHERE", saw, fix))
-    if topology.node_rank and is_local_address(ip) and not main.is_loopback:
-        fix = f"use --machine_rank 0 here, or the address of node 0 instead of {topology.main_address}"
+def _check_main_address(topology: Topology, ip: str, is_here: bool) -> list[Finding]:
+    main, ranks = ipaddress.ip_address(ip), f"{topology.describe('machine_rank')}, but {topology.describe('main_process_ip')}"
+    if topology.node_rank and is_here and not main.is_loopback:
         saw = f"{ranks} is an address of this host: the main node must have machine_rank 0"
-        found.append(local_finding(topology, "E_MAIN_IS_HERE", saw, fix))
-    return found
+        return [local_finding(topology, "E_MAIN_IS_HERE", saw)]
+    if topology.node_rank != 0 or is_here:
+        return []
+    mine = [one for ips in interface_addresses().values() for one in ips if ":" not in one and not one.startswith("127.")]
+    saw = f"{ranks} is not an address of this host ({', '.join(mine) or 'it has none'})"
+    fix = f"use --main_process_ip {mine[0] if mine else 'PRIVATE_ADDRESS_OF_NODE_0'} on every node"
+    if not main.is_private and any(ipaddress.ip_address(one).is_private for one in mine):
+        saw += ": it is a public address, which a cloud translates and no instance has itself"
+        return [local_finding(topology, "E_MAIN_PUBLIC", saw, fix)]
+    fix = f"if this is not node 0, use --machine_rank 1 here; if it is, {fix}"
+    return [local_finding(topology, "E_MAIN_ELSEWHERE", saw, fix)]
 
 
 def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, list[Finding]]:
     """Return (address, interface) that this node will use for data, and findings about interfaces chosen by variables."""
-    address, interface = (main_ip, "") if is_local_address(main_ip) else route_to(main_ip)
-    addresses, found = interface_addresses(), []
-    loopback = "lo" if address[:4] == "127." else ""
-    interface = interface or next((name for name, ips in addresses.items() if address in ips), loopback)
+    address, addresses, found = main_ip if is_local_address(main_ip) else route_to(main_ip), interface_addresses(), []
+    loopback = "lo" if address.startswith("127.") else ""
+    interface = next((name for name, ips in addresses.items() if address in ips), loopback)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
         names = [name for name in value.lstrip("=").split(",") if name]
@@ -302,28 +259,25 @@ def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, lis
 def check_host_name(
     topology: Topology, interface: str, main_ip: str, variables: dict[str, str], will_be_set: bool
 ) -> list[Finding]:
-    """Return a finding if the host name resolves to loopback, or not at all.
+    """Return a finding if the host name resolves to loopback, or not at all, and an interface leads to the main node.
 
     gloo announces the address of the host name to the other nodes. With Debian's default of 127.0.1.1 they would connect to
     themselves. `variables` select the right interface; `will_be_set` is true if the caller sets them.
     """
     address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
     is_good = address and not address.startswith("127.") and address != "::1"
-    is_one_machine = ipaddress.ip_address(main_ip).is_loopback
-    if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or is_one_machine:
+    if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:
         return []
-    saw = f"the host name {HOST} " + (
-        f"resolves to {address}: gloo would announce this address to the other nodes"
-        if address
-        else "does not resolve: gloo cannot determine the address of this node"
+    what, settings = (
+        f"resolves to {address}" if address else "does not resolve",
+        [f"{key}={one}" for key, one in variables.items()],
     )
-    if not interface:
-        return [local_finding(topology, "E_HOST_NAME", saw)]
+    saw = f"the host name {HOST} {what}: gloo would announce a wrong address"
     if will_be_set:
-        settings = " and ".join(f"{name}={value}" for name, value in variables.items())
-        return [local_finding(topology, "I_HOST_NAME", f"{saw}; the preflight has set {settings} for this run", "")]
-    settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    return [local_finding(topology, "W_HOST_NAME", saw, f"export {settings} (the recipes of accel_ddp set this themselves)")]
+        saw = f"{saw}; the preflight has set {' and '.join(settings)} for this run"
+        return [local_finding(topology, "I_HOST_NAME", saw, "")]
+    fix = f"export {' '.join(settings)} (the recipes of accel_ddp set this themselves)"
+    return [local_finding(topology, "W_HOST_NAME", saw, fix)]
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
@@ -331,72 +285,66 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
 
     `folder` is the existing part of `output_dir`, or None if its disk does not answer.
     """
-    found = []
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found: list[Finding] = []
+    add = lambda code, saw: found.append(local_finding(topology, code, saw))
+    files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     if 0 <= files < 1024:
-        found.append(local_finding(topology, "W_OPEN_FILES", f"ulimit -n is {files}: data workers need more"))
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        add("W_OPEN_FILES", f"ulimit -n is {files}: data workers need more")
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
-        saw = f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory"
-        found.append(local_finding(topology, "W_MEMLOCK", saw))
+        add("W_MEMLOCK", f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory")
     with contextlib.suppress(OSError):
         shared = shutil.disk_usage("/dev/shm")
         if shared.free < _LITTLE:
             free = f"/dev/shm has {format_bytes(shared.free)} free of {format_bytes(shared.total)}"
-            saw = f"{free}: data workers and NCCL are killed with `Bus error` when it is full"
-            found.append(local_finding(topology, "W_SHM", saw))
-    if output_dir:
-        free = -1 if folder is None else call_with_timeout(lambda: shutil.disk_usage(folder).free, 3, -1)
-        if free < 0:
-            saw = f"the disk of {output_dir} does not answer within 3 s; it may be a network disk that is down"
-            found.append(local_finding(topology, "E_DISK_STUCK", saw, "see `df`; mount it again, or use another --output_dir"))
-        elif free < _LITTLE:
-            found.append(local_finding(topology, "W_DISK", f"the disk of {folder} has {format_bytes(free)} free"))
+            add("W_SHM", f"{free}: data workers and NCCL are killed with `Bus error` when it is full")
+    free = -1 if folder is None else call_with_timeout(lambda: shutil.disk_usage(folder).free, 3, -1)
+    if output_dir and free < 0:
+        add("E_DISK_STUCK", f"the disk of {output_dir} does not answer within 3 s; it may be a network disk that is down")
+    elif output_dir and free < _LITTLE:
+        add("W_DISK", f"the disk of {folder} has {format_bytes(free)} free")
     return found
 
 
-def write_marker(folder: Path | None, mark: Any, node_rank: int | None) -> tuple[Path | None, str]:
-    """Write the marker file of this node. Returns (the file, the reason why it could not be written or "").
+class FolderCheck:
+    """Checks the output folder: the nodes share it if they see the marker file that node 0 writes into it."""
 
-    The nodes share the output folder if they see the markers of each other in it.
-    """
-    if not folder:
-        return None, ""
-    file = folder / f"{_PREFIX}{_clean_mark(mark)}_{node_rank or 0}"
+    def __init__(self, folder: Path | None):
+        self.folder, self.error = folder, ""
+        self.marker: Path | None = None
 
-    def write() -> str:
-        try:
-            file.write_text("written by accel-ddp doctor\n")
-            return ""
-        except OSError as error:
-            return error.strerror or str(error)
+    def write(self, mark: str, node_rank: int | None) -> None:
+        """Write the marker file once, on node 0."""
+        if node_rank or not self.folder or self.marker:
+            return
+        self.marker = self._file(mark)
 
-    return file, call_with_timeout(write, 3, "the disk does not answer")
+        def write() -> str:
+            try:
+                self.marker.write_text("written by accel-ddp doctor\n")
+                return ""
+            except OSError as error:
+                return error.strerror or str(error)
 
+        self.error = call_with_timeout(write, 3, "the disk does not answer")
 
-def list_markers(folder: Path | None, mark: Any, error: str) -> dict[str, Any]:
-    """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it.
+    def look(self, mark: str) -> dict[str, Any]:
+        """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it."""
+        if not self.folder:
+            return {"folder": "", "error": "", "free": 0, "sees": []}
+        for _ in range(3):  # a network disk may show files of other hosts a moment later
+            if is_there := call_with_timeout(self._file(mark).exists, 2, False):
+                break
+            time.sleep(0.1)
+        free = call_with_timeout(lambda: shutil.disk_usage(self.folder).free, 2, 0)
+        return {"folder": str(self.folder), "error": self.error, "free": free, "sees": [0] if is_there else []}
 
-    `error` is the reason why this node could not write its own marker.
-    """
-    if not folder:
-        return {"folder": "", "error": "", "free": 0, "sees": []}
-    prefix = f"{_PREFIX}{_clean_mark(mark)}_"
-    for _ in range(3):  # a network disk may show files of other hosts a moment later
-        names = call_with_timeout(lambda: os.listdir(folder), 2, [])
-        suffixes = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        nodes = sorted(int(suffix) for suffix in suffixes if suffix.isdigit())
-        if 0 in nodes:
-            break
-        time.sleep(0.1)
-    for name in names:  # a doctor that was killed leaves its marker behind
-        with contextlib.suppress(OSError):
-            if name.startswith(_PREFIX) and time.time() - (folder / name).stat().st_mtime > 3600:
-                (folder / name).unlink()
-    free = call_with_timeout(lambda: shutil.disk_usage(folder).free, 2, 0)
-    return {"folder": str(folder), "error": error, "free": free, "sees": nodes}
+    def remove(self) -> None:
+        if self.marker:
+            with contextlib.suppress(OSError):
+                self.marker.unlink()
 
-
-def _clean_mark(mark: Any) -> str:
-    """Return the part of a received mark that is safe in a file name."""
-    return "".join(letter for letter in printable(mark, 20) if letter.isalnum())
+    def _file(self, mark: str) -> Path:
+        """Return the marker file. The mark was received, so it must be safe in a file name."""
+        if not mark.isalnum():
+            raise ValueError("not a mark")
+        return self.folder / f".accel_ddp_doctor_{mark[:20]}"

@@ -1,4 +1,4 @@
-"""What `accelerate launch` and torchrun do when their ranks end: the exit code that they return, and restarts with `--max_restarts`.
+"""Inside `accelerate launch` and torchrun: the preflight before their ranks start, their exit code, and restarts (`--max_restarts`).
 
 By themselves the launchers return 1 for every failure. A scheduler sees only this code. With the code of the ranks it can tell a user's
 mistake (2), which must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers also
@@ -20,6 +20,7 @@ this module does about it:
   running job and joins. The store contains a digest of the command, because the port may belong to another job.
 """
 
+import asyncio
 import atexit
 import contextlib
 import hashlib
@@ -31,14 +32,26 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import yaml
 
 from accel_ddp import compat
+from accel_ddp.doctor import cluster, host
+from accel_ddp.doctor.check_options import CheckOptions
+from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout
-from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
+from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.nodes.launcher import CONFIG_FILE, find_config_file, parse_accelerate_command, read_accelerate_config
+from accel_ddp.nodes.sharding_plan import read_plan, variables_of
+from accel_ddp.nodes.topology import Topology, find_topology
 from accel_ddp.watch import restart_files
+from accel_ddp.words import find_options, value_of
 
 IMPATIENCE_SECONDS = 60.0  # a node that waits longer for the next round has lost its ranks without a diagnosis on the others
 DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
@@ -54,40 +67,166 @@ _NOT_LOGGED = (
 )
 
 
+def prepare_launcher(argv: list[str]) -> None:
+    """Prepare a launcher that starts `argv`, a script with its arguments. Exit with code 2 if its config asks for DeepSpeed.
+
+    Accelerate would ask the user to install DeepSpeed, which the ranks do not support.
+    """
+    return_exit_code_of_ranks()
+    adopt_config()
+    request = parse_accelerate_command(sys.orig_argv) or {}
+    if request.get("distributed_type") == "DEEPSPEED":
+        names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
+        given = {name: request.get(name) for name in names}
+        find = lambda: find_topology(given, find_config_file(sys.orig_argv))
+        _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if _is_checked(argv) else None, argv[0])
+    num_nodes = request.get("num_machines")
+    if _is_checked(argv) and isinstance(num_nodes, int) and num_nodes > 1:
+        # If another program has the main port, Accelerate raises an exception on node 0 before the preflight begins, and the other
+        # nodes do not receive the reason. The preflight reports it on every node.
+        compat.skip_port_check()
+
+
+def read_recipe_option(argv: list[str], name: str, default: str) -> str:
+    """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
+    value = default
+    for option in find_options(argv, ("config", name)):
+        if option.name == name:
+            value = option.value or ""
+            continue
+        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):  # the recipe reports it
+            value = str((yaml.safe_load(Path(option.value or "").read_text()) or {}).get(name, value))
+    return value
+
+
+def _is_checked(argv: list[str]) -> bool:
+    """Return whether the options of the recipe leave the preflight on."""
+    return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+
+
+def _read_wait(argv: list[str]) -> float:
+    """Return for how many seconds to wait for other nodes."""
+    wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
+    return float(wait) if wait.replace(".", "", 1).isdigit() else CheckOptions.wait_seconds
+
+
+def adopt_config() -> None:
+    """Set the variables that `accelerate launch` would set for a config, if torchrun is asked for one with ACCEL_DDP_CONFIG_FILE.
+
+    The ranks inherit them. Variables that are set already are left as they are.
+    """
+    file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
+    if not file or parse_accelerate_command(sys.orig_argv) is not None:
+        return
+    try:
+        config = read_accelerate_config(file)
+    except UserError as error:
+        _exit_with(str(error).replace("--config_file", CONFIG_FILE))
+    precision = {"ACCELERATE_MIXED_PRECISION": str(config["mixed_precision"])} if config.get("mixed_precision") else {}
+    for name, value in {**variables_of(config), **precision}.items():
+        os.environ.setdefault(name, value)
+
+
+def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: str = "") -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    if find:
+        cluster.report_to_other_nodes(reason, find(), script)
+    sys.exit(USER_ERROR)
+
+
+def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable[[], Topology] | None, script: str) -> None:
+    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
+
+    `find` returns the topology of nodes that would wait for this one because they have another config. None: there are none.
+    """
+    try:
+        read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
+    except UserError as error:
+        _exit_with(str(error), find, script)
+
+
+def create_after_preflight(params: Any, backend: str, create: Callable[[Any], Any], argv: list[str]) -> "RestartingRendezvous":
+    """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
+    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
+    request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
+    num_ranks = (request or {}).get("num_processes")
+    num_ranks = max(0, num_ranks) if isinstance(num_ranks, int) else 0
+
+    def find() -> Topology:
+        address, port = _endpoint_of(params, backend)
+        number = value_of(sys.argv, "nproc_per_node") or os.environ.get("PET_NPROC_PER_NODE", "1")  # or a word such as `gpu`
+        return Topology(
+            node_rank=int(params.config["rank"]) if "rank" in params.config else None, num_nodes=params.max_nodes,
+            num_ranks=num_ranks, num_node_ranks=int(number) if request is None and number.isdigit() else 0,
+            main_address=address, main_port=port, accelerate_config=request or {}, is_launched=True,
+        )  # fmt: skip
+
+    def check(is_running: Callable[[], bool]) -> bool:
+        try:
+            return is_on and _run_preflight(find(), argv, is_running)
+        except UserError as error:
+            _exit_with(str(error))
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    variables = {**os.environ, "GROUP_WORLD_SIZE": str(params.max_nodes)}
+    _check_sharding(variables, num_ranks, find if is_on else None, argv[0])
+    max_restarts = _find_in_frames(traceback.walk_stack(sys._getframe()), "config", lambda one: getattr(one, "max_restarts", 0))
+    return RestartingRendezvous(params, backend, create, check, argv, _read_wait(argv), max_restarts or 0)
+
+
+def _endpoint_of(params: Any, backend: str) -> tuple[str, int]:
+    """Return address and port of the main node, as the launcher was given them."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    return parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
+
+
+def _run_preflight(topology: Topology, argv: list[str], is_running: Callable[[], bool]) -> bool:
+    """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
+    options = CheckOptions(
+        script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=host.PREFLIGHT_NO_ANSWER,
+        wait_seconds=_read_wait(argv), may_join_rendezvous=topology.node_rank != 0,  # the launcher of node 0 opens the store itself
+    )  # fmt: skip
+    outcome = asyncio.run(cluster.check_cluster(topology, options, print_progress))
+    if any(finding.code == "I_RENDEZVOUS" for finding in outcome.findings):  # a store is open at the main port
+        cluster.raise_on_errors(outcome)  # of this node alone
+        if is_running():
+            return True
+        options.may_join_rendezvous = False
+        outcome = asyncio.run(cluster.check_cluster(topology, options, print_progress))
+    cluster.raise_on_errors(outcome)
+    # The preflight of the ranks prints the other findings.
+    cluster.print_findings([finding for finding in outcome.findings if finding.code == "I_HOST_NAME"])
+    return False
+
+
 def return_exit_code_of_ranks() -> None:
     """Let this launcher end with the exit code of its ranks. An excepthook is enough: torch's own handling stays as it is."""
     hook_before = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        code = _find_exit_code(error, trace)
-        if not code:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        codes = []
+        if isinstance(error, ChildFailedError):
+            codes = [one.exitcode for one in sorted(error.failures.values(), key=lambda failure: failure.timestamp)]
+        elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
+            codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
+        if not (code := choose_exit_code(codes)):
             return hook_before(kind, error, trace)
-        if not is_explained(error, code) or _hides_output(trace):
+        # The output of some ranks is not shown with `--redirects` or `--local_ranks_filter` of torchrun.
+        specs = _find_in_frames(traceback.walk_tb(trace), "config", lambda config: getattr(config, "logs_specs", None))
+        if not is_explained(error, code) or compat.hides_output(specs):
             # This is torch's report. The traceback of the launcher, which would hide it, is left out.
             print(error, file=sys.stderr, flush=True)
         raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
 
     sys.excepthook = end
     for name in ("agent.server.api", "multiprocessing.api", "multiprocessing.errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_logged)
-
-
-def _is_logged(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    return not any(part in text for part in _NOT_LOGGED)
-
-
-def _find_exit_code(error: BaseException, trace: TracebackType | None) -> int:
-    """Return the exit code of the ranks if `error` was raised because they ended, and 0 otherwise or if a signal ended them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if isinstance(error, ChildFailedError):
-        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        return choose_exit_code(failure.exitcode for failure in failures)
-    if isinstance(error, SignalException):  # sent to the launcher, which has forwarded the signal and waited for its ranks
-        return choose_exit_code(_codes_of_ended_ranks(trace))
-    return 0
+        is_logged = lambda record: not any(part in record.getMessage() for part in _NOT_LOGGED)
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_logged)
 
 
 def choose_exit_code(codes: Iterable[int | None]) -> int:
@@ -100,62 +239,24 @@ def is_explained(error: BaseException, code: int) -> bool:
     failures = list(getattr(error, "failures", {}).values())
     if code not in EXPLAINED or any(one.exitcode not in (*EXPLAINED, -signal.SIGTERM) for one in failures):
         return False
-    if not failures:  # a SignalException: the ranks have reported the stop
-        return True
-    return any(
-        one.local_rank == 0 and os.path.isfile(one.error_file) for one in failures
-    )  # it prints first, and then writes this
+    # Without failures it is a SignalException, and the ranks have reported the stop. A rank prints first, then writes its error file.
+    return not failures or any(one.local_rank == 0 and os.path.isfile(one.error_file) for one in failures)
 
 
-def _hides_output(trace: TracebackType | None) -> bool:
-    """Return whether the output of some ranks is not shown, because of `--redirects` or `--local_ranks_filter` of torchrun."""
-    while trace:
-        if specs := getattr(trace.tb_frame.f_locals.get("config"), "logs_specs", None):
-            return compat.hides_output(specs)
-        trace = trace.tb_next
-    return False
-
-
-def _codes_of_ended_ranks(trace: TracebackType | None) -> list[int | None]:
-    """Return the ranks' exit codes from torch's agent, found in the locals of the traceback's frames."""
-    while trace:
-        if codes := compat.exit_codes_of(trace.tb_frame.f_locals.get("agent")):
-            return codes
-        trace = trace.tb_next
-    return []
-
-
-def codes_of_agent() -> list[int | None]:
-    """Return the exit codes of the ranks of the agent that calls this code."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        if codes := compat.exit_codes_of(frame.f_locals.get("self")):
-            return codes
-    return []
-
-
-def find_max_restarts() -> int:
-    """Return `--max_restarts` of the launcher that calls this code, or 0. It may come from an environment variable too."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
-        if isinstance(count := getattr(frame.f_locals.get("config"), "max_restarts", None), int):
-            return count
-    return 0
+def _find_in_frames(frames: Iterable[tuple[FrameType, int]], name: str, read: Callable[[Any], Any]) -> Any:
+    """Return the first true value that `read` returns for the local variable `name` of one of these frames of torch, or None."""
+    return next((found for frame, _ in frames if (found := read(frame.f_locals.get(name)))), None)
 
 
 class RestartingRendezvous:
     """A rendezvous handler of torch whose second and later rounds are restarts. It has the methods of torch's class."""
 
+    handler: Any = None
+
     def __init__(
-        self,
-        params: Any,
-        backend: str,
-        create: Callable[[Any], Any],
-        check: Callable[..., bool],
-        argv: list[str],
-        wait: float,
+        self, params: Any, backend: str, create: Callable[[Any], Any], check: Callable[..., bool], argv: list[str], wait: float,
         max_restarts: int,
-    ):
+    ):  # fmt: skip
         """Run the preflight and create torch's handler with `create`.
 
         `check(is_running)` runs the preflight. It returns True if there is none, because `is_running()` finds that the job runs.
@@ -166,9 +267,8 @@ class RestartingRendezvous:
         command = json.dumps([os.path.basename(argv[0]), *argv[1:], max_restarts])
         self.job_key = f"{_JOB}/{params.run_id}/{hashlib.sha256(command.encode()).hexdigest()}"
         self.is_elastic = params.min_nodes != params.max_nodes  # a user who asks for a changing number of nodes gets torch's own
-        self.num_rounds = 0
+        self.num_rounds, self.is_store_lost, self.joins_running_job = 0, False, False
         self.waiting_since: float | None = None
-        self.is_store_lost = False
         self.connection: socket.socket | None = None
         self.is_forced = False  # the agent restarts healthy ranks, because another node waits
         self.touched_at = time.monotonic()
@@ -179,23 +279,19 @@ class RestartingRendezvous:
             params.config.setdefault("keep_alive_interval", 2)  # a node is gone after 3 of them; torch's 5 s delay its return
         restart_files.remove(self.pid)
         atexit.register(restart_files.remove, self.pid)
-        restart_files.store_run(
-            self.pid, started=time.time()
-        )  # ranks of a restart that do not find it report that the files are lost
+        restart_files.store_run(self.pid, started=time.time())  # without it, ranks of a restart report that the files are lost
         if max_restarts and not restart_files.read_run(self.pid):
-            _print(
+            print_progress(
                 f"warning: --max_restarts {max_restarts}: no file can be written in {tempfile.gettempdir()}. A restart cannot find the "
                 "checkpoints of this run then, so that the run ends after a failure. Make space there, or set TMPDIR to another folder."
             )
-        self.handler: Any = None
-        self.joins_running_job = False
         self._open()
 
     def _open(self) -> None:
         """Create torch's handler: after the preflight, or at once if a launcher of this job already has its store open."""
         self.joins_running_job = self.check(self._finds_running_job)
         if self.joins_running_job:
-            _print(f"the job is already running at {self.params.endpoint}: this node joins it")
+            print_progress(f"the job is already running at {self.params.endpoint}: this node joins it")
         self.handler = self.create(self.params)
         self._announce_job()
         if self.connection:
@@ -204,21 +300,9 @@ class RestartingRendezvous:
 
     # ---- torch's interface
 
-    def get_backend(self) -> str:
-        return self.handler.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self.handler.use_agent_store
-
-    def get_run_id(self) -> str:
-        return self.handler.get_run_id()
-
-    def is_closed(self) -> bool:
-        return self.handler.is_closed()
-
-    def set_closed(self) -> None:
-        self.handler.set_closed()
+    def __getattr__(self, name: str) -> Any:
+        """Return what this class does not define from torch's handler."""
+        return getattr(self.handler, name)
 
     def shutdown(self) -> bool:
         try:
@@ -240,13 +324,10 @@ class RestartingRendezvous:
         except (RendezvousError, RuntimeError):
             self.is_store_lost = True  # with its host; the ranks end with a diagnosis
             return 0
-        if self.is_elastic or not waiting:
-            self.waiting_since, self.is_forced = None, waiting > 0
-            return waiting
-        self.waiting_since = self.waiting_since or time.monotonic()
-        if time.monotonic() - self.waiting_since < IMPATIENCE_SECONDS:
+        self.waiting_since = (self.waiting_since or time.monotonic()) if waiting else None
+        if waiting and not self.is_elastic and time.monotonic() - self.waiting_since < IMPATIENCE_SECONDS:
             return 0
-        self.is_forced = True
+        self.is_forced = waiting > 0
         return waiting
 
     def next_rendezvous(self) -> Any:
@@ -257,10 +338,9 @@ class RestartingRendezvous:
         self.num_rounds += 1
         self.waiting_since, self.is_forced = None, False
         deadline = time.monotonic() + self.wait_seconds
-        while True:
-            info = self._try_rendezvous(deadline)
-            if info is not None:
-                return info
+        while (info := self._try_rendezvous(deadline)) is None:
+            pass
+        return info
 
     # ---- whether to restart
 
@@ -268,7 +348,7 @@ class RestartingRendezvous:
         last, failed_steps = self.num_rounds - 1, restart_files.read_run(self.pid).get("failed_steps", [])
         if self.is_forced:  # the ranks were healthy, and stopped because of the agent's SIGTERM
             text = "another node has joined"
-            _print(f"{text}. The ranks are started again from their checkpoint.")
+            print_progress(f"{text}. The ranks are started again from their checkpoint.")
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             restart_files.replace_outcome(self.pid, last, joined)
             return
@@ -278,11 +358,15 @@ class RestartingRendezvous:
         while (ended := restart_files.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
-            _print(f"the ranks are not started again, because {reason}")
+            print_progress(f"the ranks are not started again, because {reason}")
             sys.exit(ended["exit_code"] or 1)
-        if ended is None and (code := _final_exit_code()):
-            _print(f"the ranks are not started again, because of their exit code {code}")
-            sys.exit(code)
+        # Programs that end before `accel_ddp.start`, or without it, store no outcome. Their launcher sends SIGTERM to the remaining
+        # ranks, which may then return the code of a stop.
+        codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
+        codes = {USER_ERROR} if USER_ERROR in codes else codes
+        if ended is None and len(codes) == 1 and codes <= {USER_ERROR, STOPPED, UNSAVED, INTERRUPTED}:
+            print_progress(f"the ranks are not started again, because of their exit code {min(codes)}")
+            sys.exit(min(codes))
 
     # ---- the rendezvous
 
@@ -296,15 +380,20 @@ class RestartingRendezvous:
             info = self.handler.next_rendezvous()
             self._announce_job()
             self._agree_on_restart(info)
-            self._watch_store()
+            if self.connection is None and self.params.max_nodes > 1:
+                # One more connection shows whether the store is closed. A use of a lost store would show it too, but torch prints a
+                # page of C++ frames each time.
+                with contextlib.suppress(OSError):
+                    self.connection = socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2)
+                    self.connection.setblocking(False)
             return info
         except RendezvousClosedError:
-            _print("the job has ended on another node")
+            print_progress("the job has ended on another node")
             sys.exit(1)
         except (RendezvousError, RuntimeError, ValueError) as error:
             if self.is_elastic or time.monotonic() > deadline or (self.num_rounds == 1 and not self.joins_running_job):
                 raise
-            _print(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
+            print_progress(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
             time.sleep(1)
             return None
 
@@ -331,21 +420,9 @@ class RestartingRendezvous:
         store = compat.store_of_handler(self.handler)
         if store is None:  # the handler has just been created
             return True
-        return (
-            not self._is_store_closed()
-            and self._port_answers()
-            and call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
-        )
-
-    def _watch_store(self) -> None:
-        """Open one more connection to the store, which shows whether the store is closed.
-
-        A use of a lost store would show it too, but torch prints a page of C++ frames each time.
-        """
-        if self.connection is None and self.params.max_nodes > 1:
-            with contextlib.suppress(OSError):
-                self.connection = socket.create_connection(self._endpoint(), timeout=2)
-                self.connection.setblocking(False)
+        if self._is_store_closed() or not host.port_answers(*_endpoint_of(self.params, self.backend)):
+            return False
+        return call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
 
     def _is_store_closed(self) -> bool:
         """Return whether the store was lost with the process that had it open."""
@@ -361,19 +438,19 @@ class RestartingRendezvous:
 
     def _open_again(self, deadline: float) -> None:
         """Wait until the main launcher runs again or is reachable again, and create another handler."""
-        address, port = self._endpoint()
+        address, port = _endpoint_of(self.params, self.backend)
         began = printed_at = time.monotonic()
-        while not self._port_answers():
+        while not host.port_answers(address, port):
             now = time.monotonic()
             if now > deadline:
-                _print(
+                print_progress(
                     f"error: the main node {address}:{port} did not come back within --preflight_wait {self.wait_seconds:.0f} s. Start "
                     "it again with the same command and --resume on every node."
                 )
                 sys.exit(1)
             if now - printed_at > 10 or began == printed_at:
                 printed_at = now
-                _print(
+                print_progress(
                     f"waiting for the main node {address}:{port} ({now - began:.0f} of {self.wait_seconds:.0f} s). Start its launcher "
                     "again with the same command, or restore the network between the nodes."
                 )
@@ -390,44 +467,11 @@ class RestartingRendezvous:
 
     def _finds_running_job(self) -> bool:
         """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined."""
-        from datetime import timedelta
-
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
             return False  # the main launcher opens the store itself; another one at its port belongs to another job
-        address, port = self._endpoint()
-
-        def has_job() -> bool:
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PROBE_SECONDS), wait_for_workers=False)
-            return store.check([self.job_key])
-
+        address, port = _endpoint_of(self.params, self.backend)
+        limits = {"timeout": timedelta(seconds=PROBE_SECONDS), "wait_for_workers": False}
+        has_job = lambda: TCPStore(address, port, is_master=False, **limits).check([self.job_key])
         return call_with_timeout(has_job, 2 * PROBE_SECONDS, False)
-
-    def _endpoint(self) -> tuple[str, int]:
-        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-        return parse_rendezvous_endpoint(self.params.endpoint.strip(), 29400 if self.backend == "c10d" else 29500)
-
-    def _port_answers(self) -> bool:
-        try:
-            socket.create_connection(self._endpoint(), timeout=2).close()
-            return True
-        except OSError:
-            return False
-
-
-def _final_exit_code() -> int:
-    """Return the exit code of ranks that must not be restarted and have stored no outcome, or 0.
-
-    They are programs that end before `accel_ddp.start`, or without it. Their launcher answers SIGTERM to the remaining ranks, which
-    may then return the code of a stop.
-    """
-    codes = {code for code in codes_of_agent() if code}
-    if USER_ERROR in codes:
-        return USER_ERROR
-    return codes.pop() if len(codes) == 1 and codes <= {STOPPED, UNSAVED, INTERRUPTED} else 0
-
-
-def _print(text: str) -> None:
-    print(f"{HOST}: {text}", file=sys.stderr, flush=True)

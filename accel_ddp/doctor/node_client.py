@@ -9,24 +9,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.doctor import host, paths
+from accel_ddp.doctor import compare_nodes, host
 from accel_ddp.doctor.check_options import CheckOptions
 from accel_ddp.doctor.coordinator import OTHER_PROGRAM, Connection, CoordinatorClient, Message, find_coordinator, try_port
 from accel_ddp.doctor.findings import Finding, Outcome, has_errors
-from accel_ddp.doctor.host import (
-    detect_platform,
-    external_addresses,
-    find_port_user,
-    firewall_advice,
-    list_markers,
-    local_finding,
-    resolve,
-    write_marker,
-)
+from accel_ddp.doctor.host import firewall_advice, local_finding
 from accel_ddp.doctor.verdict import GRACE_SECONDS, Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
 from accel_ddp.nodes.messages import bounded_list, printable, whole_number
+from accel_ddp.nodes.probe import CUT, DROPPED, REFUSED, UNREACHABLE
 from accel_ddp.nodes.topology import Topology
 
 Facts = tuple[dict[str, Any], list[Finding]]  # facts of a node, and findings made while they were collected
@@ -34,9 +26,8 @@ StartCoordinator = Callable[[], Awaitable[Examiner | None]]
 
 # The first two messages of a client of TCPStore (TCPStoreBackend.hpp of torch): a type, then a number. The last one is sent back.
 _STORE_VALIDATE, _STORE_PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
-_MOST_CERTAIN = (OTHER_PROGRAM, paths.REFUSED, paths.CUT, paths.DROPPED, paths.UNREACHABLE)  # results, the most certain first
-LONGEST_BROADCAST_INTERVAL = 16.0  # seconds
-RESCUE_INTERVAL = 1.0
+_MOST_CERTAIN = (OTHER_PROGRAM, REFUSED, CUT, DROPPED, UNREACHABLE)  # results, the most certain first
+RESCUE_INTERVAL = 2.0  # seconds; every node of a network receives a broadcast
 
 
 async def resolve_main_address(
@@ -49,10 +40,10 @@ async def resolve_main_address(
     printed_at = 0.0
     while True:
         try:
-            return await asyncio.to_thread(resolve, topology.main_address)
+            return await asyncio.to_thread(host.resolve, topology.main_address)
         except UserError as error:
             waited = time.monotonic() - began
-            if detect_platform() != "kubernetes" or waited > wait_seconds:
+            if host.detect_platform() != "kubernetes" or waited > wait_seconds:
                 raise
             if waited - printed_at > (host.NOTICE_INTERVAL if printed_at else host.FIRST_NOTICE):
                 printed_at = waited
@@ -81,8 +72,7 @@ class CoordinatorSearch:
         self.other_program = ""  # the answer of another program on the main port
         self.other_main = ""  # address of a coordinator for the same script that answered a broadcast
         self.printed_at = time.monotonic() - host.NOTICE_INTERVAL + host.FIRST_NOTICE
-        self.rescue_at = self.broadcast_at = began
-        self.broadcast_after = 1.0  # doubled each time, because every node of a network receives a broadcast
+        self.rescue_at = began
 
     @property
     def waited(self) -> float:
@@ -91,33 +81,26 @@ class CoordinatorSearch:
     async def run(self) -> Connection | Examiner | Finding:
         """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
         while True:
-            if connection := await self._try_main_ports():
-                return connection
+            answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
+            connections = [answer for answer in answers if not isinstance(answer[0], str)]
+            for _, writer in connections[1:]:
+                writer.close()
+            if connections:
+                return connections[0]
+            self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
+            self.other_program = self.reason if self.result == OTHER_PROGRAM else self.other_program
             if ended := await self._find_end():
                 return ended
             if time.monotonic() - self.printed_at >= host.NOTICE_INTERVAL:
                 self.printed_at = time.monotonic()
                 finding = self._explain()
-                self.print_progress(
-                    f"waiting for the main node ({self.waited:.0f} of {self._limit():.0f} s): {finding.saw}; fix: {finding.fix}"
-                )
+                times = f"{self.waited:.0f} of {self._limit():.0f} s"
+                self.print_progress(f"waiting for the main node ({times}): {finding.saw}; fix: {finding.fix}")
             if self.topology.rescue_port and time.monotonic() - self.rescue_at > RESCUE_INTERVAL:
                 self.rescue_at = time.monotonic()
                 if connection := await self._try_rescue_port():
                     return connection
-            await asyncio.sleep(0.1 if self.result == paths.REFUSED else 0.3)
-
-    async def _try_main_ports(self) -> Connection | None:
-        answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
-        connections = [answer for answer in answers if not isinstance(answer[0], str)]
-        for _, writer in connections[1:]:
-            writer.close()
-        if connections:
-            return connections[0]
-        self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
-        if self.result == OTHER_PROGRAM:
-            self.other_program = self.reason
-        return None
+            await asyncio.sleep(0.1 if self.result == REFUSED else 0.3)
 
     async def _find_end(self) -> Examiner | Finding | None:
         """Return the coordinator if it was started here, or a finding if the search is over."""
@@ -125,26 +108,56 @@ class CoordinatorSearch:
         if result == OTHER_PROGRAM and self.options.may_join_rendezvous and await is_torch_store(self.ip, topology.main_port):
             saw = f"the rendezvous at {topology.main_address}:{topology.main_port} is already running"
             return local_finding(topology, "I_RENDEZVOUS", saw, "")
-        may_start = self.start_coordinator and result == paths.REFUSED and self.waited >= self.start_after
+        may_start = self.start_coordinator and result == REFUSED and self.waited >= self.start_after
         if may_start and (started := await self.start_coordinator()):
             return started
         if self.waited < self._limit():
             return None
-        if self.other_program and result == paths.REFUSED:  # the other program has ended; its answer explains more
+        if self.other_program and result == REFUSED:  # the other program has ended; its answer explains more
             self.result, self.reason = OTHER_PROGRAM, self.other_program
         return self._explain()
 
     def _limit(self) -> float:
         """Return after how many seconds the search ends with the last result."""
         options = self.options
-        limit = options.wait_seconds if self.result == paths.REFUSED else min(options.wait_seconds, options.no_answer_seconds)
+        limit = options.wait_seconds if self.result == REFUSED else min(options.wait_seconds, options.no_answer_seconds)
         if self.result == OTHER_PROGRAM:  # it holds the port and will probably keep it
             # Node 0 gives up first. The other nodes then receive its report.
             limit = min(options.wait_seconds, host.NO_ANSWER + (0 if self.start_coordinator else GRACE_SECONDS))
         return min(limit, 5.0) if has_errors(self.findings) else limit
 
     def _explain(self) -> Finding:
-        return _explain_failure(self.topology, self.ip, self.result, self.reason, self.waited, self.other_main)
+        """Return the finding for a main node that could not be reached, depending on what the network answered."""
+        topology, ip, result, reason = self.topology, self.ip, self.result, self.reason
+        candidates = topology.coordinator_ports
+        ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
+        at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
+        unreachable = (
+            "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
+            f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
+        )  # fmt: skip
+        code, saw, fix = {
+            REFUSED: (
+                "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
+                f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. "
+                f"The host {ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
+                f"{topology.describe('main_process_ip')} on every node",
+            ),
+            DROPPED: (
+                "E_DROPPED", f"{at} does not answer at all ({self.waited:.0f} s): packets are dropped, or no such host is up",
+                f"check that {ip} is node 0's private address and is up; then {firewall_advice()}",
+            ),
+            OTHER_PROGRAM: (
+                "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
+            ),
+        }.get(result, unreachable)  # fmt: skip
+        if self.other_main and result != OTHER_PROGRAM:
+            saw += f". A main node for the same script and port is at {self.other_main}"
+            fix = f"use --main_process_ip {self.other_main} if that is node 0 of this run; otherwise {fix}"
+        if result == OTHER_PROGRAM and (user := host.find_port_user(ip, topology.main_port)):
+            saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
+            fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
+        return local_finding(topology, code, saw, fix)
 
     async def _try_rescue_port(self) -> Connection | None:
         """Return a connection to the rescue port of the coordinator, or None.
@@ -153,10 +166,12 @@ class CoordinatorSearch:
         on the main port too, a firewall blocks that port.
         """
         topology, port = self.topology, self.topology.rescue_port or 0
-        direct = await try_port(self.ip, port, self.token)
-        found, is_same = await self._broadcast()
+        direct, is_same = await try_port(self.ip, port, self.token), False
+        if not topology.local_rank and not ipaddress.ip_address(self.ip).is_loopback:  # which is the main address of many runs
+            found, is_same = await _find_by_broadcast(topology, self.token)
+            self.other_main = "" if found == self.ip else found
         if isinstance(direct[0], str):
-            connection = await try_port(found, port, self.token) if is_same else direct
+            connection = await try_port(self.other_main, port, self.token) if is_same and self.other_main else direct
             return None if isinstance(connection[0], str) else connection
         if self.result == OTHER_PROGRAM:  # node 0 reports this
             return direct
@@ -165,24 +180,12 @@ class CoordinatorSearch:
             direct[1].close()
             return again
         if again[0] != OTHER_PROGRAM:
-            how = {paths.DROPPED: "drops packets to", paths.REFUSED: "rejects connections to"}.get(again[0], "blocks")
+            how = {DROPPED: "drops packets to", REFUSED: "rejects connections to"}.get(again[0], "blocks")
             main = f"{topology.main_address}:{topology.main_port}"
             saw = f"a firewall {how} {main}: port {port} of the main node can be reached from here"
-            fix = f"{firewall_advice(f'TCP {topology.main_port}')}, or use a --main_process_port that is open"
+            fix = f"{firewall_advice()}, or use a --main_process_port that is open"
             self.findings.append(local_finding(topology, "E_PORT_BLOCKED", saw, fix))
         return direct
-
-    async def _broadcast(self) -> tuple[str, bool]:
-        """Return the address of a coordinator that is not at the main address, and whether it belongs to this run."""
-        now = time.monotonic()
-        if self.topology.local_rank or now - self.broadcast_at <= self.broadcast_after:
-            return "", False
-        self.broadcast_at, self.broadcast_after = now, min(2 * self.broadcast_after, LONGEST_BROADCAST_INTERVAL)
-        found, is_same = "", False
-        if not ipaddress.ip_address(self.ip).is_loopback:  # a loopback address is the main address of many runs
-            found, is_same = await _find_by_broadcast(self.topology, self.token)
-        self.other_main = "" if found == self.ip else found
-        return self.other_main, is_same and bool(self.other_main)
 
 
 async def _find_by_broadcast(topology: Topology, token: bytes) -> tuple[str, bool]:
@@ -192,7 +195,7 @@ async def _find_by_broadcast(topology: Topology, token: bytes) -> tuple[str, boo
 async def find_address_without_name(topology: Topology, token: bytes) -> str:
     """Find the main node when its name does not resolve, to report the error to every node."""
     if topology.node_rank == 0:
-        return next(iter(external_addresses()), "")
+        return next(iter(host.external_addresses()), "")
     for _ in range(5 if topology.rescue_port else 0):
         found, is_same = await _find_by_broadcast(topology, token)
         if is_same:
@@ -201,163 +204,74 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
     return ""
 
 
-async def connect_to_rescue_port(topology: Topology, token: bytes) -> Connection | None:
-    """Return a connection of this node to the rescue port that it has opened itself."""
-    connection = await try_port("127.0.0.1", topology.rescue_port or 0, token)
-    return None if isinstance(connection[0], str) else connection
-
-
 async def is_torch_store(ip: str, port: int) -> bool:
     """Return whether a TCPStore of torch answers a ping.
 
     torch's own client prints pages of warnings for any other program, and waits without a limit for one that sends nothing.
     """
-    writer = None
-    try:
+    with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         reader, writer = await messages.connect(ip, port, 3.0)
-        nonce = os.urandom(4)
-        writer.write(_STORE_VALIDATE + _STORE_PING + nonce)
-        return await asyncio.wait_for(reader.readexactly(4), 1) == nonce
-    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        if writer:
-            writer.close()
+        with contextlib.closing(writer):
+            nonce = os.urandom(4)
+            writer.write(_STORE_VALIDATE + _STORE_PING + nonce)
+            return await asyncio.wait_for(reader.readexactly(4), 1) == nonce
+    return False
 
 
-def explain_unknown_name(topology: Topology, reason: str) -> Finding:
-    """Return the finding for a main address that does not resolve."""
-    is_slurms = topology.sources.get("main_process_ip", "").startswith("SLURM")
-    fix = {  # None: the usual one
-        "kubernetes": "MASTER_ADDR must be the headless Service's name of the first pod: POD.SERVICE",
-        "slurm": f"export MASTER_ADDR=ADDRESS, see `scontrol show node {topology.main_address}` (NodeAddr)"
-        if is_slurms
-        else 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',
-    }.get(detect_platform())
-    saw = f"{topology.describe('main_process_ip')} cannot be resolved on this host: {reason}"
-    return local_finding(topology, "E_NAME", saw, fix)
+async def follow_coordinator(
+    connection: Connection, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
+    measures_bandwidth: bool, print_progress: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """Send `hello` and the facts to the coordinator, answer its requests, and return its verdict.
 
-
-def _explain_failure(topology: Topology, ip: str, result: str, reason: str, waited: float, other_main: str = "") -> Finding:
-    """Return the finding for a main node that could not be reached, depending on what the network answered.
-
-    `other_main` is the address of a main node that runs the same script, and may be the right one.
+    `folder` is the existing part of the output folder. Raises OSError or asyncio.TimeoutError if the connection is lost before the
+    verdict.
     """
-    candidates = topology.coordinator_ports
-    ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"
-    at = f"{topology.main_address}:{ports}" + (f" ({ip})" if ip != topology.main_address else "")
-    if ipaddress.ip_address(ip).is_loopback and topology.node_rank and result == paths.REFUSED:
-        saw = f"{topology.describe('main_process_ip')} is this machine itself, and nothing listens on port {ports}"
-        return local_finding(topology, "E_REFUSED", saw, "give the address of node 0: --main_process_ip")
-    code, saw, fix = {
-        paths.REFUSED: (
-            "E_REFUSED", f"{at} is up, but nothing listens there (refused)",
-            f"start node 0 (--machine_rank 0), or correct {topology.describe('main_process_port')} so that it is node 0's. The host "
-            f"{ip} may also be another machine than node 0: compare it with `hostname -I` of node 0, and correct "
-            f"{topology.describe('main_process_ip')} on every node",
-        ),
-        paths.DROPPED: (
-            "E_DROPPED", f"{at} does not answer at all ({waited:.0f} s): packets are dropped, or no such host is up",
-            f"check that {ip} is node 0's private address and is up; then {firewall_advice(f'TCP {ports}')}",
-        ),
-        paths.UNREACHABLE: (
-            "E_UNREACHABLE", f"{at} cannot be reached ({reason or 'no route'}): no host with this address is up in this network",
-            f"correct {topology.describe('main_process_ip')}, or start that node (ip route get {ip})",
-        ),
-        paths.CUT: (
-            "E_UNREACHABLE", f"{at}: {reason or 'the connection failed'}", "look for a proxy or firewall between the nodes",
-        ),
-        OTHER_PROGRAM: (
-            "E_PORT_BUSY", f"{at} is answered by something that is not the doctor of this run ({reason})", None,
-        ),
-    }[result]  # fmt: skip
-    if other_main and result != OTHER_PROGRAM:
-        saw += f". A main node for the same script and port is at {other_main}"
-        fix = f"use --main_process_ip {other_main} if that is node 0 of this run; otherwise {fix}"
-    if result == OTHER_PROGRAM and (user := find_port_user(ip, topology.main_port)):
-        saw = f"port {topology.main_port} of this host is in use by {user}, which is not the doctor of this run ({reason})"
-        fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
-    return local_finding(topology, code, saw, fix)
+    client = CoordinatorClient(connection, host.MAIN_SILENT)
+    send = client.outbox.put_nowait
+    outcome: Outcome | None = None
+    folder_check = host.FolderCheck(folder)
 
-
-class DoctorNode:
-    """Answers the requests of the doctor's coordinator on this node.
-
-    `hello` describes the node, `folder` is the existing part of its output folder.
-    """
-
-    def __init__(
-        self, hello: Message, folder: Path | None, token: bytes, measures_bandwidth: bool, print_progress: Callable[[str], None]
-    ):
-        self.hello, self.folder, self.token = hello, folder, token
-        self.measures_bandwidth, self.print_progress = measures_bandwidth, print_progress
-        self.node_rank: int | None = hello["node"]
-        self.marker: Path | None = None
-        self.marker_error: str | None = None  # None: no marker was written yet
-        self.outcome: Outcome | None = None
-
-    async def follow(self, connection: Connection, collecting: "asyncio.Future[Facts]") -> Outcome:
-        """Send `hello` and the facts, answer the coordinator, and return its verdict.
-
-        Raises OSError or asyncio.TimeoutError if the connection is lost before the verdict.
-        """
-        self.client = CoordinatorClient(connection, host.MAIN_SILENT)
-        sending = asyncio.ensure_future(self._send_facts(collecting))
-        try:
-            await self.client.follow(self.hello, self._answer)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConnectionError(f"it sent an invalid message ({error})") from error
-        except (OSError, asyncio.TimeoutError):
-            if not self.outcome:
-                raise
-        finally:
-            sending.cancel()
-            if self.marker:
-                with contextlib.suppress(OSError):
-                    self.marker.unlink()
-        if not self.outcome:
-            raise ConnectionError("it closed the connection without a verdict")
-        return self.outcome
-
-    async def _send_facts(self, collecting: "asyncio.Future[Facts]") -> None:
+    async def send_facts() -> None:
         """Send the facts when they are collected. They follow `hello`, so missing nodes are reported meanwhile."""
         facts, wrong = await asyncio.shield(collecting)
-        findings = [finding.as_dict() for finding in wrong[: paths.MOST_FINDINGS]]
-        self.client.outbox.put_nowait({**facts, "findings": findings, "time": time.time()})
+        findings = [finding.as_dict() for finding in wrong[: compare_nodes.MOST_FINDINGS]]
+        send({**facts, "findings": findings, "time": time.time()})
 
-    async def _answer(self, request: Message) -> None:
-        kind = request["do"]
-        if kind == "print":
-            self.print_progress(printable(request["text"]))
-        elif kind == "probe":
-            self.client.outbox.put_nowait({"paths": await self._probe(request)})
-        elif kind == "check_folder":
-            if self.marker_error is None:
-                await self._write_marker(request)
-            answer = await asyncio.to_thread(list_markers, self.folder, request["mark"], self.marker_error)
-            self.client.outbox.put_nowait(answer)
-        elif kind == "verdict":
-            self.outcome = _read_verdict(request)
-            self.client.outbox.put_nowait({"received": True})
+    async def answer(request: Message) -> None:
+        nonlocal outcome
+        if request["do"] == "print":
+            print_progress(printable(request["text"]))
+        elif request["do"] == "probe":
+            roster = compare_nodes.clean_roster(request["roster"])
+            is_me = lambda peer: peer["ip"] == hello["ip"] and peer["ports"] == hello["ports"]
+            hello["node"] = next((peer["node"] for peer in roster if is_me(peer)), hello["node"])
+            await asyncio.to_thread(folder_check.write, request["mark"], hello["node"])
+            send({"paths": await compare_nodes.probe_all(hello["node"], roster, token, measures_bandwidth)})
+        elif request["do"] == "check_folder":
+            await asyncio.to_thread(folder_check.write, request["mark"], hello["node"])
+            send(await asyncio.to_thread(folder_check.look, request["mark"]))
+        elif request["do"] == "verdict":
+            outcome = Outcome(
+                compare_nodes.clean_findings(request["verdict"], 1000),
+                lines=[printable(line) for line in bounded_list(request["lines"], 200)],
+                table=[printable(line) for line in bounded_list(request["table"], 1000)],
+                roster=compare_nodes.clean_roster(request["roster"]), paths=bounded_list(request["paths"], 1000),
+                node_rank=whole_number(request["node"]), deep_port=whole_number(request.get("deep_port")),
+            )  # fmt: skip
+            send({"received": True})
 
-    async def _probe(self, request: Message) -> list[dict[str, Any]]:
-        roster = paths.clean_roster(request["roster"])
-        is_me = lambda peer: peer["ip"] == self.hello["ip"] and peer["ports"] == self.hello["ports"]
-        self.node_rank = next((peer["node"] for peer in roster if is_me(peer)), self.node_rank)
-        await self._write_marker(request)
-        return await paths.probe_all(self.node_rank, roster, self.token, self.measures_bandwidth)
-
-    async def _write_marker(self, request: Message) -> None:
-        self.marker, self.marker_error = await asyncio.to_thread(write_marker, self.folder, request["mark"], self.node_rank)
-
-
-def _read_verdict(message: Message) -> Outcome:
-    return Outcome(
-        paths.clean_findings(message["verdict"], 1000),
-        lines=paths.clean_lines(message["lines"], 200),
-        table=paths.clean_lines(message["table"], 1000),
-        roster=paths.clean_roster(message["roster"]),
-        paths=bounded_list(message["paths"], 1000),
-        node_rank=whole_number(message["node"]),
-        deep_port=whole_number(message.get("deep_port")),
-    )
+    sending = asyncio.ensure_future(send_facts())
+    try:
+        await client.follow(hello, answer)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConnectionError(f"it sent an invalid message ({error})") from error
+    except (OSError, asyncio.TimeoutError):
+        if not outcome:
+            raise
+    finally:
+        sending.cancel()
+        folder_check.remove()
+    if not outcome:
+        raise ConnectionError("it closed the connection without a verdict")
+    return outcome

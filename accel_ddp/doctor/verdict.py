@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from accel_ddp.doctor import compare_nodes, host, paths
+from accel_ddp.doctor import compare_nodes, host
+from accel_ddp.doctor.compare_nodes import name_of
 from accel_ddp.doctor.coordinator import Coordinator, Member, Message, Responder
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors, sort_findings
 from accel_ddp.doctor.host import HOST
@@ -29,77 +30,16 @@ _MOST_NAMED = 16  # missing nodes
 _FEW = 16  # up to this number of nodes, all of them and all paths are listed
 
 
-def name_of(member: Member) -> str:
-    local = f", local rank {member.hello['local_rank']}" if member.hello["local_rank"] else ""
-    return f"{member.hello['host']} (machine_rank {member.hello['node']}{local})"
-
-
-def local_mains(members: list[Member]) -> list[Member]:
-    """Return one process of each node, in the order of the node ranks. It checks the paths and the disk of its node."""
-    return sorted((member for member in members if member.hello["local_rank"] == 0), key=lambda member: member.hello["node"])
-
-
-def counts_ranks(members: list[Member]) -> bool:
-    """Return whether the user has set RANK and WORLD_SIZE: how many nodes there are follows from the ranks that connect."""
-    return bool(members) and all(member.hello["rank"] is not None for member in members)
-
-
-def number_nodes(members: list[Member]) -> None:
-    """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
-    if counts_ranks(members):
-        ordered = sorted(members, key=lambda member: member.hello["rank"])
-        hellos = [member.hello for member in ordered]
-        for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
-            hello["node"] = node
-
-
-def count_expected(members: list[Member]) -> tuple[int, int, str]:
-    """Return how many nodes are connected, how many are expected at least, and the word for them.
-
-    These are ranks instead of nodes if the user has set RANK and WORLD_SIZE.
-    """
-    if counts_ranks(members):
-        return len(members), min(member.hello["ranks"] for member in members), "ranks"
-    return len(local_mains(members)), min((member.hello["nodes"] for member in members), default=1), "nodes"
-
-
-def find_missing(members: list[Member]) -> list[str]:
-    """Return the machine ranks that have not connected, and the missing local ranks of nodes that have."""
-    if counts_ranks(members):
-        there = {member.hello["rank"] for member in members}
-        num_ranks = max(member.hello["ranks"] for member in members)
-        return _name_first([f"rank {rank}" for rank in range(num_ranks) if rank not in there], "ranks")
-    connected: dict[int, set[int]] = {}
-    local_sizes: dict[int, int] = {}
-    for member in members:
-        node = member.hello["node"]
-        connected.setdefault(node, set()).add(member.hello["local_rank"])
-        local_sizes[node] = max(local_sizes.get(node, 1), member.hello["local_ranks"])
-    num_nodes = max((m.hello["nodes"] for m in members), default=1)
-    missing = _name_first([f"machine_rank {node}" for node in range(num_nodes) if node not in connected], "nodes")
-    for node, ranks in sorted(connected.items()):
-        missing += [f"local rank {one} of machine_rank {node}" for one in range(local_sizes[node]) if one not in ranks]
-    return missing
-
-
-def _name_first(names: list[str], kind: str) -> list[str]:
-    """Return the first names, and how many more there are."""
-    more = len(names) - _MOST_NAMED
-    return [*names[:_MOST_NAMED], *([f"{more} more {kind}"] if more > 0 else [])]
-
-
-def findings_of_members(members: list[Member]) -> list[Finding]:
-    """Return what the nodes found on their own.
-
-    E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
-    """
-    found = []
-    for member in members:
-        # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
-        node = {"node": member.hello["node"]} if member.hello["rank"] is not None else {}
-        found += [replace(finding, **node) for finding in member.hello["findings"]]
-    has_main = any(member.hello["node"] == 0 for member in members)
-    return [finding for finding in found if not (has_main and finding.code == "E_MAIN_IS_HERE")]
+def find_missing(hellos: list[Message]) -> list[str]:
+    """Return the machine ranks (or RANKs) that have not connected, and the missing local ranks of nodes that have."""
+    by_rank, local_ranks = compare_nodes.counts_ranks(hellos), {}
+    key, total, name, kind = ("rank", "ranks", "rank", "ranks") if by_rank else ("node", "nodes", "machine_rank", "nodes")
+    numbers = sorted(set(range(max((hello[total] for hello in hellos), default=1))) - {hello[key] for hello in hellos})
+    missing = [f"{name} {number}" for number in numbers[:_MOST_NAMED]]
+    missing += [f"{len(numbers) - _MOST_NAMED} more {kind}"] if len(numbers) > _MOST_NAMED else []
+    for hello in [] if by_rank else hellos:
+        local_ranks.setdefault(hello["node"], set(range(hello["local_ranks"]))).discard(hello["local_rank"])
+    return missing + [f"local rank {one} of machine_rank {node}" for node, left in sorted(local_ranks.items()) for one in left]
 
 
 class Examiner(Coordinator):
@@ -149,10 +89,19 @@ class Examiner(Coordinator):
         self.finished.cancel()
         await asyncio.gather(self.finished, return_exceptions=True)
 
+    @property
+    def hellos(self) -> list[Message]:
+        return [member.hello for member in self.members]
+
+    @property
+    def mains(self) -> list[Member]:
+        """Return one process of each node, in the order of the node ranks. It checks the paths and the disk of its node."""
+        return sorted((one for one in self.members if one.hello["local_rank"] == 0), key=lambda one: one.hello["node"])
+
     # ---- nodes that connect
 
     def read_hello(self, message: Message) -> Message:
-        hello = paths.clean_hello(message)
+        hello = compare_nodes.clean("hello", message)
         if self.is_rescue:  # this coordinator does not listen on the main port, for a reason that its own node reports
             hello["findings"] = [finding for finding in hello["findings"] if finding.code != "E_PORT_BLOCKED"]
         return hello
@@ -160,65 +109,129 @@ class Examiner(Coordinator):
     async def join(self, member: Member) -> None:
         hello = member.hello
         if hello["node"] is None:  # c10d: node ranks are assigned here; the coordinator's node is 0
-            taken = {one.hello["node"] for one in self.members} | {0}
+            taken = {one["node"] for one in self.hellos} | {0}
             # In containers, processes of different nodes may have the same pid.
             is_mine = (hello["host"], hello["pid"]) == (HOST, os.getpid())
             hello["node"] = 0 if is_mine else next(n for n in range(len(taken) + 1) if n not in taken)
-        if self.is_complete:
-            await self._reject_late(member)
+        if self.is_complete:  # it was not checked, and must not receive the verdict `healthy`
+            names = ", ".join(name_of(one.hello) for one in self.mains[:8])
+            saw = f"{name_of(hello)} connected after the nodes had been checked without it: {names}"
+            late = Outcome([Finding("E_LATE", saw, host=hello["host"], node=hello["node"])])
+            is_failed = self.outcome and self.outcome.has_errors
+            await member.send(_verdict_message(self.outcome if is_failed else late, member))
+            await member.send({"do": "close"})
+            await messages.close(member.writer)
             raise ConnectionError("it is late")
         await super().join(member)
-        number_nodes(self.members)
+        self._number_nodes()
+
+    def _number_nodes(self) -> None:
+        """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
+        if compare_nodes.counts_ranks(self.hellos):
+            hellos = sorted(self.hellos, key=lambda hello: hello["rank"])
+            for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
+                hello["node"] = node
 
     async def take(self, member: Member, message: Message) -> None:
         """Store the facts of a node, which it sends first. Everything else is an answer."""
         if "facts" in member.hello:
             await super().take(member, message)
             return
-        facts = paths.clean_facts(message)
+        facts = compare_nodes.clean_facts(message)
         member.hello |= {"facts": facts, "clock": facts["time"] - time.time()}
         member.hello["findings"] += facts["findings"]
         self.changed.set()
-
-    async def _reject_late(self, member: Member) -> None:
-        """Send an error to a node that was not checked. It must not receive the verdict `healthy`."""
-        names = ", ".join(name_of(one) for one in local_mains(self.members)[:8])
-        saw = f"{name_of(member)} connected after the nodes had been checked without it: {names}"
-        late = Outcome([Finding("E_LATE", saw, host=member.hello["host"], node=member.hello["node"])])
-        is_failed = self.outcome and self.outcome.has_errors
-        await member.send(_verdict_message(self.outcome if is_failed else late, member))
-        await member.send({"do": "close"})
-        await messages.close(member.writer)
 
     # ---- the wait for all nodes
 
     async def _wait_for_all(self) -> list[Finding]:
         """Wait until every node has sent its facts, and print which are missing. Returns why the wait ended early."""
-        waiting = _WaitForNodes(self)
+        began = time.monotonic()
+        printed_at = began - host.NOTICE_INTERVAL + host.FIRST_NOTICE
+        grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
+        errors_since = complete_since = None  # errors make it pointless to wait for more nodes
         while True:
             for member in [m for m in self.members if m.lost]:
                 self.members.remove(member)
-                number_nodes(self.members)
-                await self._print_everywhere(f"{name_of(member)} has closed its connection.")
-            waiting.look()
-            if (reasons := waiting.why_over()) is not None:
-                return reasons
-            for text in waiting.notices():
+                self._number_nodes()
+                await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
+            now, missing, errors = time.monotonic(), find_missing(self.hellos), compare_nodes.check_duplicates(self.hellos)
+            errors += compare_nodes.check_counts([member.hello for member in self.mains])
+            errors += [finding for finding in self._own_findings() if finding.severity == ERROR]
+            without_facts = [member for member in self.members if "facts" not in member.hello]
+            num_connected, num_expected, kind = self._count_expected()
+            has_enough = errors and num_connected >= num_expected and not any(one.startswith("local") for one in missing)
+            complete_since = (complete_since or now) if self.members and (not missing or has_enough) else None
+            if errors and not errors_since and missing:
+                codes = ", ".join(sorted({finding.code for finding in errors}))
+                text = f"{codes}: waiting up to {grace:.0f} s for {', '.join(missing)}, so that every node prints the error."
                 await self._print_everywhere(text)
+            errors_since = (errors_since or now) if errors else None
+            is_pointless = complete_since or (errors_since and now - errors_since > grace)
+            if is_pointless and not without_facts:
+                return []
+            if complete_since and now - complete_since > host.FACTS:
+                return [self.report_silent(member, host.FACTS, "sending its facts") for member in without_facts]
+            if self.members and missing and now - began >= self.wait_seconds:
+                return [self._report_missing(one) for one in missing]
+            if self.members and now - printed_at >= host.NOTICE_INTERVAL:
+                printed_at = now
+                what = ", ".join(missing) or f"the facts of {', '.join(name_of(one.hello) for one in without_facts[:8])}"
+                hint = f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}"
+                num_all = max(hello[kind] for hello in self.hellos)
+                await self._print_everywhere(
+                    f"waiting for {what} ({num_connected} of {num_all} {kind} are connected: {self._connected()}), "
+                    f"{now - began:.0f} of {self.wait_seconds:.0f} s.{hint if missing else ''}"
+                )
             self.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
+
+    def _count_expected(self) -> tuple[int, int, str]:
+        """Return how many nodes are connected, how many are expected at least, and the word for them.
+
+        These are ranks instead of nodes if the user has set RANK and WORLD_SIZE.
+        """
+        if compare_nodes.counts_ranks(self.hellos):
+            return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
+        return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
+
+    def _own_findings(self) -> list[Finding]:
+        """Return what the nodes found on their own.
+
+        E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
+        """
+        # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
+        found = [
+            replace(finding, **({} if hello["rank"] is None else {"node": hello["node"]}))
+            for hello in self.hellos for finding in hello["findings"]
+        ]  # fmt: skip
+        has_main = any(hello["node"] == 0 for hello in self.hellos)
+        return [finding for finding in found if not (has_main and finding.code == "E_MAIN_IS_HERE")]
+
+    def _connected(self) -> str:
+        return ", ".join(f"{m.hello['node']} {m.hello['host']}" for m in self.mains[:_FEW])
+
+    def _report_missing(self, missing: str) -> Finding:
+        rejected = f"; {self.num_rejected} connections without the token were rejected" if self.num_rejected else ""
+        advice = next((hello["open"] for hello in self.hellos if hello["open"]), "")
+        own = " (only this machine can reach this address)" if self.address.startswith("127.") else ""
+        return Finding(
+            "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {self._connected()}{rejected}",
+            "start the same command there; if it is running, its output shows why it does not connect: TCP to "
+            f"{self.address}{own} must be open ({advice}). --wait waits longer.{self._describe_seekers()}",
+        )  # fmt: skip
 
     def report_silent(self, member: Member, seconds: float, activity: str) -> Finding:
         """Return the finding for a member that does not answer, and stop sending requests to it."""
         member.is_silent = True
         how = "closed its connection" if member.lost else f"did not answer within {seconds:.0f} s"
-        code, saw = "E_LEFT" if member.lost else "E_SILENT", f"{name_of(member)} {how} while {activity}"
-        return Finding(code, saw, host=member.hello["host"], node=member.hello["node"])
+        saw = f"{name_of(member.hello)} {how} while {activity}"
+        return Finding("E_SILENT", saw, host=member.hello["host"], node=member.hello["node"])
 
-    def describe_seekers(self) -> str:
+    def _describe_seekers(self) -> str:
         """Return a sentence about nodes that look for the main node of this script at another address, or an empty string."""
-        connected = {member.hello["ip"] for member in self.members}
+        connected = {hello["ip"] for hello in self.hellos}
         others = [(ip, main) for ip, main in (self.responder.seekers.items() if self.responder else ()) if ip not in connected]
         return "".join(
             f" The host {ip} runs the same script, but looks for the main node at {main}: correct --main_process_ip there if it "
@@ -234,12 +247,12 @@ class Examiner(Coordinator):
     async def _run(self) -> None:
         reasons = await self._wait_for_all()
         self.is_complete = True
-        mains, has_all = local_mains(self.members), not find_missing(self.members)
+        mains, has_all = self.mains, not find_missing(self.hellos)
         hellos = [member.hello for member in mains if "facts" in member.hello]
         findings = [
             *reasons,
-            *findings_of_members(self.members),
-            *compare_nodes.check_duplicates([m.hello for m in self.members]),
+            *self._own_findings(),
+            *compare_nodes.check_duplicates(self.hellos),
             *compare_nodes.check_counts(hellos, has_all),
         ]
         counts, copied = compare_nodes.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open")
@@ -253,10 +266,10 @@ class Examiner(Coordinator):
         if is_whole and not outcome.has_errors and all(m["deep"] for m in hellos):
             outcome.deep_port = messages.find_free_port(self.ip)
         self.outcome = outcome
-        num_connected, num_expected, _ = count_expected(self.members)
+        num_connected, num_expected, _ = self._count_expected()
         await self._send_verdict(expects_more=not reasons and num_connected < num_expected)
 
-    async def _compare(self, outcome: Outcome, hellos: list[dict[str, Any]]) -> None:
+    async def _compare(self, outcome: Outcome, hellos: list[Message]) -> None:
         """Compare the facts of the nodes, and check every path between them."""
         roster = outcome.roster
         names = ", ".join(f"{m['node']} {m['host']} ({m['ip']})" for m in roster[:_FEW])
@@ -269,43 +282,37 @@ class Examiner(Coordinator):
             return
         outcome.lines += [] if has_errors(differences) else ["            the same packages, code, options, configs and files"]
         nodes = {peer["node"] for peer in roster}
-        answers, silent = await self._request(
-            {"do": "probe", "roster": roster, "mark": self.mark},
-            lambda answer, node: paths.clean_probes(answer, node, nodes),
-            "checking the data paths",
-        )
+        clean = lambda answer, node: compare_nodes.clean_probes(answer, node, nodes)
+        answers = await self._request({"do": "probe", "roster": roster}, clean, "checking the data paths", outcome)
         probes = [probe for answer in answers.values() for probe in answer]
         outcome.paths = probes if len(roster) <= _FEW else []
-        outcome.findings += [*silent, *paths.check_paths(probes, roster)]
-        first, *more = paths.format_paths(probes, _FEW)
+        outcome.findings += compare_nodes.check_paths(probes, roster)
+        first, *more = compare_nodes.format_paths(probes, _FEW)
         outcome.lines += [f"paths       {first}", *(f"            {line}" for line in more)]
 
-    async def _check_storage(self, outcome: Outcome, hellos: list[dict[str, Any]]) -> None:
+    async def _check_storage(self, outcome: Outcome, hellos: list[Message]) -> None:
         """Check whether the output folder can be written and is shared by the nodes."""
-        clean = lambda answer, node: paths.clean_folder(answer)
-        request = {"do": "check_folder", "mark": self.mark}
-        folders, silent = await self._request(request, clean, "checking the output folder")
-        outcome.findings += silent
+        clean = lambda answer, node: compare_nodes.clean("folder", answer)
+        folders = await self._request({"do": "check_folder"}, clean, "checking the output folder", outcome)
         if any(one["folder"] for one in folders.values()):
             wrong, text = compare_nodes.check_storage(hellos, folders, max((m["needed"] for m in hellos), default=0))
             outcome.findings += wrong
             outcome.lines.append(f"storage     {text}")
 
     async def _request(
-        self, message: Message, clean: Callable[[Message, int], Any], activity: str
-    ) -> tuple[dict[int, Any], list[Finding]]:
-        """Send a request to every node. Returns the answers by node rank, and a finding for each node without one."""
-        mains = [member for member in local_mains(self.members) if not (member.lost or member.is_silent)]
+        self, message: Message, clean: Callable[[Message, int], Any], activity: str, outcome: Outcome
+    ) -> dict[int, Any]:
+        """Send a request to every node. Returns the answers by node rank. `outcome` gets a finding for each node without one."""
+        mains = [member for member in self.mains if not (member.lost or member.is_silent)]
         seconds = ANSWER_SECONDS + PER_PATH_SECONDS * len(mains)
-        await asyncio.gather(*(member.send(message) for member in mains))
-        answers = await self.collect_answers(mains, seconds)
-        cleaned, silent = {}, []
+        await asyncio.gather(*(member.send({**message, "mark": self.mark}) for member in mains))
+        answers, cleaned = await self.collect_answers(mains, seconds), {}
         for member in mains:
             try:
                 cleaned[member.hello["node"]] = clean(answers[member], member.hello["node"])
             except (ValueError, TypeError, KeyError):
-                silent.append(self.report_silent(member, seconds, activity))
-        return cleaned, silent
+                outcome.findings.append(self.report_silent(member, seconds, activity))
+        return cleaned
 
     async def _send_verdict(self, expects_more: bool) -> None:
         """Send the verdict to all nodes, then stop listening, then let the nodes continue.
@@ -332,84 +339,3 @@ def _verdict_message(outcome: Outcome, member: Member) -> Message:
         "lines": outcome.lines, "roster": outcome.roster, "paths": outcome.paths, "deep_port": outcome.deep_port,
         "node": member.hello["node"],
     }  # fmt: skip
-
-
-class _WaitForNodes:
-    """The wait for all nodes: `look` reads its state, `why_over` ends it, and `notices` are printed meanwhile."""
-
-    def __init__(self, examiner: Examiner):
-        self.examiner = examiner
-        self.wait_seconds = examiner.wait_seconds
-        self.grace_seconds = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
-        self.began = self.now = time.monotonic()
-        self.printed_at = self.began - host.NOTICE_INTERVAL + host.FIRST_NOTICE
-        self.errors_since: float | None = None  # errors make it pointless to wait for more nodes
-        self.complete_since: float | None = None  # all nodes are connected that are waited for
-
-    @property
-    def waited(self) -> float:
-        return self.now - self.began
-
-    def look(self) -> None:
-        self.now, self.members = time.monotonic(), self.examiner.members
-        self.missing, self.errors = find_missing(self.members), self._find_errors()
-        self.without_facts = [member for member in self.members if "facts" not in member.hello]
-        self.num_connected, num_expected, self.kind = count_expected(self.members)
-        lacks_local_rank = any(one.startswith("local") for one in self.missing)
-        has_enough = bool(self.errors) and self.num_connected >= num_expected and not lacks_local_rank
-        is_complete = bool(self.members) and (not self.missing or has_enough)
-        self.has_new_errors = bool(self.errors) and not self.errors_since
-        self.complete_since = (self.complete_since or self.now) if is_complete else None
-        self.errors_since = (self.errors_since or self.now) if self.errors else None
-
-    def _find_errors(self) -> list[Finding]:
-        return [
-            *compare_nodes.check_duplicates([member.hello for member in self.members]),
-            *compare_nodes.check_counts([member.hello for member in local_mains(self.members)]),
-            *(finding for finding in findings_of_members(self.members) if finding.severity == ERROR),
-        ]
-
-    def why_over(self) -> list[Finding] | None:
-        """Return None while the wait continues, and otherwise why it has ended early. The list is empty if it has not."""
-        if self.complete_since and not self.without_facts:
-            return []
-        if self.complete_since and self.now - self.complete_since > host.FACTS:
-            return [self.examiner.report_silent(member, host.FACTS, "sending its facts") for member in self.without_facts]
-        if self.errors_since and self.now - self.errors_since > self.grace_seconds and not self.without_facts:
-            return []
-        if self.members and self.missing and self.waited >= self.wait_seconds:
-            return [self._report_missing(one) for one in self.missing]
-        return None
-
-    def notices(self) -> list[str]:
-        """Return what is due to be printed on every node."""
-        texts = []
-        if self.has_new_errors and self.missing:
-            codes = ", ".join(sorted({finding.code for finding in self.errors}))
-            missing = ", ".join(self.missing)
-            texts.append(f"{codes}: waiting up to {self.grace_seconds:.0f} s for {missing}, so that every node prints the error.")
-        if self.members and self.now - self.printed_at >= host.NOTICE_INTERVAL:
-            self.printed_at = self.now
-            what = ", ".join(self.missing) or f"the facts of {', '.join(name_of(one) for one in self.without_facts[:8])}"
-            hint = f" Check that it is started there and can reach {self.examiner.address}.{self.examiner.describe_seekers()}"
-            num_all = max(member.hello[self.kind] for member in self.members)
-            texts.append(
-                f"waiting for {what} ({self.num_connected} of {num_all} {self.kind} are connected: {self._connected()}), "
-                f"{self.waited:.0f} of {self.wait_seconds:.0f} s.{hint if self.missing else ''}"
-            )
-        return texts
-
-    def _connected(self) -> str:
-        return ", ".join(f"{m.hello['node']} {m.hello['host']}" for m in local_mains(self.members)[:_FEW])
-
-    def _report_missing(self, missing: str) -> Finding:
-        num_rejected, address = self.examiner.num_rejected, self.examiner.address
-        rejected = f"; {num_rejected} connections without the token were rejected" if num_rejected else ""
-        advice = next((m.hello["open"] for m in self.members if m.hello["open"]), "")
-        is_loopback = address.startswith("127.")
-        own = " (only this machine can reach this address: use one that the others can reach)" if is_loopback else ""
-        return Finding(
-            "E_MISSING", f"{missing} did not connect within {self.wait_seconds:.0f} s; connected: {self._connected()}{rejected}",
-            "start the same command there; if it is running, its output shows why it does not connect: TCP to "
-            f"{address}{own} must be open ({advice}). --wait waits longer.{self.examiner.describe_seekers()}",
-        )  # fmt: skip
