@@ -99,7 +99,7 @@ LOCAL, ONE_NODE, TWO_NODES = (["--config_file", str(CONFIGS / f"{name}.yaml")] f
         ("--num-processes=2 classify --lr 1e-5", [*ONE_NODE, "--num-processes=2"], "--lr 1e-5"),
         ("--debug classify --machine_rank 1 --steps 2", [*TWO_NODES, "--debug", "--machine_rank", "1"], "--steps 2"),
         ("classify --config_file 2node --steps 2", TWO_NODES, "--steps 2"),
-        ("classify --config_file=2node.yaml", [f"--config_file={CONFIGS / '2node.yaml'}"], ""),
+        ("classify --config_file=2node.yaml", TWO_NODES, ""),
         ("classify --debug -- --steps 2 --gpu_ids 0", [*LOCAL, "--debug"], "--steps 2 --gpu_ids 0"),
     ],
 )

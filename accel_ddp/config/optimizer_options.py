@@ -60,17 +60,18 @@ class OptimizerConfig:
 
     def check_optimizer(self) -> None:
         """Raise UserError for values that no optimizer or schedule can have, and for options that would be ignored."""
-        for name in ("momentum", "beta1", "beta2", "ema_decay"):
-            if not getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)}: must be a fraction, from 0 to below 1.")
-        if not self.eps > 0:
-            raise UserError(f"--eps {self.eps}: must be above 0, for example 1e-8.")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
-        if not 0 < self.decay_ratio <= 1:
-            raise UserError(f"--decay_ratio {self.decay_ratio}: must be a fraction of all steps, above 0 and at most 1.")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise UserError(f"--min_lr_ratio {self.min_lr_ratio}: must be a fraction of --lr, from 0 to 1.")
+        for name, is_valid, expected in (
+            *(
+                (name, getattr(self, name) < 1, "a fraction, from 0 to below 1")
+                for name in ("momentum", "beta1", "beta2", "ema_decay")
+            ),
+            ("eps", self.eps > 0, "above 0, for example 1e-8"),
+            ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "a fraction of all steps, from 0 to 1"),
+            ("decay_ratio", 0 < self.decay_ratio <= 1, "a fraction of all steps, above 0 and at most 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a fraction of --lr, from 0 to 1"),
+        ):
+            if not is_valid:
+                raise UserError(f"--{name} {getattr(self, name)}: must be {expected}.")
         for name in ("momentum", "beta1", "beta2", "eps"):
             if getattr(self, name) != getattr(type(self), name) and name not in USES[self.optimizer]:
                 others = " or ".join(other for other, used in USES.items() if name in used)
@@ -102,13 +103,9 @@ class OptimizerConfig:
             except ValueError:
                 found[word] = -1
             if not word or not 0 <= found[word] < math.inf:
-                raise UserError(
-                    f"--lr_of {given}: must be a part of parameter names, = and a learning rate: --lr_of classifier=1e-3"
-                )
+                raise UserError(f"--lr_of {given}: must be a part of parameter names, = and a learning rate: classifier=1e-3")
         if found and not self.lr:
-            raise UserError(
-                "--lr 0 --lr_of: learning rates follow the schedule of --lr, which must be above 0. Use --freeze instead."
-            )
+            raise UserError("--lr 0 --lr_of: learning rates follow the schedule of --lr, which must be above 0. Use --freeze.")
         return found
 
     def check_installed(self, is_sharded: bool) -> None:
@@ -134,9 +131,7 @@ def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, i
         return itemsize * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
     if cfg.optimizer == "sgd":
         return itemsize * size if cfg.momentum else 0
-    if cfg.optimizer == "muon" and is_hidden:
-        return itemsize * size
-    return 2 * itemsize * size
+    return itemsize * size if cfg.optimizer == "muon" and is_hidden else 2 * itemsize * size
 
 
 BLOCK = 256  # values that share a scale in adamw8bit

@@ -34,16 +34,14 @@ class TrainConfig(
         for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(
-                    f"--{name} {getattr(self, name)}: is an option of DDP, and the accelerate config asks for FSDP. Leave it out."
+                    f"--{name} {getattr(self, name)}: is an option of DDP, and the config asks for FSDP. Leave it out."
                 )
         if self.comm_hook not in ("none", "bf16"):
             raise UserError(
-                f"--comm_hook {self.comm_hook}: FSDP can sum gradients in float32 or in bf16. Use --comm_hook bf16, or leave it out."
+                f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16 or none."
             )
         if self.mixed_precision == "fp16":
-            raise UserError(
-                "--mixed_precision fp16: needs a loss scaler, which FSDP does not have here. Use --mixed_precision bf16."
-            )
+            raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
