@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, builtin_data, data, models, places, tokenization
+from accel_ddp.sources import builtin, builtin_data, places, tokenization
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
@@ -203,10 +202,3 @@ def test_unknown_names_and_a_cache_that_cannot_be_written_are_rejected(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
         builtin.model_folder("builtin:tiny-t5", str(tmp_path / "file"))
-
-
-def test_the_prefix_of_earlier_versions_is_answered_with_the_new_one():
-    with pytest.raises(UserError, match=r"--dataset embedded:digits: .*did you mean builtin:digits\?"):
-        data.load_rows(RecipeConfig(dataset="embedded:digits"))
-    with pytest.raises(UserError, match=r"--model embedded:tiny-t5: .*did you mean builtin:tiny-t5\?"):
-        models.locate("embedded:tiny-t5")

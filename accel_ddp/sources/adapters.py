@@ -13,8 +13,7 @@ from torch import nn
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import builtin
-from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, locate
+from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
 
 log = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
             f"options out. To train new adapters, use --model {given.base}."
         )
     kept = config.modules_to_save or []
-    if lost := [name for name in model._new_modules if not any(name == one or name.endswith(f".{one}") for one in kept)]:
+    if lost := [name for name in model._new_modules if not any(f".{name}".endswith(f".{one}") for one in kept)]:
         raise UserError(
             f"--model {cfg.model}: contains LoRA adapters for {given.base}, but no weights for {', '.join(lost)}, which that model "
             f"lacks too. To train new adapters, use --model {given.base} --lora_r {config.r}."
@@ -169,9 +168,8 @@ def _load_adapters(model: Any, given: Adapters, cfg: RecipeConfig) -> None:
 
 def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | None:
     """Return the names that modules of the model have, each of them once. peft adds usual names of heads to those given."""
-    there = {name for name, _ in model.named_modules()}
-    found = [one for one in dict.fromkeys(names or ()) if any(name == one or name.endswith(f".{one}") for name in there)]
-    return found or None
+    there = [f".{name}" for name, _ in model.named_modules()]
+    return [one for one in dict.fromkeys(names or ()) if any(name.endswith(f".{one}") for name in there)] or None
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def adapter_config(model: Any) -> dict[str, Any]:
         config.save_pretrained(folder)
         values = json.loads((Path(folder) / "adapter_config.json").read_text())
     source = getattr(base, "_source", None) or config.base_model_name_or_path
-    is_folder = not builtin.is_builtin("--model", source) and Path(source).expanduser().is_dir()
+    is_folder = not source.startswith(PREFIX) and Path(source).expanduser().is_dir()
     return {
         **values,
         "target_modules": sorted(targets) if isinstance(targets := values["target_modules"], list) else targets,  # a set in peft

@@ -125,10 +125,9 @@ def tagged_statements() -> list[Row]:
 def _find_roles(node: ast.AST) -> Iterator[tuple[int, int, str, str]]:
     """Yield (line, column, text, role) of the names in this node, without those in its children."""
     match node:
-        case ast.FunctionDef(name=text):
-            yield node.lineno, node.col_offset + len("def "), text, "FUNC"
-        case ast.AsyncFunctionDef(name=text):
-            yield node.lineno, node.col_offset + len("async def "), text, "FUNC"
+        case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text):
+            is_async = isinstance(node, ast.AsyncFunctionDef)
+            yield node.lineno, node.col_offset + len("async def " if is_async else "def "), text, "FUNC"
         case ast.ClassDef(name=text):
             yield node.lineno, node.col_offset + len("class "), text, "CLASS"
         case ast.arg(arg=text):
@@ -222,21 +221,6 @@ def digits() -> "Splits":
     return {"train": make_rows(order[:1500]), "validation": make_rows(order[1500:])}
 
 
-def docstrings(num_train: int) -> "Splits":
-    """Return rows with `anchor` (first line of a docstring) and `positive` (words of the documented name)."""
-    return split("docstrings", named_docstrings(), num_train, 500)
-
-
-def docstring_text() -> "Splits":
-    """Return rows with `text`: whole docstrings."""
-    return split("docstring_text", whole_docstrings(), 4000, 200)
-
-
-def code_roles() -> "Splits":
-    """Return rows with `tokens` and `tags`: statements, and the syntactic role of each token."""
-    return split("code_roles", tagged_statements(), 1500, 300)
-
-
 def number_words() -> "Splits":
     """Return rows with `source` (digits) and `target` (English words): all numbers below 1,000 and some below 100,000."""
     draw = random.Random(mixed(0, "number_words/numbers"))
@@ -277,9 +261,9 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:imdb": partial(movie_reviews, "imdb", 24000),
     "builtin:questions": questions,
     "builtin:digits": digits,
-    "builtin:docstrings": partial(docstrings, 2000),
-    "builtin:docstrings_large": partial(docstrings, sys.maxsize),
-    "builtin:docstring_text": docstring_text,
-    "builtin:code_roles": code_roles,
+    "builtin:docstrings": lambda: split("docstrings", named_docstrings(), 2000, 500),
+    "builtin:docstrings_large": lambda: split("docstrings", named_docstrings(), sys.maxsize, 500),
+    "builtin:docstring_text": lambda: split("docstring_text", whole_docstrings(), 4000, 200),
+    "builtin:code_roles": lambda: split("code_roles", tagged_statements(), 1500, 300),
     "builtin:number_words": number_words,
 }

@@ -100,11 +100,8 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
     """
     for rows, name in zip(tables, ("training", "evaluation")):
         texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
-        full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
-        if full:
-            warn(
-                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length. Longer texts are truncated."
-            )
+        if full := sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"]):
+            warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")
     return tables
 
 
