@@ -171,7 +171,7 @@ def test_making_a_model_depends_on_neither_the_generator_nor_the_device_of_the_c
     import torch
 
     before = torch.get_rng_state()
-    with torch.device("meta"):  # as in tasks/gradient_shapes.py
+    with torch.device("meta"):  # as in memory/fake_model.py
         folder = builtin.model_folder("builtin:tiny-t5", str(tmp_path))
     assert torch.equal(before, torch.get_rng_state())
     expected = builtin.model_folder("builtin:tiny-t5", str(cache))

@@ -215,6 +215,13 @@ def is_missing(value: Any) -> bool:
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
+def number_problem(column: str, value: Any) -> str:
+    """Return why a cell has no number, or "". See `drop_broken`."""
+    if is_missing(value):
+        return f"it has no {column}"
+    return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
+
+
 def read_texts(rows: dict[str, list], column: str) -> list[str]:
     """Return a column of texts. Values that are not text become "", see `find_text_problems`."""
     return [value if isinstance(value, str) else "" for value in rows[column]]
