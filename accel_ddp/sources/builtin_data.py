@@ -200,10 +200,17 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     return split("questions", [(group, {"prompt": p, "answer": a}) for (p, a), group in pairs.items()], len(pairs), 200)
 
 
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Return the pixels as an uncompressed .png. Compressed bytes would depend on the version of the library."""
+    from PIL import Image
+
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png", compress_level=0)
+    return file.getvalue()
+
+
 def digits() -> "Splits":
     """Return rows with `image` (8 x 8, grayscale) and `label`."""
     import datasets
-    from PIL import Image
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -211,11 +218,8 @@ def digits() -> "Splits":
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(n) for n in range(10)])})
 
     def make_rows(indices: list[int]) -> "datasets.Dataset":
-        images = []
-        for grey in np.round(pixels[indices] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8):
-            # Compressed bytes would depend on the version of the library.
-            Image.fromarray(grey).save(file := io.BytesIO(), "png", compress_level=0)
-            images.append({"bytes": file.getvalue(), "path": None})
+        grey = np.round(pixels[indices] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
+        images = [{"bytes": encode_png(one), "path": None} for one in grey]
         return datasets.Dataset.from_dict({"image": images, "label": labels[indices]}, features=features)
 
     return {"train": make_rows(order[:1500]), "validation": make_rows(order[1500:])}
