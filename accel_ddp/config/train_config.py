@@ -33,13 +33,9 @@ class TrainConfig(
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
         for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: is an option of DDP, and the config asks for FSDP. Leave it out."
-                )
+                raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
-            raise UserError(
-                f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16 or none."
-            )
+            raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
 
@@ -52,7 +48,7 @@ class TrainConfig(
             )
         for name, properties in properties_of(type(self)).items():
             value = getattr(self, name)
-            if properties.at_least is not None and value != "auto" and not value >= properties.at_least:
+            if isinstance(value, int | float) and properties.at_least is not None and not value >= properties.at_least:
                 raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
@@ -118,9 +114,7 @@ class ModelConfig(TrainConfig):
     """The options of a recipe's model."""
 
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
-    dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "type of the trained weights; in 16 bits small updates are lost"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "type of trained weights; 16 bits lose small updates")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention of transformers; auto: its default", affects_result=False
     )
@@ -134,7 +128,7 @@ class ModelConfig(TrainConfig):
         affects_result=False,
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
-        "no", "quantize the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU"
+        "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
     )
 
 
@@ -193,9 +187,7 @@ class RecipeConfig(ModelConfig):
 class ScoredConfig(RecipeConfig):
     """The options of a recipe whose predictions further metrics can score."""
 
-    metrics: tuple[str, ...] = option(
-        (), "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder"
-    )
+    metrics: tuple[str, ...] = option((), "more metrics: built-in (a wrong name lists them), or of the evaluate package")
 
 
 def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:

@@ -109,8 +109,9 @@ def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tenso
     positions, (height, width) = batch["masked_positions"], batch["labels"].shape
     if not len(positions):
         nothing = positions.new_full((height,), -1)
-        numbers = {"confidence": nothing.float(), "guess_loss": nothing.float()}
-        return {"position": nothing, "truth": nothing, "guess": nothing, **numbers}
+        return dict.fromkeys(("position", "truth", "guess"), nothing) | dict.fromkeys(
+            ("confidence", "guess_loss"), nothing.float()
+        )
     number = len(positions)
     indices = torch.arange(number, device=positions.device)
     first = indices.new_full((height,), number).scatter_reduce(0, positions // width, indices, "amin")
@@ -138,8 +139,7 @@ def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, 
         before, after = (tokenizer.decode(part) for part in (row[max(0, at - 20) : at], row[at + 1 : at + 21]))
         return f"{before} «{word(row[at])}» {after}".strip()
 
-    columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i])}
-    columns |= {"confidence": certainty, "loss": losses}
+    columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i]), "confidence": certainty, "loss": losses}
     describe = lambda chosen: {"text": [text(i) for i in chosen]}
     return tables.of_predictions(number, describe, is_correct=guess == truth, certainty=certainty, columns=columns)
 
@@ -160,6 +160,7 @@ def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 
     """Return the model's three best guesses of a masked word in each of the first blocks, to print."""
     lines = []
     model.eval()
+    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
     for block in (blocks[i] for i in range(min(number, len(blocks)))):
         ids, words = block["input_ids"], block["words"]
         names = [tokenizer.decode([token]).strip() for token in ids[:32]]
@@ -170,10 +171,7 @@ def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 
         position = simple[len(simple) // 2]
         masked = torch.tensor([ids[:position] + [tokenizer.mask_token_id] + ids[position + 1 :]], device=model.device)
         best = model(input_ids=masked).logits[0, position].float().softmax(-1).topk(3)
-        parts = ids[:position], ids[position + 1 : 40]
-        before, after = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
-        guesses = ", ".join(
-            f"{tokenizer.decode([i]).strip()} {p:.0%}" for p, i in zip(best.values.tolist(), best.indices.tolist())
-        )
-        lines.append(f"{before} [{names[position]}] {after}\n    {guesses}")
+        text = f"{decode(ids[:position])} [{names[position]}] {decode(ids[position + 1 : 40])}"
+        pairs = zip(best.values.tolist(), best.indices.tolist())
+        lines.append(f"{text}\n    {', '.join(f'{tokenizer.decode([i]).strip()} {p:.0%}' for p, i in pairs)}")
     return "\n".join(["a masked word, and the three best guesses:", *lines]) if lines else ""
