@@ -287,11 +287,7 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
 
 
 def _kill(process: subprocess.Popen) -> None:
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        return
-    for one in family:
-        if one.is_running():
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()

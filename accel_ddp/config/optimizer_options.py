@@ -28,34 +28,31 @@ NOT_SHARDED = {
 
 
 @dataclass(kw_only=True)
-@of_group("training")
+@of_group("training", at_least=0)
 class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 
     optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
         "adamw", "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao"
     )
-    lr: float = option(2e-5, "highest learning rate of the run", at_least=0)
+    lr: float = option(2e-5, "highest learning rate of the run")
     lr_of: tuple[str, ...] = option(
         (), "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last"
     )
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = option(
-        "linear",
-        "learning rate after the warm-up: linear and cosine fall until the end; wsd is constant and falls during --decay_ratio",
+        "linear", "linear and cosine fall from the warm-up to the end; wsd is constant and falls during --decay_ratio"
     )
-    warmup_steps: int = option(0, "updates until --lr is reached", at_least=0)
+    warmup_steps: int = option(0, "updates until --lr is reached")
     warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0")
     min_lr_ratio: float = option(0.0, "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant")
     decay_ratio: float = option(0.1, "fraction of all updates in which the learning rate of --lr_schedule wsd falls")
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", at_least=0)
-    momentum: float = option(0.9, "momentum of --optimizer sgd and muon", at_least=0)
-    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon", at_least=0)
-    beta2: float = option(0.999, "decay of the mean of their squares", at_least=0)
-    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon", at_least=0)
+    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none")
+    momentum: float = option(0.9, "momentum of --optimizer sgd and muon")
+    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon")
+    beta2: float = option(0.999, "decay of the mean of their squares")
+    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon")
     ema_decay: float = option(
-        0.0,
-        "evaluate and export an exponential moving average of the weights with this decay, for example 0.999; 0: the weights",
-        at_least=0,
+        0.0, "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: the weights"
     )
 
     def check_optimizer(self) -> None:

@@ -109,7 +109,7 @@ class TrainConfig(
 
 
 @dataclass(kw_only=True)
-@of_group("model")
+@of_group("model", at_least=0)
 class ModelConfig(TrainConfig):
     """The options of a recipe's model."""
 
@@ -118,14 +118,12 @@ class ModelConfig(TrainConfig):
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention of transformers; auto: its default", affects_result=False
     )
-    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights", at_least=0)
-    lora_alpha: int = option(16, "scale of the adapters", at_least=0)
-    lora_dropout: float = option(0.0, "dropout before the adapters", at_least=0)
+    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights")
+    lora_alpha: int = option(16, "scale of the adapters")
+    lora_dropout: float = option(0.0, "dropout before the adapters")
     lora_targets: tuple[str, ...] = option((), "layers that get adapters; default: those that peft chooses, or all linear layers")
     merge_adapters: Literal["auto", "on", "off"] = option(
-        "auto",
-        "export the whole model with the adapters merged into it; auto: if the base model is not on the Hub",
-        affects_result=False,
+        "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
         "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
@@ -142,14 +140,13 @@ class RecipeConfig(ModelConfig):
     eval_file: str = option("", "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True)
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
-    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all", at_least=0)
-    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False, at_least=0)
+    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all")
+    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False)
     log_predictions: int = option(
         0,
-        "sample predictions in the tables of each evaluation: so many correct ones, wrong ones and worst ones; they contain your data",
+        "so many correct, wrong and worst predictions in a table of each evaluation; they contain your data",
         group="logging",
         affects_result=False,
-        at_least=0,
     )
     skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
     eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)

@@ -15,6 +15,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
+from accel_ddp.text import listed
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +119,10 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
             f"--model {cfg.model}: contains LoRA adapters for another task ({config.task_type}, and this recipe trains {task}). "
             f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
         )
+    options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
+    options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""))
     differing = [
-        f"--{name} {value} (the adapters have {own})"
-        for name, value, own, unset in (
-            ("lora_r", cfg.lora_r, config.r, 0),
-            ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha),
-            ("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""),
-        )
-        if value not in (own, unset)
+        f"--{name} {value} (the adapters have {own})" for name, value, own, unset in options if value not in (own, unset)
     ]
     if differing:
         raise UserError(
@@ -153,13 +150,11 @@ def _load_adapters(model: Any, given: Adapters, cfg: RecipeConfig) -> None:
     except Exception as error:  # no such file, damaged, no network
         raise UserError(f"--model {cfg.model}: the weights of its adapters cannot be loaded: {error}") from error
     ours = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    strange = sorted(ours.keys() ^ weights.keys())
     other = [name for name in ours if name in weights and ours[name].shape != weights[name].shape]
-    strange += [name for name in other if "lora_" in name]
-    if strange:
+    if strange := [*sorted(ours.keys() ^ weights.keys()), *(name for name in other if "lora_" in name)]:
         raise UserError(
-            f"--model {cfg.model}: its adapters do not fit {given.base} in this recipe: {', '.join(strange[:3])}"
-            f"{', ...' if strange[3:] else ''}. To train new adapters, use --model {given.base} --lora_r {given.config.r}."
+            f"--model {cfg.model}: its adapters do not fit {given.base} in this recipe: {listed(strange)}. To train new adapters, use "
+            f"--model {given.base} --lora_r {given.config.r}."
         )
     if other:
         log.info(f"--model {cfg.model}: {', '.join(other)} are new, because the adapters were trained for other labels")
@@ -174,8 +169,7 @@ def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | 
 
 def adapter_config(model: Any) -> dict[str, Any]:
     """Return the content of adapter_config.json, with an absolute path of a local base model."""
-    base = model.get_base_model()
-    config = model.peft_config["default"]
+    base, config = model.get_base_model(), model.peft_config["default"]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         values = json.loads((Path(folder) / "adapter_config.json").read_text())

@@ -270,11 +270,8 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
 def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
     """Return a sentence for each file with the number of broken rows, their kinds, and the first rows of each kind."""
     source = cfg.train_file or cfg.dataset
-    if cfg.eval_file:
-        sources = [source, cfg.eval_file]
-    elif cfg.train_file and not cfg.train_file.endswith(".npz"):  # the evaluation rows were set aside
-        sources = [source, source]
-    else:
+    sources = [source, cfg.eval_file or source]
+    if not cfg.eval_file and (not cfg.train_file or cfg.train_file.endswith(".npz")):  # evaluation rows were not set aside
         sources = [f"{source} (training)", f"{source} (evaluation)"]
     sentences = []
     for place in dict.fromkeys(sources):

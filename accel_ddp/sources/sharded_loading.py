@@ -103,23 +103,21 @@ class RowLoader:
             for batch in _batches(tensors, targets):
                 infos.append(read(model, batch, None, load_config)[0])
                 for name, p in [*model.named_parameters(remove_duplicate=False)]:
-                    if not p.is_meta and name not in whole and p not in self.rows:
-                        self._put_stand_in(model, name, p, parameters[name].shape)
+                    if p.is_meta or name in whole or p in self.rows:
+                        continue
+                    rows, shape = p.detach(), parameters[name].shape
+                    if p.shape == shape:
+                        rows = rows[slice(*own_rows(shape[0], self.plan))]
+                    if rows.untyped_storage().nbytes() != rows.nbytes:  # a view of a file, or of the whole tensor
+                        rows = rows.clone()
+                    stand_in = nn.Parameter(torch.zeros((), dtype=rows.dtype).expand(shape), p.requires_grad)
+                    stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no values for it
+                    self.rows[stand_in] = rows
+                    _put(model, name, stand_in)
             for name, p in parameters.items():  # those whose rows could not be read, which transformers reports
                 if model.get_parameter(name).shape != p.shape:
                     _put(model, name, p)
         return _joined(infos), None
-
-    def _put_stand_in(self, model: Any, name: str, loaded: nn.Parameter, shape: torch.Size) -> None:
-        rows = loaded.detach()
-        if loaded.shape == shape:
-            rows = rows[slice(*own_rows(shape[0], self.plan))]
-        if rows.untyped_storage().nbytes() != rows.nbytes:  # a view of a file, or of the whole tensor
-            rows = rows.clone()
-        stand_in = nn.Parameter(torch.zeros((), dtype=rows.dtype).expand(shape), loaded.requires_grad)
-        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not draw random values for it
-        self.rows[stand_in] = rows
-        _put(model, name, stand_in)
 
     def _whole(self, model: Any, parameters: dict[str, nn.Parameter], found: set[str]) -> set[str]:
         """Return the names of parameters that every rank needs completely until the model is sharded."""

@@ -144,9 +144,8 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
     """
     if "scores" in rows:
         cosines, scores = rows["cosines"][:, 0].astype(np.float64), rows["scores"].astype(np.float64)
-        made = tables.of_numbers(cosines, scores)
-        values = {"predictions": cosines, "references": scores, "loss": (cosines - scores) ** 2}
-        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+        values = {"predictions": cosines, "references": scores}
+        return tables.of_numbers(**values) | tables.of_predicted_numbers(number, inputs, **values, loss=(cosines - scores) ** 2)
     if not number:
         return {}
     ranks, places, cosines = nearest(rows["embeddings"], rows["keys"])

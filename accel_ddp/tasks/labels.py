@@ -52,9 +52,7 @@ class Labels:
                     "Leave it out."
                 )
         if cfg.class_weights != "none" and labels.problem_type != "single_label_classification":
-            raise UserError(
-                f"--class_weights {cfg.class_weights}: needs one label per row, not {labels.problem_type}. Leave it out."
-            )
+            raise UserError(f"--class_weights {cfg.class_weights}: needs one label per row. This is {labels.problem_type}.")
         return labels
 
     @property
@@ -155,10 +153,10 @@ def may_lack_classes(cfg: Any, train: "datasets.Dataset") -> bool:
 def _describe_kinds(cells: set) -> str:
     """Return which kinds of values a column has that cannot be labels, and what labels must be."""
     kinds = sorted({type(cell).__name__ for cell in cells})
-    kinds = ["decimal numbers"] if kinds == ["str"] else kinds
+    kinds = ["float"] if kinds == ["str"] else kinds  # texts with decimal numbers; see `_find_values`
     words = {"tuple": "lists", "str": "texts", "int": "whole numbers", "float": "decimal numbers"}
+    hint = " For regression, add --num_labels 1." if kinds in (["float"], ["float", "int"]) else ""
     shown = " and ".join(words.get(kind, kind) for kind in kinds)
-    hint = " For regression, add --num_labels 1." if kinds in (["decimal numbers"], ["float"], ["float", "int"]) else ""
     return f"{shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
 
 
@@ -210,8 +208,7 @@ def make_tables(
     predictions, references, loss = rows["predictions"], rows["references"], rows["loss"]
     if labels.is_regression:
         made = tables.of_numbers(predictions, references)
-        values = {"predictions": predictions, "references": references, "loss": loss}
-        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+        return made | tables.of_predicted_numbers(number, inputs, predictions=predictions, references=references, loss=loss)
     made = {"classes": scores.as_table()} if scores else {}
     if labels.is_multi_label:
         made["counts"] = tables.counts_of_classes(predictions, references, labels.names)

@@ -216,9 +216,11 @@ def of_predictions(
 
 
 def of_predicted_numbers(number: int, inputs: Inputs, *, predictions: Any, references: Any, loss: Any) -> dict[str, Table]:
-    """Return the table of `--log_predictions` for numbers: the `number` largest errors, and as many other items."""
+    """Return the table of `--log_predictions` for numbers: the `number` largest errors, and as many other items. 0: no table."""
     import numpy as np
 
+    if not number:
+        return {}
     errors = np.asarray(predictions, dtype=np.float64) - np.asarray(references, dtype=np.float64)
     largest = np.argsort(-np.round(np.abs(errors), DIGITS), kind="stable")[:number]
     order = _order(len(errors))
