@@ -167,8 +167,6 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
 }
 
 
-# ---- built-in datasets and models by name
-
 PREFIX = "builtin:"
 
 
@@ -186,8 +184,6 @@ def model_folder(name: str, cache_dir: str) -> Path:
         raise UserError(f"--model {name}: there is no such built-in model. Use one of: {', '.join(MODELS)}.")
     return MODELS[name](name, cache_dir)
 
-
-# ---- models of any kind
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 

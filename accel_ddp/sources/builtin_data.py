@@ -164,9 +164,6 @@ def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], l
     return [t.string for t in found], [tags.get(t.start[1] + indent, "O") for t in found]
 
 
-# ---- the datasets
-
-
 def movie_reviews(name: str, num_train: int) -> "Splits":
     """Return rows with `text` and `label`."""
     import datasets

@@ -17,7 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
-from accel_ddp.sources.adapters import Adapters, add_adapters, find_adapters, locate_base
+from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
 from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
@@ -89,7 +89,16 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options |= _quantization_options(cfg)
     options["output_loading_info"] = True
     place = locate_base(cfg.model, adapters, cfg.cache_dir) if adapters else locate(name, cfg.cache_dir)
-    model, info, model_rows = _read_weights(auto_class, cfg, name, place, adapters, tokenizer, options)
+    model_rows: dict[nn.Parameter, Tensor] = {}  # of this rank, if the model will be sharded
+    if links.sharding:
+        num_tokens = len(tokenizer) if tokenizer is not None else 0
+        loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
+        with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
+            model, info = loader.from_pretrained(auto_class, name, place, **options)
+            facts[f"The weights of --model {cfg.model}"] = loader.digest
+        model_rows = loader.rows
+    else:
+        model, info = from_pretrained(auto_class, name, place, **options)
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     model._adapters, model._source, model._rows = adapters, name, model_rows
@@ -110,20 +119,6 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         log.info(f"the tokenizer has {len(tokenizer):,} tokens, and the model has {rows:,} embeddings: new ones are added")
         model.resize_token_embeddings(len(tokenizer))
     return model
-
-
-def _read_weights(
-    auto_class: Any, cfg: RecipeConfig, name: str, place: str, adapters: Adapters | None, tokenizer: Any, options: dict[str, Any]
-) -> tuple[Any, dict[str, Any], dict[nn.Parameter, Tensor]]:
-    """Return the model, what transformers reports about loading, and the rows of this rank if the model will be sharded."""
-    if not links.sharding:
-        return *from_pretrained(auto_class, name, place, **options), {}
-    num_tokens = len(tokenizer) if tokenizer is not None else 0
-    loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
-    with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
-        model, info = loader.from_pretrained(auto_class, name, place, **options)
-        facts[f"The weights of --model {cfg.model}"] = loader.digest
-    return model, info, loader.rows
 
 
 def _check_length(max_length: int, name: str, most: int | None) -> None:

@@ -48,12 +48,12 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)  # the UserErrors below replace what it would log
+    rows: Any = ()
     try:
         rows = _load(kind, file, options)
     except Exception as error:  # many types of datasets, pyarrow and pandas
-        if "corresponds to no data" in str(error):
-            raise UserError(f"{option} {path}: the file has no rows.") from error
-        raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
+        if "corresponds to no data" not in str(error):
+            raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
     if len(rows) == 0:

@@ -378,9 +378,13 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
     Parts of a text that are tokenized separately may have other tokens than the whole text. The whole text is therefore
     tokenized. Its beginnings are tokenized too, from their last special token on, to find the places of the answers.
     """
-    special_tokens = _pattern_of_special_tokens(tokenizer)
+    # Tokenizers split a text at these tokens before anything else. A slow one has none.
+    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
+    words = sorted((token.content for token in added if not (token.normalized or token.single_word)), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+    find_last = lambda text: max((found.start() for found in special.finditer(text)), default=0)
     encoded = tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
-    beginnings = {text: _find_last(special_tokens, text) for row in rows for answer in row.answers for text in answer}
+    beginnings = {text: find_last(text) for row in rows for answer in row.answers for text in answer}
     tails = list({text[start:]: 0 for text, start in beginnings.items()})
     tokens = dict(zip(tails, tokenizer(tails, add_special_tokens=False)["input_ids"])) if tails else {}
 
@@ -406,18 +410,3 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
             labels[start:end] = ids[start:end]
         done.append(([], [], problem) if problem else (ids, labels, ""))
     return done
-
-
-def _find_last(special_tokens: re.Pattern[str] | None, text: str) -> int:
-    """Return where the last special token begins in the text, or 0. Tokenizers split a text there before anything else."""
-    start = 0
-    for found in special_tokens.finditer(text) if special_tokens else ():
-        start = found.start()
-    return start
-
-
-def _pattern_of_special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the tokens at which the tokenizer splits every text, or None if it has none or is a slow one."""
-    tokens = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    words = sorted((token.content for token in tokens if not (token.normalized or token.single_word)), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words))) if words else None

@@ -78,7 +78,12 @@ class Labels:
         is_multi_label = isinstance(feature, tuple(kinds))
         inner = feature.feature if is_multi_label else feature
         names = getattr(inner, "names", None)  # declared by the dataset, including classes without rows
-        found = [_distinct(rows, column, is_multi_label) for rows in (train, test)]
+        found = []
+        for rows in (train, test):
+            # `rows.unique` would copy the texts of all rows if some were set aside: 20 s for 400,000 rows, and this takes 2 s.
+            cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
+            # `_find_values` rejects a tuple, which stands for a list or a dictionary.
+            found.append({cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)})
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
@@ -160,14 +165,6 @@ def _describe_kinds(cells: set) -> str:
     return f"{shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
 
 
-def _distinct(rows: "datasets.Dataset", column: str, is_multi_label: bool) -> set:
-    """Return the labels that occur, without empty ones."""
-    # `rows.unique` would copy the texts of all rows if some were set aside: 20 s for 400,000 rows, and this takes 2 s.
-    cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
-    # `_find_values` rejects a tuple, which stands for a list or a dictionary.
-    return {cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)}
-
-
 def _find_values(cells: set) -> dict[Any, Any] | None:
     """Return the value of each label: itself, or a whole number that is written as a text or a float. Return None for other types.
 
@@ -192,9 +189,6 @@ def describe_unknown(what: str, unknown: list, names: list[str], is_declared: bo
     known = ", ".join(names[:10]) + (", ..." if names[10:] else "")
     reason = "is not declared by the dataset" if is_declared else "does not occur in the training data"
     return f"it has a {what} that {reason} ({known})\t{', '.join(map(repr, unknown[:3]))}"
-
-
-# ------------------------------------------------------------------------------------ tables of an evaluation
 
 
 def make_tables(
@@ -223,8 +217,6 @@ def make_tables(
         made |= tables.of_predictions(number, inputs, is_correct=is_correct, certainty=rows["confidence"], columns=columns)
     return made
 
-
-# ------------------------------------------------------------------------------------ classes that may be mistakes
 
 # What programs write for a missing value. "none" and "na" are left out, because they are names in many datasets.
 NAMES_OF_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "N/A", "n/a", "NA", "<NA>", "#N/A"}

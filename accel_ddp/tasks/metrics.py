@@ -75,9 +75,6 @@ def _stem(name: str) -> str:
     return Path(path).name.removesuffix(".py")
 
 
-# ---- the metrics of recipes
-
-
 def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: list[str]) -> tuple[dict[str, float], "ScoreTable"]:
     """Return accuracy and macro F1, and a table with the scores of each class.
 
@@ -121,9 +118,6 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
         varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0
         scores[name] = float(function(predictions, references)[0]) if varies else 0.0
     return scores
-
-
-# ---- the metrics of --metrics
 
 
 class MoreMetrics:
@@ -231,12 +225,6 @@ def _load(name: str, kind: Kind) -> Any:
         meant = did_you_mean(name, BUILT_IN[kind])
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
-    _check_inputs(name, metric, kind)
-    return metric
-
-
-def _check_inputs(name: str, metric: Any, kind: Kind) -> None:
-    """Raise UserError if a metric of the `evaluate` package needs other inputs than a recipe of this kind has."""
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
     if not needed <= given:
         raise UserError(f"--metrics {name}: needs {', '.join(sorted(needed - given))}, which this recipe lacks. {_hint(kind)}")
@@ -245,16 +233,20 @@ def _check_inputs(name: str, metric: Any, kind: Kind) -> None:
     unfit = {"classes": "float", "numbers": "int"}.get(kind)
     if unfit and all(dtype.startswith(unfit) for dtype in types):  # it would compute something else from the numbers of classes
         raise UserError(f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_hint(kind)}")
-
-
-# ---- built-in metrics
+    return metric
 
 
 def _compute(kind: Kind, name: str, predictions: Any, references: Any, **more: Any) -> float:
     if kind == "classes":
         return _of_classes(name, predictions, references, **more)
     if kind == "numbers":
-        return _of_numbers(name, predictions, references)
+        from sklearn import metrics as sklearn
+
+        if name == "rmse":
+            return math.sqrt(sklearn.mean_squared_error(references, predictions))
+        functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
+        known = functions.get(name)
+        return known(references, predictions) if known else regression_metrics(predictions, references)[name]
     if kind == "texts":
         from accel_ddp.tasks.generation_metrics import text_metric
 
@@ -293,14 +285,3 @@ def one_hot(references: "np.ndarray", number: int) -> "np.ndarray":
     import numpy as np
 
     return np.eye(number, dtype="float32")[references]
-
-
-def _of_numbers(name: str, predictions: Any, references: Any) -> float:
-    from sklearn import metrics as sklearn
-
-    if name in ("mse", "pearson", "spearman"):
-        return regression_metrics(predictions, references)[name]
-    if name == "rmse":
-        return math.sqrt(sklearn.mean_squared_error(references, predictions))
-    functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
-    return functions[name](references, predictions)

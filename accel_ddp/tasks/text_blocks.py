@@ -150,9 +150,6 @@ class BlockTokenizer:
         return {"input_ids": [*self.prefix, *ids.tolist(), *self.suffix], "words": [*before, *words.tolist(), *after]}
 
 
-# ------------------------------------------------------------------------------------- tokenized once
-
-
 def cut_into_blocks(
     rows: "datasets.Dataset", column: str, block_tokenizer: BlockTokenizer, cfg: RecipeConfig
 ) -> "datasets.Dataset":
@@ -172,9 +169,6 @@ def cut_into_blocks(
     if not any(text.strip() for some in rows.iter(1000) for text in data.read_texts(some, column)):
         raise UserError(f"--text_column {column}: all {len(rows):,} texts are empty.")
     return tokenization.map_once(rows, cut, depends_on=[block_tokenizer.identity, column], cfg=cfg)
-
-
-# ------------------------------------------------------------------------------------- tokenized while reading
 
 
 class StreamedBlocks(Dataset):

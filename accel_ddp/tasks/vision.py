@@ -173,9 +173,6 @@ AutoModelForImageClassification.register(MiniResNetConfig, MiniResNetForImageCla
 MiniResNetConfig.register_for_auto_class()  # saves mini_resnet.py with the model, for machines without accel_ddp
 
 
-# ---------------------------------------------------------------------------------------------- checked once
-
-
 class CheckedImages(NamedTuple):
     """Rows, and the properties of those whose images can be decoded."""
 
@@ -244,9 +241,6 @@ def _digest_of_stats(rows: "datasets.Dataset", column: str) -> str:
             # st_ctime also changes with the permissions.
             digest.update(f"{found.st_size} {found.st_ctime_ns},".encode() if found else b"not there,")
     return digest.hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------- inputs of the model
 
 
 class Images(Dataset):
