@@ -129,8 +129,6 @@ class _Verification:
             lines.append(self.within(f"{kinds[0]} until step {step}, then {kinds[1]}", one, after, since=step))
         return lines
 
-    # ---- runs
-
     def command(
         self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
     ) -> tuple[list[list[str]], list[dict[str, str]]]:
@@ -206,8 +204,6 @@ class _Verification:
             raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
         samples = _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
         return VerifiedRun(found[-1], run, samples)
-
-    # ---- comparisons
 
     def within(self, what: str, a: "VerifiedRun", b: "VerifiedRun", since: int = 0) -> Row:
         """Compare the weights up to rounding. `since` is the step from which `b` was resumed."""

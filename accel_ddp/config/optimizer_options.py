@@ -71,23 +71,17 @@ class OptimizerConfig:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {expected}.")
         for name in ("momentum", "beta1", "beta2", "eps"):
             if getattr(self, name) != getattr(type(self), name) and name not in USES[self.optimizer]:
-                others = " or ".join(other for other, used in USES.items() if name in used)
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. Leave it out, or use --optimizer "
-                    f"{others}."
-                )
+                instead = f"Leave it out, or use --optimizer {' or '.join(other for other, used in USES.items() if name in used)}"
+                raise UserError(f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. {instead}.")
         if self.min_lr_ratio != type(self).min_lr_ratio and self.lr_schedule == "constant":
             raise UserError(
-                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out, or use "
-                "--lr_schedule linear, cosine or wsd."
+                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out."
             )
         if self.decay_ratio != type(self).decay_ratio and self.lr_schedule != "wsd":
             raise UserError(f"--decay_ratio {self.decay_ratio}: needs --lr_schedule wsd, and it is {self.lr_schedule}.")
         if self.lr_schedule == "wsd" and not self.warmup_steps and self.warmup_ratio + self.decay_ratio > 1:
-            raise UserError(
-                f"--warmup_ratio {self.warmup_ratio} --decay_ratio {self.decay_ratio}: warm-up and decay together take more than all "
-                "steps. Use smaller fractions."
-            )
+            given = f"--warmup_ratio {self.warmup_ratio} --decay_ratio {self.decay_ratio}"
+            raise UserError(f"{given}: warm-up and decay together take more than all steps. Use smaller fractions.")
         self.learning_rates()
 
     def learning_rates(self) -> dict[str, float]:

@@ -42,10 +42,8 @@ class TrainConfig(
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
         if self.ddp_timeout_seconds == 0:
-            raise UserError(
-                f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {TIMEOUT_VARIABLE}. It must be a whole number of "
-                "seconds, for example 600."
-            )
+            given = f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {TIMEOUT_VARIABLE}"
+            raise UserError(f"{given}. It must be a whole number of seconds, for example 600.")
         for name, properties in properties_of(type(self)).items():
             value = getattr(self, name)
             if isinstance(value, int | float) and properties.at_least is not None and not value >= properties.at_least:
@@ -56,9 +54,9 @@ class TrainConfig(
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         self.check_optimizer()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
+            reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(
-                "--on_nonfinite skip --comm_hook powersgd: powersgd adds what it has left out of a gradient to later gradients, so "
-                "that no later one is finite either. Use another --comm_hook, or --on_nonfinite stop."
+                f"--on_nonfinite skip --comm_hook powersgd: {reason}. Use another --comm_hook, or --on_nonfinite stop."
             )
         is_profiled = parse_steps(self.profile) is not None
         if parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
@@ -154,27 +152,20 @@ class RecipeConfig(ModelConfig):
     def validate_sharded(self) -> None:
         super().validate_sharded()
         if self.quantize != "no":
-            raise UserError(
-                f"--quantize {self.quantize}: quantized weights cannot be sharded, but the accelerate config asks for FSDP. Leave "
-                "--quantize out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
-            )
+            instead = "Leave it out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml"
+            raise UserError(f"--quantize {self.quantize}: quantized weights cannot be sharded. {instead}.")
 
     def validate(self) -> None:
         super().validate()
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
-            raise UserError(
-                f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
-                "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the weights as they were before."
-            )
+            instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
+            raise UserError(f"--quantize {self.quantize} --merge_adapters on: would round merged weights again. {instead}.")
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.log_predictions > MOST_PREDICTIONS:
-            raise UserError(
-                f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less, because every evaluation stores so "
-                "many rows of each group."
-            )
+            raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 

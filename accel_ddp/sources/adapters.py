@@ -114,11 +114,10 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
 def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:
     """Return the config of the adapters, for training. Raise UserError if they do not fit the options or the recipe."""
     config = given.config
+    instead = f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
     if config.task_type not in (None, task):
-        raise UserError(
-            f"--model {cfg.model}: contains LoRA adapters for another task ({config.task_type}, and this recipe trains {task}). "
-            f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
-        )
+        found = f"LoRA adapters for another task ({config.task_type}, and this recipe trains {task})"
+        raise UserError(f"--model {cfg.model}: contains {found}. {instead}")
     options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
     options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""))
     differing = [
@@ -133,7 +132,7 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
     if lost := [name for name in model._new_modules if not any(f".{name}".endswith(f".{one}") for one in kept)]:
         raise UserError(
             f"--model {cfg.model}: contains LoRA adapters for {given.base}, but no weights for {', '.join(lost)}, which that model "
-            f"lacks too. To train new adapters, use --model {given.base} --lora_r {config.r}."
+            f"lacks too. {instead}"
         )
     config.inference_mode, config.task_type, config.base_model_name_or_path = False, task, None  # peft sets the last one
     config.lora_dropout = cfg.lora_dropout or config.lora_dropout

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # rows of each kind of problem that an error message names
 
-# ---------------------------------------------------------------------------------------------- loading
-
 
 def load_rows(
     cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None
@@ -31,7 +29,18 @@ def load_rows(
     (at most 2,000) is set aside. `--max_train_items` and `--max_eval_items` draw a sample. Both depend on the seed only.
     """
     prepare_hub()
-    splits, train_split, eval_split = _load_splits(cfg, reader or load_file)
+    read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
+    if cfg.train_file:
+        train_split, eval_split = "train", "eval" if cfg.eval_file else ""
+        splits = {"train": read("--train_file", cfg.train_file)}
+        if cfg.eval_file:
+            splits["eval"] = read("--eval_file", cfg.eval_file)
+    elif cfg.eval_file:
+        raise UserError(f"--eval_file {cfg.eval_file}: was given without --train_file. Give both.")
+    elif cfg.dataset:
+        splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
+    else:
+        raise UserError("There are no training data. Give --train_file or --dataset.")
     for option, split in (("train_split", train_split), ("eval_split", eval_split)):
         if split and split not in splits:
             raise UserError(f"--{option} {split}: {cfg.dataset} has no such split. Use one of: {', '.join(splits)}.")
@@ -43,23 +52,6 @@ def load_rows(
         if len(rows) == 0:
             raise UserError(f"{cfg.train_file or cfg.dataset}: the {name} data have no rows. Give another file or split.")
     return draw_sample(train, "max_train_items", cfg), draw_sample(test, "max_eval_items", cfg)
-
-
-def _load_splits(
-    cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"]
-) -> tuple[dict[str, "datasets.Dataset"], str, str]:
-    """Return all splits, and the names of the training and the evaluation split. The latter is "" if it was not given."""
-    if cfg.train_file:
-        splits = {"train": reader("--train_file", cfg.train_file)}
-        if cfg.eval_file:
-            splits["eval"] = reader("--eval_file", cfg.eval_file)
-        return splits, "train", "eval" if cfg.eval_file else ""
-    if cfg.eval_file:
-        raise UserError(f"--eval_file {cfg.eval_file}: was given without --train_file. Give both.")
-    if not cfg.dataset:
-        raise UserError("There are no training data. Give --train_file or --dataset.")
-    load = builtin.load_dataset if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub
-    return load(cfg.dataset), cfg.train_split, cfg.eval_split
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
@@ -97,9 +89,6 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------- samples and row numbers
-
-
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
     """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
     positions = draw_positions(len(rows), option, cfg, run_length)
@@ -130,11 +119,6 @@ def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
     return getattr(rows, "row_numbers", np.arange(len(rows)))
 
 
-def is_part(rows: "datasets.Dataset") -> bool:
-    """Return whether `rows`, as `load_rows` returns them, are a part of their file or split: rows were set aside or left out."""
-    return hasattr(rows, "row_numbers")
-
-
 def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets.Dataset":
     """Return `rows` with their numbers attached. Most methods of `datasets` return tables without this attribute."""
     rows.row_numbers = numbers
@@ -150,9 +134,6 @@ def select_sources(rows: "datasets.Dataset", made: "datasets.Dataset") -> "datas
 
 def _select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Dataset":
     return with_row_numbers(rows.select(positions), row_numbers(rows)[positions])
-
-
-# ---------------------------------------------------------------------------------------------- columns
 
 
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
@@ -196,9 +177,6 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 def parse_number(value: Any) -> float | None:
     """Return a finite number, also from a text, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
@@ -225,9 +203,6 @@ def number_problem(column: str, value: Any) -> str:
 def read_texts(rows: dict[str, list], column: str) -> list[str]:
     """Return a column of texts. Values that are not text become "", see `find_text_problems`."""
     return [value if isinstance(value, str) else "" for value in rows[column]]
-
-
-# ---------------------------------------------------------------------------------------------- broken rows
 
 
 def find_text_problems(rows: dict[str, list], columns: list[str]) -> list[str]:

@@ -28,30 +28,35 @@ def check_config(task: str, name: str, config: Any) -> None:
     `name` is the value of `--model`.
     """
     kind = config.model_type
-    has_encoder_and_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
     is_causal = _is_causal_encoder(config)
-    pair = f"is an encoder-decoder model ({kind}), whose"
-    wrong = {  # for each task: whether the model is wrong, the reason, and the recipe for which it is right
-        "AutoModelForCausalLM": [
-            (has_encoder_and_decoder, f"{pair} encoder would be left out", "seq2seq"),
-            (is_causal is False, f"is an encoder ({kind}): each token sees the tokens behind it, so it {READS}", "pretrain_mlm"),
-        ],
-        "AutoModelForMaskedLM": [
-            (has_encoder_and_decoder, f"{pair} decoder would be given masked tokens", "seq2seq"),
-            (is_causal, "is causal: a masked token would not see the tokens behind it", "sft"),
-        ],
-        "AutoModelForSequenceClassification": [
-            (is_causal, f"is causal, but {kind} models classify by their first token, which would see no other token", ""),
-        ],
-        "AutoModelForSeq2SeqLM": [(not has_encoder_and_decoder, f"is not an encoder-decoder model ({kind})", "")],
-        "embeddings": [
-            (has_encoder_and_decoder, f"{pair} embeddings would come from its decoder", ""),
-            (not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
-        ],
-    }
-    for is_wrong, reason, recipe in wrong.get(task, ()):
-        if is_wrong:
-            other = f", or use this model with recipes/{recipe}.py" if recipe else ""
+    pair, recipe_of = (
+        f"is an encoder-decoder model ({kind}), whose",
+        {"encoder": "pretrain_mlm", "decoder": "sft", "pair": "seq2seq"},
+    )
+    rules = [  # a task, whether the model is wrong for it, the reason, and the kind of the model if another recipe trains it
+        ("AutoModelForCausalLM", is_pair, f"{pair} encoder would be left out", "pair"),
+        (
+            "AutoModelForCausalLM",
+            is_causal is False,
+            f"is an encoder ({kind}): a token sees those behind it, so it {READS}",
+            "encoder",
+        ),
+        ("AutoModelForMaskedLM", is_pair, f"{pair} decoder would be given masked tokens", "pair"),
+        ("AutoModelForMaskedLM", is_causal, "is causal: a masked token would not see the tokens behind it", "decoder"),
+        (
+            "AutoModelForSequenceClassification",
+            is_causal,
+            f"is causal, but {kind} models classify by their first token, which would see no other token",
+            "",
+        ),
+        ("AutoModelForSeq2SeqLM", not is_pair, f"is not an encoder-decoder model ({kind})", ""),
+        ("embeddings", is_pair, f"{pair} embeddings would come from its decoder", ""),
+        ("embeddings", not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
+    ]
+    for of_task, is_wrong, reason, known in rules:
+        if of_task == task and is_wrong:
+            other = f", or use this model with recipes/{recipe_of[known]}.py" if known else ""
             raise UserError(f"--model {name}: {reason}. {INSTEAD[task]}{other}.")
 
 

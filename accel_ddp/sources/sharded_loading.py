@@ -204,8 +204,9 @@ def _targets(model: Any, tensors: dict[str, Any], load_config: Any) -> dict[str,
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = load_config.weight_mapping or []
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = (
+        [entry for entry in mapping if isinstance(entry, kind)] for kind in (WeightRenaming, WeightConverter)
+    )
     own, prefix = model.state_dict(), model.base_model_prefix
     targets = {}
     for key in tensors:

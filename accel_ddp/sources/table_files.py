@@ -76,23 +76,19 @@ def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
         return read(chunksize=file.stat().st_size + 1)
 
 
-# ---------------------------------------------------------------------------------------------- any file
-
-
 def require_file(option: str, path: str) -> Path:
     """Return the path of a file. Raise UserError if it is missing, a folder, empty or compressed."""
     file = Path(path)
     if file.is_dir():
         raise UserError(f"{option} {path}: is a folder and not a file. {describe_folder(file)}")
     if not file.is_file():
-        if any(mark in path for mark in "*?[") and file.parent.is_dir():
+        found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
+        near = nearest(file.name, found)
+        reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
+        if any(mark in path for mark in "*?[") and found:
             reason = "Patterns are not supported here. Give the name of one file."
         elif path.startswith("~"):
             reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
-        else:
-            found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
-            near = nearest(file.name, found)
-            reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
         raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")
     if file.stat().st_size == 0:
         raise UserError(f"{option} {path}: the file is empty.")
@@ -162,9 +158,6 @@ def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
     return {row: line for row, line in enumerate(starts) if row in wanted}
 
 
-# ---------------------------------------------------------------------------------------------- .csv and .tsv
-
-
 def _check_csv(option: str, file: Path) -> dict[str, Any]:
     """Return the options with which `datasets` reads the table. Raise UserError for lines with too many cells.
 
@@ -181,14 +174,13 @@ def _check_csv(option: str, file: Path) -> dict[str, Any]:
     too_long = [(line, len(cells)) for line, cells in records if len(cells) > len(header) and any(cells[len(header) :])]
     if too_long:
         line, number = too_long[0]
-        found = f"line {line:,} has {number} cells, but the header has {len(header)}"
         more = f" {len(too_long):,} lines have too many cells." if too_long[1:] else ""
         if mark := next((mark for mark in SEPARATORS if len(header) == 1 and mark in header[0]), ""):
             hint = f"Cells seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
         else:
             is_csv = file.suffix.lower() == ".csv"
             hint = 'Put cells that contain a comma into quotes: "a, b".' if is_csv else "A cell of a .tsv cannot contain a tab."
-        raise UserError(f"{option} {file}: {found}.{more} {hint}")
+        raise UserError(f"{option} {file}: line {line:,} has {number} cells, but the header has {len(header)}.{more} {hint}")
     options = {**_dialect(file), "keep_default_na": False, "na_values": [""]}  # "None" and "NA" are texts and labels
     csv.writer(line := io.StringIO()).writerow(header)
     names = [str(name) for name in pandas.read_csv(io.StringIO(line.getvalue())).columns]  # pandas makes repeated names distinct
@@ -219,9 +211,6 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(limit)
 
 
-# ---------------------------------------------------------------------------------------------- reasons
-
-
 def _find_reason(kind: str, file: Path, error: Exception) -> str:
     """Return why `datasets` could not read the file, and what to do about it."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
@@ -233,9 +222,9 @@ def _find_reason(kind: str, file: Path, error: Exception) -> str:
         return f"the quote of a cell in line {line:,} is not closed. Close it, or write two quotes for a quote inside a cell."
     if kind == "parquet":
         with file.open("rb") as opened:
-            begin = opened.read(20)
-        is_text = begin.isascii() and begin.decode("ascii").isprintable()
-        return f"{cause.rstrip('.')}." + (f" It begins with {begin.decode()!r}: rename it to its real format." if is_text else "")
+            begin = opened.read(20).decode("ascii", "replace")
+        is_text = begin.isascii() and begin.isprintable()
+        return f"{cause.rstrip('.')}." + (f" It begins with {begin!r}: rename it to its real format." if is_text else "")
     return cause
 
 

@@ -123,10 +123,12 @@ class PadCollate:
         return batch
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> PadCollate:
+def pad_collate(
+    tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = (), kind: type[PadCollate] = PadCollate
+) -> PadCollate:
     """Return a collate function that pads tokenized rows to the longest one, on a GPU to a multiple of 8.
 
     The columns `per_token`, for example labels, are padded with -100, which losses ignore.
     """
     tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
-    return PadCollate(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)
+    return kind(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)

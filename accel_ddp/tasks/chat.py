@@ -369,9 +369,6 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-# ---- tokens and labels
-
-
 def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tuple[list[int], list[int], str]]:
     """Return token ids, labels and the problem of each row. With `learn_all` all tokens are learned, and not only the answers.
 

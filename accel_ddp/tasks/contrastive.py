@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from accel_ddp.records.eval_tables import Table
@@ -26,17 +24,18 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
     return [[key(text) for text in row] for row in zip(*texts)]
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Return a collate function for rows of several texts each. It pads all texts of row 0, then of row 1, ... together."""
-    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator))
+class PairCollate(tokenization.PadCollate):
+    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        batch = super().__call__([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
+        batch["keys"] = torch.tensor([row["keys"] for row in rows])
+        if "scores" in rows[0]:
+            batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
+        return batch
 
 
-def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
-    batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
-    batch["keys"] = torch.tensor([row["keys"] for row in rows])
-    if "scores" in rows[0]:
-        batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
-    return batch
+pad_collate = partial(tokenization.pad_collate, kind=PairCollate)
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:

@@ -152,7 +152,7 @@ def may_lack_classes(cfg: Any, train: "datasets.Dataset") -> bool:
     Rows of a rare class may all be set aside for the evaluation, or left out by `--max_train_items`. `train` are the rows of
     `data.load_rows`.
     """
-    return bool((cfg.train_file and not cfg.eval_file) or data.is_part(train))
+    return bool((cfg.train_file and not cfg.eval_file) or hasattr(train, "row_numbers"))
 
 
 def _describe_kinds(cells: set) -> str:

@@ -1,12 +1,10 @@
 """Masked words in blocks of tokens: the masks, the logits of masked tokens only, and predictions as text."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -53,18 +51,19 @@ class MaskedBlocks(Dataset):
         return {"input_ids": ids.tolist(), "attention_mask": [1] * len(ids), "labels": labels.tolist()}
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Return a collate function for `MaskedBlocks`. It adds `masked_positions`: indices of masked tokens in the flattened batch.
+class MaskedCollate(tokenization.PadCollate):
+    """Pads `MaskedBlocks`, and adds `masked_positions`: indices of masked tokens in the flattened batch.
 
     They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
     """
-    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator, per_token=("labels",)))
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        batch = super().__call__(rows)
+        batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
+        return batch
 
 
-def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
-    batch = pad(rows)
-    batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
-    return batch
+pad_collate = partial(tokenization.pad_collate, per_token=("labels",), kind=MaskedCollate)
 
 
 def compute_masked_logits_only(model: nn.Module) -> nn.Module:

@@ -113,9 +113,6 @@ SAMPLE, LARGEST = "sample", "largest error"
 Inputs = Callable[[list[int]], dict[str, list]]
 
 
-# ------------------------------------------------------------------------------------------- classes
-
-
 def confusion(predictions: Any, references: Any, names: Sequence[str]) -> Table:
     """Return how often each true class (row) was predicted as each class (column). `predictions` has class numbers.
 
@@ -170,9 +167,6 @@ def confidence(scores: "Tensor", is_multi_label: bool = False) -> "Tensor":
     return scores.float().softmax(-1).amax(-1)
 
 
-# ------------------------------------------------------------------------------------------- numbers
-
-
 def of_numbers(predictions: "np.ndarray", references: "np.ndarray") -> dict[str, Table]:
     """Return the quantiles of the errors, and predicted beside true numbers: those of all items, or of a sample of MOST_POINTS."""
     import numpy as np
@@ -189,9 +183,6 @@ def of_numbers(predictions: "np.ndarray", references: "np.ndarray") -> dict[str,
         "errors": Table(["quantile", "error", "absolute error"], rows, "scores", "Errors: predicted minus true number"),
         "points": Table(["true", "predicted"], points, "points", title),
     }
-
-
-# ------------------------------------------------------------------------------------------- sample predictions
 
 
 def of_predictions(

@@ -24,9 +24,6 @@ CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
 WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def load_words(option: str, path: str) -> "datasets.Dataset":
     """Return the columns `tokens` and `tags` of a CoNLL file, or the columns of a file of another format.
 
@@ -62,9 +59,6 @@ def load_words(option: str, path: str) -> "datasets.Dataset":
         raise UserError(f"{option} {file}: the file has no rows.")
     words, tags = ([[pair[i] for pair in sentence] for sentence in sentences] for i in (0, 1))
     return datasets.Dataset.from_dict({"tokens": words, "tags": tags})
-
-
-# ----------------------------------------------------------------------------------------------- tags
 
 
 @dataclass
@@ -131,9 +125,6 @@ def first_text(rows: "datasets.Dataset", tokens_column: str, tags: Tags) -> str:
     return " ".join(next(usable, ["YOUR", "TEXT"]))
 
 
-# ------------------------------------------------------------------------------------------ alignment
-
-
 def prepare_for_words(tokenizer: Any, model: str) -> Any:
     """Return the tokenizer, changed so that it accepts lists of words. `model` is the value of `--model`, for error messages.
 
@@ -183,21 +174,17 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
             )
 
 
-# --------------------------------------------------------------------------------------------- metrics
-
-
 def predicted_tags(predictions: np.ndarray, first: list[list[int]], names: list[str]) -> list[list[str]]:
     """Return the tag of each word of each text, in the form of seqeval. A word without a prediction has O.
 
     `predictions` has a row for each text with a tag number for each token; `first` is described at `align`.
     """
-    names = [_for_seqeval(name) for name in names]
-    return [["O" if at == -1 else names[row[at]] for at in indices] for row, indices in zip(predictions, first)]
+    return reference_tags([[-1 if at == -1 else row[at] for at in indices] for row, indices in zip(predictions, first)], names)
 
 
 def reference_tags(tags: list[list[int]], names: list[str]) -> list[list[str]]:
-    """Return the right tag of each word of each text, in the form of seqeval."""
-    names = [_for_seqeval(name) for name in names]
+    """Return the tag of each word of each text, in the form of seqeval, from the numbers of tags. -1 is O."""
+    names = [*map(_for_seqeval, names), "O"]
     return [[names[tag] for tag in row] for row in tags]
 
 

@@ -98,8 +98,6 @@ def drop_other_values(tables: Sequence["datasets.Dataset"], cfg: Any) -> Sequenc
         [f"its {cfg.text_column} is not text\t{value!r:.40}" if not isinstance(value, str | None) else "" for value in values]
         for values in (rows[cfg.text_column] for rows in tables)
     ]
-    if not any(map(any, problems)):
-        return tables
     return data.drop_broken([
         data.with_row_numbers(rows.add_column("problem", texts), data.row_numbers(rows)) for rows, texts in zip(tables, problems)
     ], cfg)  # fmt: skip
