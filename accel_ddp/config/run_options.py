@@ -55,7 +55,9 @@ class MultiNodeConfig:
     preflight: Literal["on", "off"] = option("on", "with several nodes, check the cluster first, as `accel-ddp doctor` does")
     preflight_wait: float = option(300, "seconds to wait in that check for nodes that start late", per_node=True, at_least=1)
     hang_report_seconds: float = option(5.0, "report what makes no progress for so many seconds longer than usual", at_least=0.5)
-    hang_abort_seconds: float = option(30.0, "end the run after so many seconds without progress, or 5 usual durations; 0: never")
+    hang_abort_seconds: float = option(
+        30.0, "end the run after so many seconds without progress, or 5 times the usual duration if that is longer; 0: never"
+    )
     ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
@@ -140,4 +142,6 @@ class EvaluationConfig:
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe"
     )
-    early_stopping_patience: int = option(0, "stop after so many evaluations without a better --best_metric; 0: never")
+    early_stopping_patience: int = option(
+        0, "stop after so many evaluations without a better --best_metric (not an equal one); 0: never"
+    )

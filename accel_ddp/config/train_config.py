@@ -129,7 +129,7 @@ class ModelConfig(TrainConfig):
 
 
 @dataclass(kw_only=True)
-@of_group("data")
+@of_group("data", at_least=0)
 class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
