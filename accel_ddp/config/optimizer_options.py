@@ -57,11 +57,9 @@ class OptimizerConfig:
 
     def check_optimizer(self) -> None:
         """Raise UserError for values that no optimizer or schedule can have, and for options that would be ignored."""
+        below_1 = [(name, getattr(self, name) < 1) for name in ("momentum", "beta1", "beta2", "ema_decay")]
         for name, is_valid, expected in (
-            *(
-                (name, getattr(self, name) < 1, "a fraction, from 0 to below 1")
-                for name in ("momentum", "beta1", "beta2", "ema_decay")
-            ),
+            *((*pair, "a fraction, from 0 to below 1") for pair in below_1),
             ("eps", self.eps > 0, "above 0, for example 1e-8"),
             ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "a fraction of all steps, from 0 to 1"),
             ("decay_ratio", 0 < self.decay_ratio <= 1, "a fraction of all steps, above 0 and at most 1"),

@@ -120,9 +120,7 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
         raise UserError(f"--model {cfg.model}: contains {found}. {instead}")
     options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
     options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""))
-    differing = [
-        f"--{name} {value} (the adapters have {own})" for name, value, own, unset in options if value not in (own, unset)
-    ]
+    differing = [f"--{name} {value} (the adapters have {own})" for name, value, own, no in options if value not in (own, no)]
     if differing:
         raise UserError(
             f"{', '.join(differing)}: --model {cfg.model} contains LoRA adapters, which are trained further as they are. Leave these "

@@ -130,12 +130,9 @@ class Labels:
     def report_classes(self, tables: Iterable[dict[str, list]]) -> None:
         """Warn about classes that may be mistakes, see `report_classes`. The tables have the column `labels` of `encode`."""
         number = len(self.names)
-        encoded = [] if self.is_regression else [np.array(rows["labels"][:], dtype=np.int64) for rows in tables]
-        counts = [
-            labels.reshape(-1, number).sum(0) if self.is_multi_label else np.bincount(labels, minlength=number)
-            for labels in encoded
-        ]
-        if counts:
+        count = lambda labels: labels.reshape(-1, number).sum(0) if self.is_multi_label else np.bincount(labels, minlength=number)
+        if not self.is_regression:
+            counts = [count(np.array(rows["labels"][:], dtype=np.int64)) for rows in tables]
             report_classes(f"--label_column {self.column}", "rows", self.names, *counts)
 
     def balanced_weights(self, encoded: list[int], device: Any) -> Any:

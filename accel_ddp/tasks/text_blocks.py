@@ -38,10 +38,8 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
     if not cfg.train_file or is_table(cfg.train_file):
         return data.load_rows(cfg, load_text_file)
     # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
-    draw = lambda train, test: (
-        data.draw_sample(train, "max_train_items", cfg, 100),
-        data.draw_sample(test, "max_eval_items", cfg, 100),
-    )
+    options = ("max_train_items", "max_eval_items")
+    draw = lambda *tables: tuple(data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
     if cfg.eval_file:
         return draw(*data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file))
     places.prepare_hub()
