@@ -226,8 +226,8 @@ def _load(name: str, kind: Kind) -> Any:
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
-    if not needed <= given:
-        raise UserError(f"--metrics {name}: needs {', '.join(sorted(needed - given))}, which this recipe lacks. {_hint(kind)}")
+    if lacking := ", ".join(sorted(needed - given)):
+        raise UserError(f"--metrics {name}: needs {lacking}, which this recipe does not have. {_hint(kind)}")
     forms = metric.features if isinstance(metric.features, list) else [metric.features]
     types = [str(getattr(getattr(form["predictions"], "feature", form["predictions"]), "dtype", "")) for form in forms]
     unfit = {"classes": "float", "numbers": "int"}.get(kind)
