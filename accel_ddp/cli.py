@@ -29,13 +29,12 @@ SMALLEST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_proc
 def main(words: list[str] | None = None) -> int:
     """Run the command in `words` (default: the command line) and return its exit code."""
     words = sys.argv[1:] if words is None else words
-    if not words:
+    if not words or words[0] in ("-h", "--help", "help"):
+        lines = [f"  {line}" for line in table((name, text) for name, (_, text) in COMMANDS.items())]
+        text = ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
+        print(*text, sep="\n", file=sys.stdout if words else sys.stderr)
         # 2 and not 0: a script that calls accel-ddp with an empty variable has made a mistake and should stop.
-        print(_overview(), file=sys.stderr)
-        return USER_ERROR
-    if words[0] in ("-h", "--help", "help"):
-        print(_overview())
-        return 0
+        return 0 if words else USER_ERROR
     if words[0] == "--version":
         print(f"accel-ddp {__version__}")
         return 0
@@ -44,7 +43,10 @@ def main(words: list[str] | None = None) -> int:
             suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
-        code = function(words[1:])
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(import_module(f"accel_ddp.{module}"), name)
+        code = int(function(words[1:]))
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -55,13 +57,6 @@ def main(words: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has ended, as in `accel-ddp recipes | head -2`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
         return 1
-
-
-def _overview() -> str:
-    lines = [f"  {line}" for line in table((name, text) for name, (_, text) in COMMANDS.items())]
-    return "\n".join(
-        ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
-    )
 
 
 def _recipes(words: list[str]) -> int:
@@ -78,16 +73,23 @@ def _run(words: list[str]) -> int:
         print(_RUN_HELP, file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     launch, recipe, options = split_run(words)
-    _check_numbers(launch)
+    for name, value, *_ in find_options(launch, SMALLEST):  # accelerate prints 100 lines or a traceback
+        if value is not None and not (value.isdecimal() and int(value) >= SMALLEST[name]):
+            raise UserError(f"--{name} {value}: must be a whole number, {SMALLEST[name]} or more.")
     script = recipe_files.recipe_path(recipe)
-    _warn_of_edited_copy(recipe, script)
+    for copy in () if recipe.endswith(".py") else (Path("recipes") / script.name, Path(script.name)):
+        if copy.is_file() and not filecmp.cmp(copy, script, shallow=False):
+            warning = f"warning: running {script}, not your edited {copy}. To run yours: accel-ddp run {copy}"
+            print(warning, file=sys.stderr)
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
         _replace_process([str(script), "--help"])
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
     launcher = ["-m", "accel_ddp.nodes.launcher", "accelerate.commands.launch", "-q"]
-    launch, gpu = _take_single_gpu(launch)
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    for option in find_options(launch, ["gpu_ids"]):
+        # Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
+        if option.value and option.value.isdigit():
+            launch = without(launch, [option])
+            os.environ["CUDA_VISIBLE_DEVICES"] = option.value
     _replace_process([*launcher, *with_config(launch), str(script), *options])
 
 
@@ -104,9 +106,7 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
         for word in [*near, *words[:1]]:
             if not word.startswith("-"):
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name
-        raise UserError(
-            f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. The recipes are: {', '.join(names)}."
-        )
+        raise UserError(f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. Recipes are: {', '.join(names)}.")
     launch, recipe, rest = words[:at], words[at], words[at + 1 :]
     if "--" in rest:
         border = rest.index("--")
@@ -117,13 +117,6 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
             raise UserError(f"{rest[option.at]} needs a value.")
         launch += rest[option.at : option.end]
     return launch, recipe, without(rest, moved)
-
-
-def _check_numbers(launch: list[str]) -> None:
-    """Raise UserError for an option of `accelerate launch` that must be a number. Accelerate prints 100 lines or a traceback."""
-    for name, value, *_ in find_options(launch, SMALLEST):
-        if value is not None and not (value.isdecimal() and int(value) >= SMALLEST[name]):
-            raise UserError(f"--{name} {value}: must be a whole number, {SMALLEST[name]} or more.")
 
 
 def with_config(launch: list[str]) -> list[str]:
@@ -141,27 +134,6 @@ def with_config(launch: list[str]) -> list[str]:
     several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
     name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
     return ["--config_file", str(recipe_files.config_path(name)), *launch]
-
-
-def _take_single_gpu(launch: list[str]) -> tuple[list[str], str]:
-    """Return the options of `accelerate launch` without a --gpu_ids of one GPU, and this GPU or "".
-
-    Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
-    """
-    for option in find_options(launch, ["gpu_ids"]):
-        if option.value and option.value.isdigit():
-            return without(launch, [option]), option.value
-    return launch, ""
-
-
-def _warn_of_edited_copy(recipe: str, script: Path) -> None:
-    """Print a warning if the current folder has another version of the recipe, which this run does not use."""
-    if recipe.endswith(".py"):
-        return
-    for copy in (Path("recipes") / script.name, Path(script.name)):
-        if copy.is_file() and not filecmp.cmp(copy, script, shallow=False):
-            warning = f"warning: running {script}, not your edited {copy}. To run yours: accel-ddp run {copy}"
-            print(warning, file=sys.stderr)
 
 
 def _replace_process(words: list[str]) -> NoReturn:
@@ -228,12 +200,9 @@ def _verify(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="accel-ddp export", description="Write a folder that transformers can load from a checkpoint of a run."
-    )
-    parser.add_argument(
-        "checkpoint", help="a checkpoint (runs/.../step_00000012), or the folder of a run: its best checkpoint, else its newest"
-    )
+    parser = argparse.ArgumentParser(prog="accel-ddp export", description=COMMANDS["export"][1].capitalize() + ".")
+    help = "a checkpoint (runs/.../step_00000012), or a run folder: its best checkpoint, else its newest"
+    parser.add_argument("checkpoint", help=help)
     parser.add_argument("out", help="the folder to write; it must be empty or not exist")
     help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
@@ -247,42 +216,29 @@ def _export(words: list[str]) -> int:
     return 0
 
 
-def _command(module: str, function: str = "main") -> Callable[[list[str]], int]:
-    """Return a function that imports the module of a command when the command runs."""
-    return lambda words: int(getattr(import_module(f"accel_ddp.{module}"), function)(words))
-
-
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+# The function of each command, or MODULE:FUNCTION, which is imported when the command runs; and what the command does.
+COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "recipes": (_recipes, "list the recipes"),
     "run": (_run, "run a recipe with `accelerate launch`"),
     "launch": (
-        _command("launch.launch_command", "launch"),
+        "launch.launch_command:launch",
         "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
     ),
-    "status": (_command("launch.launch_command", "status"), "print the state of launched jobs on every node"),
-    "logs": (_command("launch.launch_command", "logs"), "print the logs of a launched job from all nodes"),
-    "stop": (_command("launch.launch_command", "stop"), "stop a launched job on all nodes, with a checkpoint"),
-    "report": (
-        _command("report.report_command"),
-        "write one HTML file about runs: curves, time of each rank, evaluations, incidents, differences",
-    ),
+    "status": ("launch.launch_command:status", "print the state of launched jobs on every node"),
+    "logs": ("launch.launch_command:logs", "print the logs of a launched job from all nodes"),
+    "stop": ("launch.launch_command:stop", "stop a launched job on all nodes, with a checkpoint"),
+    "report": ("report.report_command:main", "write one HTML file about runs: curves, time of each rank, evaluations, incidents"),
     "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
-    "doctor": (_command("doctor.doctor_command"), "find the faults of a cluster, on every node, within seconds"),
-    "tune": (
-        _command("measure.tune_command"),
-        "find the fastest NCCL settings, bucket size and communication hook for a cluster",
-    ),
+    "doctor": ("doctor.doctor_command:main", "find the faults of a cluster, on every node, within seconds"),
+    "tune": ("measure.tune_command:main", "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
     "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
     "scaling": (
-        _command("measure.scaling_command"),
+        "measure.scaling_command:main",
         "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
     ),
-    "estimate": (
-        _command("memory.estimate_command"),
-        "print the GPU memory that a recipe needs, on one GPU, with DDP and with FSDP, before anything is loaded",
-    ),
+    "estimate": ("memory.estimate_command:main", "print the GPU memory that a recipe needs, before anything is loaded"),
     "profile": (
-        _command("observe.profile_summary"),
+        "observe.profile_summary:main",
         "print where the time of a step goes, from a run that was recorded with --profile",
     ),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),

@@ -35,17 +35,7 @@ RECORDED = str(Path(__file__).parent / "training" / "recorded.py")  # runs in th
 ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by the precision of computation
 
 
-@dataclass
-class ComparedRow:
-    """One row of the table."""
-
-    what: str
-    ranks: int
-    micro: int
-    samples: str
-    difference: str
-    allowed: str
-    problem: str  # why the comparison failed; empty: it passed
+Row = tuple[tuple[str, ...], str]  # a row of the table, and why the comparison failed; "": it passed
 
 
 def verify(words: list[str], steps: int, folder: str, shards: bool = False) -> int:
@@ -94,9 +84,7 @@ class _Verification:
         # A power of 2, which divides most batches. With options of a launcher, they decide.
         several = 0 if self.launch else 2 if gpus == 0 else 1 << (gpus.bit_length() - 1)
         if self.shards and several < 2:
-            raise UserError(
-                "--fsdp: needs two GPUs, and there is one. ACCELERATE_USE_CPU=true accel-ddp verify --fsdp uses CPUs instead."
-            )
+            raise UserError("--fsdp: needs two GPUs, and there is one. To use CPUs instead, set ACCELERATE_USE_CPU=true.")
         sharded = FSDP if self.shards else None
 
         # The runs on all nodes come first, so that the other nodes do not have to wait for the runs on node 0 alone.
@@ -107,34 +95,24 @@ class _Verification:
             print(f"node {self.node} has finished its runs. The table is printed on node 0.")
             return 0
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
-        lines = self.compare_with(one, ranks, gpus)
+        lines = []
+        share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
+        if share > 1 and not self.shards:
+            other = share // 2 if share % 2 == 0 else 1
+            smaller = self.run("micro", 1, self.steps, *EXACT, "--micro_batch_size", str(other), alone=True)
+            lines.append(self.within(f"micro-batch {other} and {share}", one, smaller))
+        if ranks:
+            lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
+        lines += self.compare_sharded(one, ranks, gpus) if ranks and self.shards else []
         lines.append(self.identical(straight, killed))
         last_two = checkpoint_format.list_checkpoints(one.path.parent)[-2:]
         device = torch.cuda.get_device_name() if gpus else "CPU"
         self.show(lines, one.run["precision"], device, moved=largest_difference(last_two[0], last_two[-1])[0])
         if not ranks:
             print("Another number of ranks was not compared, because there is only one GPU.")
-        return 1 if any(line.problem for line in lines) else 0
+        return 1 if any(problem for _, problem in lines) else 0
 
-    def compare_with(self, one: "VerifiedRun", ranks: "VerifiedRun | None", gpus: int) -> list[ComparedRow]:
-        """Compare the run on one rank with a smaller micro-batch, more ranks, and a sharded model."""
-        lines = []
-        micro = lambda run: min(run.run["config"]["micro_batch_size"], run.run["config"]["global_batch_size"])
-        smaller = None if self.shards else self.smaller_micro_batch(one)
-        if smaller:
-            lines.append(self.within(f"micro-batch {micro(smaller)} and {micro(one)}", one, smaller))
-        if ranks:
-            lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
-        return lines + (self.compare_sharded(one, ranks, gpus) if ranks and self.shards else [])
-
-    def smaller_micro_batch(self, one: "VerifiedRun") -> "VerifiedRun | None":
-        """Return a run on one rank with half of its micro-batch, or None if the micro-batch is a single item."""
-        share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
-        other = share // 2 if share % 2 == 0 else 1
-        options = [*EXACT, "--micro_batch_size", str(other)]
-        return self.run("micro", 1, self.steps, *options, alone=True) if other < share else None
-
-    def compare_sharded(self, one: "VerifiedRun", ddp: "VerifiedRun", gpus: int) -> list[ComparedRow]:
+    def compare_sharded(self, one: "VerifiedRun", ddp: "VerifiedRun", gpus: int) -> list[Row]:
         """Run with FSDP, with two copies of the model (HSDP), and resumed from FSDP to DDP and back. Compare each with one rank."""
         several = ddp.run["num_ranks"]
         fsdp = self.run("fsdp", several, self.steps, *EXACT, env=FSDP)
@@ -150,8 +128,6 @@ class _Verification:
             step = checkpoint_format.step_of(middle)
             lines.append(self.within(f"{kinds[0]} until step {step}, then {kinds[1]}", one, after, since=step))
         return lines
-
-    # ---- runs
 
     def command(
         self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
@@ -173,20 +149,20 @@ class _Verification:
         return [[sys.executable, *words]] * ranks, environments
 
     def run(
-        self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None
+        self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None, how: str = ""
     ) -> "VerifiedRun":
-        print(f"running: {name} ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
+        started = self.start(f"{name}{how}", name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
         for process in started:
             process.wait()
         return self.result(name, started, end)
 
-    def start(self, name: str, commands: list[list[str]], environments: list[dict[str, str]]) -> list[subprocess.Popen]:
+    def start(
+        self, title: str, name: str, commands: list[list[str]], environments: list[dict[str, str]]
+    ) -> list[subprocess.Popen]:
+        print(f"running: {title} ...", flush=True)
         log = (self.place / f"{name}.txt").open("a")
-        return [
-            subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-            for command, env in zip(commands, environments, strict=True)
-        ]
+        options = {"stdout": log, "stderr": subprocess.STDOUT}
+        return [subprocess.Popen(words, env=env, **options) for words, env in zip(commands, environments, strict=True)]
 
     def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["VerifiedRun", int]:
         """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
@@ -194,9 +170,8 @@ class _Verification:
         The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
         the step, and it is later.
         """
-        print(f"running: {name} ...", flush=True)
         fixed = self.steps + 20 if self.launch else 0
-        started = self.start(name, *self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
+        started = self.start(name, name, *self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
         while any(process.poll() is None for process in started):
             if self.node == 0 and checkpoint_format.list_checkpoints(self.place / name):
                 for process in started:
@@ -207,11 +182,7 @@ class _Verification:
         end = fixed or at + 4
         if not before and self.node == 0:  # the run failed by itself
             return self.result(name, started, end), end
-        print(f"running: {name}{f' at step {at}' if at else ''}, resumed ...", flush=True)
-        started = self.start(name, *self.command(name, ranks, ["--resume", "--stop_after", str(end)], False, env))
-        for process in started:
-            process.wait()
-        result = self.result(name, started, end)
+        result = self.run(name, ranks, end, "--resume", env=env, how=f"{f' at step {at}' if at else ''}, resumed")
         result.killed_at = at
         return result, end
 
@@ -231,46 +202,40 @@ class _Verification:
             if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
                 raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
             raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
-        return VerifiedRun(
-            found[-1], run, _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
-        )
+        samples = _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
+        return VerifiedRun(found[-1], run, samples)
 
-    # ---- comparisons
-
-    def within(self, what: str, a: "VerifiedRun", b: "VerifiedRun", since: int = 0) -> ComparedRow:
+    def within(self, what: str, a: "VerifiedRun", b: "VerifiedRun", since: int = 0) -> Row:
         """Compare the weights up to rounding. `since` is the step from which `b` was resumed."""
         difference, name = largest_difference(a.path, b.path)
         allowed = ALLOWED[a.run["precision"]]
-        first = since * a.run["config"]["global_batch_size"]
-        samples = {position: found for position, found in a.samples.items() if position >= first}
-        same, seen = _compared(samples, b.samples, is_share=bool(self.launch))
-        problem = seen if not same else f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
-        return ComparedRow(
-            what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", f"{allowed:.0e}", problem
-        )
+        problem = f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
+        return self.row(what, a, b, difference, f"{allowed:.0e}", problem, since)
 
-    def identical(self, a: "VerifiedRun", b: "VerifiedRun") -> ComparedRow:
-        files = [
-            name for name in (checkpoint_format.MODEL, checkpoint_format.OPTIMIZER) if not is_identical(a.path, b.path, name)
-        ]
-        difference = largest_difference(a.path, b.path)[0]
-        same, seen = _compared(a.samples, b.samples, is_share=bool(self.launch))
-        problem = (
-            seen if not same else f"{' and '.join(name.removesuffix('.safetensors') for name in files)} differ" if files else ""
-        )
+    def identical(self, a: "VerifiedRun", b: "VerifiedRun") -> Row:
+        names = (checkpoint_format.MODEL, checkpoint_format.OPTIMIZER)
+        differing = [name.removesuffix(".safetensors") for name in names if not is_identical(a.path, b.path, name)]
+        problem = f"{' and '.join(differing)} differ" if differing else ""
         if not 0 < b.killed_at < a.run["step"]:
             problem = problem or "the run ended before it could be killed. Use more data or more --steps"
         what = f"{'FSDP, ' * bool(b.run.get('shards'))}killed at step {b.killed_at}, resumed"
-        return ComparedRow(what, b.run["num_ranks"], b.run["config"]["micro_batch_size"], seen, f"{difference:.1e}", "0", problem)
+        return self.row(what, a, b, largest_difference(a.path, b.path)[0], "0", problem)
 
-    def show(self, lines: list[ComparedRow], precision: str, device: str, moved: float) -> None:
+    def row(
+        self, what: str, a: "VerifiedRun", b: "VerifiedRun", difference: float, allowed: str, problem: str, since: int = 0
+    ) -> Row:
+        """Return a row of the table, and its problem. Samples that differ are named before other problems."""
+        first = since * a.run["config"]["global_batch_size"]
+        samples = {position: found for position, found in a.samples.items() if position >= first}
+        same, seen = _compared(samples, b.samples, is_share=bool(self.launch))
+        problem = problem if same else seen
+        numbers = str(b.run["num_ranks"]), str(b.run["config"]["micro_batch_size"])
+        return (what, *numbers, seen, f"{difference:.1e}", allowed, "FAIL" if problem else "PASS"), problem
+
+    def show(self, lines: list[Row], precision: str, device: str, moved: float) -> None:
         head = ("what", "ranks", "micro", "samples", "difference", "allowed", "")
-        rows = [
-            (x.what, str(x.ranks), str(x.micro), x.samples, x.difference, x.allowed, "FAIL" if x.problem else "PASS")
-            for x in lines
-        ]
         print(f"\n{self.steps} steps of {self.recipe} on {device}, in {'float32' if precision == 'no' else precision}\n")
-        print("\n".join(table([head, *rows])))
+        print("\n".join(table([head, *(row for row, _ in lines)])))
         print(
             "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
             "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
@@ -278,9 +243,9 @@ class _Verification:
             f"up to {moved:.0e}.\nA run that was killed and resumed uses your options. Its weights and optimizer must be "
             "bit-identical."
         )
-        for line in lines:
-            if line.problem:
-                print(f"FAIL: {line.what}: {line.problem}")
+        for row, problem in lines:
+            if problem:
+                print(f"FAIL: {row[0]}: {problem}")
 
 
 @dataclass
@@ -318,11 +283,7 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
 
 
 def _kill(process: subprocess.Popen) -> None:
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        return
-    for one in family:
-        if one.is_running():
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()

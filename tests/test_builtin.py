@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, builtin_data, data, models, places, tokenization
+from accel_ddp.sources import builtin, builtin_data, places, tokenization
 from tests.conftest import ROOT, clean_environment
 
 SHAPES = {  # columns, training rows, evaluation rows
@@ -172,7 +171,7 @@ def test_making_a_model_depends_on_neither_the_generator_nor_the_device_of_the_c
     import torch
 
     before = torch.get_rng_state()
-    with torch.device("meta"):  # as in tasks/gradient_shapes.py
+    with torch.device("meta"):  # as in memory/fake_model.py
         folder = builtin.model_folder("builtin:tiny-t5", str(tmp_path))
     assert torch.equal(before, torch.get_rng_state())
     expected = builtin.model_folder("builtin:tiny-t5", str(cache))
@@ -203,10 +202,3 @@ def test_unknown_names_and_a_cache_that_cannot_be_written_are_rejected(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--cache_dir .*cannot be written"):
         builtin.model_folder("builtin:tiny-t5", str(tmp_path / "file"))
-
-
-def test_the_prefix_of_earlier_versions_is_answered_with_the_new_one():
-    with pytest.raises(UserError, match=r"--dataset embedded:digits: .*did you mean builtin:digits\?"):
-        data.load_rows(RecipeConfig(dataset="embedded:digits"))
-    with pytest.raises(UserError, match=r"--model embedded:tiny-t5: .*did you mean builtin:tiny-t5\?"):
-        models.locate("embedded:tiny-t5")

@@ -253,7 +253,7 @@ def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
     from transformers import AutoModelForSequenceClassification
 
     from accel_ddp.config.train_config import RecipeConfig
-    from accel_ddp.tasks import gradient_shapes
+    from accel_ddp.memory import gradient_shapes
 
     weights = list(AutoModelForSequenceClassification.from_pretrained(tiny_model).parameters())
     assert gradient_shapes.__name__ == tuner.SHAPES_MODULE

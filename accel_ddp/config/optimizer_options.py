@@ -28,68 +28,58 @@ NOT_SHARDED = {
 
 
 @dataclass(kw_only=True)
-@of_group("training")
+@of_group("training", at_least=0)
 class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 
     optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
         "adamw", "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao"
     )
-    lr: float = option(2e-5, "highest learning rate of the run", at_least=0)
+    lr: float = option(2e-5, "highest learning rate of the run")
     lr_of: tuple[str, ...] = option(
         (), "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last"
     )
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = option(
-        "linear",
-        "learning rate after the warm-up: linear and cosine fall until the end; wsd is constant and falls during --decay_ratio",
+        "linear", "linear and cosine fall from the warm-up to the end; wsd is constant and falls during --decay_ratio"
     )
-    warmup_steps: int = option(0, "updates until --lr is reached", at_least=0)
+    warmup_steps: int = option(0, "updates until --lr is reached")
     warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0")
     min_lr_ratio: float = option(0.0, "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant")
     decay_ratio: float = option(0.1, "fraction of all updates in which the learning rate of --lr_schedule wsd falls")
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none", at_least=0)
-    momentum: float = option(0.9, "momentum of --optimizer sgd and muon", at_least=0)
-    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon", at_least=0)
-    beta2: float = option(0.999, "decay of the mean of their squares", at_least=0)
-    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon", at_least=0)
+    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none")
+    momentum: float = option(0.9, "momentum of --optimizer sgd and muon")
+    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon")
+    beta2: float = option(0.999, "decay of the mean of their squares")
+    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon")
     ema_decay: float = option(
-        0.0,
-        "evaluate and export an exponential moving average of the weights with this decay, for example 0.999; 0: the weights",
-        at_least=0,
+        0.0, "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: the weights"
     )
 
     def check_optimizer(self) -> None:
         """Raise UserError for values that no optimizer or schedule can have, and for options that would be ignored."""
-        for name in ("momentum", "beta1", "beta2", "ema_decay"):
-            if not getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)}: must be a fraction, from 0 to below 1.")
-        if not self.eps > 0:
-            raise UserError(f"--eps {self.eps}: must be above 0, for example 1e-8.")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be a fraction of all steps, from 0 to 1.")
-        if not 0 < self.decay_ratio <= 1:
-            raise UserError(f"--decay_ratio {self.decay_ratio}: must be a fraction of all steps, above 0 and at most 1.")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise UserError(f"--min_lr_ratio {self.min_lr_ratio}: must be a fraction of --lr, from 0 to 1.")
+        below_1 = [(name, getattr(self, name) < 1) for name in ("momentum", "beta1", "beta2", "ema_decay")]
+        for name, is_valid, expected in (
+            *((*pair, "a fraction, from 0 to below 1") for pair in below_1),
+            ("eps", self.eps > 0, "above 0, for example 1e-8"),
+            ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "a fraction of all steps, from 0 to 1"),
+            ("decay_ratio", 0 < self.decay_ratio <= 1, "a fraction of all steps, above 0 and at most 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "a fraction of --lr, from 0 to 1"),
+        ):
+            if not is_valid:
+                raise UserError(f"--{name} {getattr(self, name)}: must be {expected}.")
         for name in ("momentum", "beta1", "beta2", "eps"):
             if getattr(self, name) != getattr(type(self), name) and name not in USES[self.optimizer]:
-                others = " or ".join(other for other, used in USES.items() if name in used)
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. Leave it out, or use --optimizer "
-                    f"{others}."
-                )
+                instead = f"Leave it out, or use --optimizer {' or '.join(other for other, used in USES.items() if name in used)}"
+                raise UserError(f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. {instead}.")
         if self.min_lr_ratio != type(self).min_lr_ratio and self.lr_schedule == "constant":
             raise UserError(
-                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out, or use "
-                "--lr_schedule linear, cosine or wsd."
+                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out."
             )
         if self.decay_ratio != type(self).decay_ratio and self.lr_schedule != "wsd":
             raise UserError(f"--decay_ratio {self.decay_ratio}: needs --lr_schedule wsd, and it is {self.lr_schedule}.")
         if self.lr_schedule == "wsd" and not self.warmup_steps and self.warmup_ratio + self.decay_ratio > 1:
-            raise UserError(
-                f"--warmup_ratio {self.warmup_ratio} --decay_ratio {self.decay_ratio}: warm-up and decay together take more than all "
-                "steps. Use smaller fractions."
-            )
+            given = f"--warmup_ratio {self.warmup_ratio} --decay_ratio {self.decay_ratio}"
+            raise UserError(f"{given}: warm-up and decay together take more than all steps. Use smaller fractions.")
         self.learning_rates()
 
     def learning_rates(self) -> dict[str, float]:
@@ -102,13 +92,9 @@ class OptimizerConfig:
             except ValueError:
                 found[word] = -1
             if not word or not 0 <= found[word] < math.inf:
-                raise UserError(
-                    f"--lr_of {given}: must be a part of parameter names, = and a learning rate: --lr_of classifier=1e-3"
-                )
+                raise UserError(f"--lr_of {given}: must be a part of parameter names, = and a learning rate: classifier=1e-3")
         if found and not self.lr:
-            raise UserError(
-                "--lr 0 --lr_of: learning rates follow the schedule of --lr, which must be above 0. Use --freeze instead."
-            )
+            raise UserError("--lr 0 --lr_of: learning rates follow the schedule of --lr, which must be above 0. Use --freeze.")
         return found
 
     def check_installed(self, is_sharded: bool) -> None:
@@ -134,9 +120,7 @@ def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, i
         return itemsize * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
     if cfg.optimizer == "sgd":
         return itemsize * size if cfg.momentum else 0
-    if cfg.optimizer == "muon" and is_hidden:
-        return itemsize * size
-    return 2 * itemsize * size
+    return itemsize * size if cfg.optimizer == "muon" and is_hidden else 2 * itemsize * size
 
 
 BLOCK = 256  # values that share a scale in adamw8bit

@@ -52,10 +52,8 @@ def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> 
     name = name or next(iter(declared))
     if colon and given not in ("min", "max"):
         raise UserError(f"--best_metric {text}: after the colon, min or max is expected. Type {name}:min or {name}:max.")
-    is_known = name in declared or any(
-        direction == "" and name.startswith(f"{prefix}_") for prefix, direction in declared.items()
-    )
-    if is_closed and not is_known:
+    open_names = tuple(f"{prefix}_" for prefix, direction in declared.items() if direction == "")
+    if is_closed and name not in declared and not name.startswith(open_names):
         raise UserError(
             f"--best_metric {text}: this recipe does not measure {name}.{_suggest(name, list(declared))} "
             f"Use one of: {', '.join(declared)}.{' Or add it with --metrics.' if can_add else ''} A metric that you write into a "
@@ -81,9 +79,6 @@ NUM_STEPS = 5
 MAX_STEPS = 100  # a trace of a step has some megabytes
 MAX_RANKS = 16  # of `--profile_ranks auto`
 
-OFF = ("", "off", "no", "false", "none")
-AUTO = ("auto", "on", "yes", "true", "default")
-
 
 class Window(NamedTuple):
     """The steps that are recorded, from `first` to `last`."""
@@ -98,11 +93,11 @@ class Window(NamedTuple):
 def parse_steps(text: str) -> Window | Literal["auto"] | None:
     """Return the steps that `--profile` names, "auto", or None if nothing is recorded. Raise UserError for anything else."""
     word = text.strip().lower()
-    if word in OFF:
+    if word in ("", "off", "no", "false", "none"):
         return None
-    if word in AUTO:
+    if word in ("auto", "on", "true"):
         return "auto"
-    found = re.fullmatch(r"(\d+)(?:\s*(?:-|:|,|\.\.)\s*(\d+))?", word)
+    found = re.fullmatch(r"(\d+)(?:[-:](\d+))?", word)
     if not found:
         raise UserError(
             f"--profile {text}: must be a range of steps such as 10-14, one step, auto or off. Without a value it records "
@@ -158,10 +153,8 @@ def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Ca
 def parse_ranks(text: str) -> list[int] | Literal["all", "auto"]:
     """Return the ranks that `--profile_ranks` names. Raise UserError if it names none."""
     word = text.strip().lower()
-    if word in ("", "auto"):
-        return "auto"
-    if word == "all":
-        return "all"
+    if word in ("", "auto", "all"):
+        return "all" if word == "all" else "auto"
     ranks: set[int] = set()
     for part in re.split(r"[,\s]+", word):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)

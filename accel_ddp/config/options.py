@@ -92,12 +92,14 @@ def option(
 
 
 def of_group(group: str, **properties: Any) -> Callable[[C], C]:
-    """Return a decorator, inside of @dataclass, that gives these properties to each option that a class adds, by default."""
+    """Return a decorator, inside of @dataclass, that gives the options of a class these defaults. `at_least` is given to numbers."""
 
     def decorate(cls: C) -> C:
         for name, field in vars(cls).items():
             if isinstance(field, dataclasses.Field) and name not in getattr(cls, "__dataclass_fields__", {}):
-                field.metadata = MappingProxyType({"group": group, **properties, **field.metadata})
+                is_number = type(field.default) in (int, float)
+                own = {key: value for key, value in properties.items() if is_number or key != "at_least"}
+                field.metadata = MappingProxyType({"group": group, **own, **field.metadata})
         return cls
 
     return decorate

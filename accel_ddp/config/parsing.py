@@ -9,7 +9,6 @@ import inspect
 import io
 import sys
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,9 +18,11 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import is_local_main
 from accel_ddp.text import did_you_mean, nearest
-from accel_ddp.words import find_options, group_values, name_of, split_option, without
+from accel_ddp.words import find_options, group_values, name_of, without
 
 C = TypeVar("C", bound=TrainConfig)
+# Values of options that may be given without one. --resume means the newest checkpoint of the output folder.
+IMPLIED = {"resume": "auto", "profile": "auto", "merge_adapters": "on"}
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
@@ -50,7 +51,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
             arguments += words
     argv = without(argv, files)
     _check_names(argv, types, properties)
-    given = _normalize_flags(_add_values(argv), types)
+    given = _normalize(argv, types)
     _check_values(given, types, defaults)
     arguments += given
 
@@ -66,18 +67,6 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     cfg = cls(**values)
     cfg.validate()
     return cfg
-
-
-def _add_values(argv: list[str]) -> list[str]:
-    """Return the words with a value for each option that needs none: `--resume` is `--resume auto`."""
-    # --resume means the newest checkpoint of the output folder. --merge_adapters was a flag.
-    implied = {"resume": "auto", "profile": "auto", "merge_adapters": "on"}
-    words: list[str] = []
-    for at, word in enumerate(argv):
-        name, value = split_option(word)
-        is_alone = value is None and "".join(argv[at + 1 : at + 2] or ["--"]).startswith("--")
-        words += [word, implied[name]] if name in implied and is_alone else [word]
-    return words
 
 
 def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
@@ -167,19 +156,11 @@ def _suggest(name: str, properties: dict[str, Properties]) -> str:
     if spelled not in meanings:
         if spelled in properties_of(RecipeConfig):
             return " Only recipes for pretrained models, such as classify, have it. See --help for all options of this recipe."
-        spelled = nearest(spelled, meanings, cutoff=0.7) or _sharing_words(spelled, meanings)
+        spelled = nearest(spelled, meanings, cutoff=0.7)
         if not spelled:
             return " See --help for all options."
     known = meanings[spelled]
     return f" Did you mean --{known} ({properties[known].help})?"
-
-
-def _sharing_words(name: str, spellings: Iterable[str]) -> str:
-    """Return the spelling that shares the most words with `name`, if it shares more than half of them, or ""."""
-    words = set(name.split("_"))
-    shared = {spelling: len(words & set(spelling.split("_"))) for spelling in spellings}
-    best = max(shared, key=lambda spelling: (shared[spelling], -len(spelling)), default="")
-    return best if best and shared[best] > len(words) / 2 else ""
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -202,7 +183,7 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
     """Return a line of YAML as words of a command line, so that one parser checks both."""
     if kind is bool:
         if not isinstance(value, bool):
-            raise UserError(f"{path}: {name}: {value!r} must be true or false.{_instead_of_a_value(name, str(value), yaml=True)}")
+            raise UserError(f"{path}: {name}: {value!r} must be true or false.")
         return [f"--{name}" if value else f"--no_{name}"]
     if isinstance(value, dict):
         raise UserError(f"{path}: {name}: has nested lines, but takes one value.")
@@ -212,35 +193,24 @@ def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if value is None and kind is not str:
         raise UserError(f"{path}: {name}: needs a value.")
-    if value is None:
-        value = ""
     if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
         value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
-    return [f"--{name}", str(value)]
+    return [f"--{name}", "" if value is None else str(value)]
 
 
-def _normalize_flags(argv: list[str], types: dict[str, Any]) -> list[str]:
-    """Accept `--tf32 false` besides `--no_tf32`, and `--pin_memory true` besides `--pin_memory on`."""
-    words = []
-    for word in argv:  # --tf32=false
-        name, given = split_option(word)
-        is_switch = types.get(name) is bool or "on" in typing.get_args(types.get(name))
-        words += [f"--{name}", given] if given is not None and is_switch else [word]
-    for at in range(len(words) - 1, 0, -1):
-        name, value = name_of(words[at - 1]), words[at].lower()
-        if types.get(name) is bool and not value.startswith("--") and value not in ("true", "false"):
-            hint = _instead_of_a_value(name, words[at]) or f" Type --{name} or --no_{name}."
-            raise UserError(f"--{name} {words[at]}: --{name} is a switch and takes no value.{hint}")
-        if value in ("true", "false"):
-            if types.get(name) is bool:
-                words[at - 1 : at + 1] = [f"--{name}" if value == "true" else f"--no_{name}"]
-            elif "on" in typing.get_args(types.get(name)):
-                words[at] = "on" if value == "true" else "off"
+def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
+    """Return the words as tyro accepts them: `--resume auto` for `--resume`, `--no_tf32` for `--tf32 false`, `on` for `true`."""
+    words = ["--help"] if argv[:1] == ["-h"] else []
+    for name, values in group_values(argv):
+        kind, word = types.get(name), values[0].lower() if values else ""
+        if kind is bool and values:
+            if word not in ("true", "false"):
+                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")
+            words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
+        elif word in ("true", "false") and "on" in typing.get_args(kind):
+            words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]
+        elif len(values) == 1 and word.startswith("-"):
+            words.append(f"--{name}={values[0]}")
+        else:
+            words += [f"--{name}", *(values or ([IMPLIED[name]] if name in IMPLIED else []))]
     return words
-
-
-def _instead_of_a_value(name: str, value: str, yaml: bool = False) -> str:
-    """Return what to type instead of `--keep_best METRIC`, which older versions accepted, or ""."""
-    if name != "keep_best" or not value:
-        return ""
-    return f" Write keep_best: true and best_metric: {value}." if yaml else f" Type --keep_best --best_metric {value}."

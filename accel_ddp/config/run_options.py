@@ -11,27 +11,25 @@ _DDP_TIMEOUT = int(TIMEOUT_VARIABLE) if TIMEOUT_VARIABLE.isdigit() else 0  # `Tr
 
 
 @dataclass(kw_only=True)
-@of_group("saving", affects_result=False)
+@of_group("saving", affects_result=False, at_least=0)
 class SavingConfig:
     """The options of checkpoints, stopping and resuming."""
 
     output_dir: str = option("", "folder of this run; default: runs/RECIPE/DATE-TIME", per_node=True)
     resume: str = option("", "continue the run in --output_dir; with a path: continue from that checkpoint or run")
     allow_config_change: bool = option(False, "resume although options or data that change the result are different")
-    save_every: int = option(0, "updates between checkpoints; 0: save after every epoch", at_least=0)
+    save_every: int = option(0, "updates between checkpoints; 0: save after every epoch")
     keep_last: int = option(2, "number of newest checkpoints to keep", at_least=2)
     keep_best: bool = option(
         False, "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first"
     )
-    stop_signal: Literal["USR1", "USR2"] = option(
-        "USR2", "signal that asks for a checkpoint and a stop, like SIGTERM and Ctrl-C (Slurm: --signal)"
-    )
-    stop_after: int = option(0, "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never", at_least=0)
+    stop_signal: Literal["USR1", "USR2"] = option("USR2", "signal for a checkpoint and a stop, like SIGTERM and Ctrl-C")
+    stop_after: int = option(0, "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never")
     push_to_hub: str = option("", "upload the exported model under this name, for example me/my-model")
 
 
 @dataclass(kw_only=True)
-@of_group("logging", affects_result=False, per_node=True)
+@of_group("logging", affects_result=False, per_node=True, at_least=0)
 class LoggingConfig:
     """The options of logs, trackers and profiles."""
 
@@ -41,48 +39,28 @@ class LoggingConfig:
     run_name: str = option("", "name of the run in the trackers; default: name of the output folder")
     run_group: str = option("", "group of the run in wandb, trackio and mlflow")
     run_tags: tuple[str, ...] = option((), "tags of the run in wandb and mlflow")
-    tracker_wait: float = option(
-        60.0,
-        "seconds to wait at the end of the run for trackers that have not stored everything; after a stop request at most 10",
-        at_least=0,
-    )
+    tracker_wait: float = option(60.0, "seconds to wait at the end for trackers that store late; at most 10 after a stop request")
     log_model: bool = option(False, "upload the exported model to wandb or mlflow, as an artifact of the run")
     profile: str = option(
-        "off",
-        "record these steps with torch.profiler, for example 10-14; without a value: 5 steps after the first 10 of this process",
-        per_node=False,
+        "off", "record these steps with torch.profiler, for example 10-14; without a value: 5 after the first 10", per_node=False
     )
     profile_ranks: str = option("auto", "ranks that record: all, or for example 0,3; auto: all, but at most 16", per_node=False)
 
 
 @dataclass(kw_only=True)
-@of_group("multi-node", affects_result=False)
+@of_group("multi-node", affects_result=False, at_least=0)
 class MultiNodeConfig:
     """The options of several ranks and nodes: how they are checked, how long they wait for each other, and what they send."""
 
     preflight: Literal["on", "off"] = option("on", "with several nodes, check the cluster first, as `accel-ddp doctor` does")
-    preflight_wait: float = option(
-        300, "seconds to wait in that check for nodes that have not started yet", per_node=True, at_least=1
-    )
-    hang_report_seconds: float = option(
-        5.0, "report a rank, node or link that makes no progress for this many seconds longer than usual", at_least=0.5
-    )
+    preflight_wait: float = option(300, "seconds to wait in that check for nodes that start late", per_node=True, at_least=1)
+    hang_report_seconds: float = option(5.0, "report what makes no progress for so many seconds longer than usual", at_least=0.5)
     hang_abort_seconds: float = option(
-        30.0,
-        "end the run after this many seconds without progress, or after 5 times the usual duration if that is longer; 0: never",
-        at_least=0,
+        30.0, "end the run after so many seconds without progress, or 5 times the usual duration if that is longer; 0: never"
     )
-    ddp_timeout_seconds: int = option(
-        _DDP_TIMEOUT, "seconds that a rank waits for another one; default: DDP_TIMEOUT_SECONDS or 600", at_least=1
-    )
-    check_every: int = option(
-        50,
-        "updates between checks that the weights of all ranks are equal; every checkpoint is checked too; 0: never",
-        at_least=0,
-    )
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option(
-        "none", "compress gradients for the network", affects_result=True
-    )
+    ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
+    check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
     bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: for models whose forward pass skips parameters; slower")
@@ -100,28 +78,24 @@ class TrainingConfig:
 
     seed: int = option(0, "seed of new weights, of the data order and of dropout")
     epochs: float = option(1.0, "passes over the training items; --steps overrides it; a resumed run may have more")
-    steps: int = option(
-        0, "optimizer updates of the whole run; 0: as many as --epochs needs; a resumed run may have more", at_least=0
-    )
+    steps: int = option(0, "updates of the whole run; 0: as many as --epochs needs; a resumed run may have more", at_least=0)
     global_batch_size: int = option(32, "items per optimizer update, over all ranks; the result depends on it", at_least=1)
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", at_least=0)
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop",
-        "what to do if the loss or the gradient norm is NaN or infinite: end the run, or skip this update on every rank",
+        "if the loss or gradient norm is NaN or infinite: end the run, or skip the update on every rank",
         affects_result=False,
     )
     max_nonfinite: int = option(25, "end the run after this many skipped updates in a row", affects_result=False, at_least=1)
     dropout: bool = option(True, "use dropout; --no_dropout turns it off, for comparisons")
     freeze: tuple[str, ...] = option((), "do not train parameters whose names contain one of these words")
     allow_inexact: bool = option(
-        False,
-        "train a model whose result depends on padding, and so on the micro-batch size and the number of ranks",
-        affects_result=False,
+        False, "train a model whose result depends on padding, and so on micro-batches and ranks", affects_result=False
     )
 
 
 @dataclass(kw_only=True)
-@of_group("speed", affects_result=False)
+@of_group("speed", affects_result=False, at_least=0)
 class SpeedConfig:
     """The options of the computation."""
 
@@ -129,36 +103,24 @@ class SpeedConfig:
         8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
-    compile: Literal["auto", "on", "off"] = option(
-        "auto", "compile the layers (GPU); auto: in runs that are long enough to gain from it"
-    )
+    compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto", "precision of computation; auto: as in the accelerate config", affects_result=True
     )
     tf32: bool = option(True, "use TF32 tensor cores for float32 products", affects_result=True)
     deterministic: bool = option(
-        False,
-        "use GPU kernels that give the same bits every time; slower, but a resumed run is bit-identical",
-        affects_result=True,
+        False, "use GPU kernels that give the same bits every time; slower; a resumed run is bit-identical", affects_result=True
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
-    gpu_memory_gb: float = option(
-        0.0,
-        "GiB of each GPU that a run may need; a model that needs more is refused before it is loaded; 0: the memory of the GPU",
-        at_least=0,
-    )
+    gpu_memory_gb: float = option(0.0, "GiB of each GPU that a run may need; a model that needs more is refused; 0: all of it")
 
 
 @dataclass(kw_only=True)
-@of_group("speed", affects_result=False, per_node=True)
+@of_group("speed", affects_result=False, per_node=True, at_least=0)
 class ProcessConfig:
     """The threads, data workers and caches of a rank."""
 
-    num_threads: int = option(
-        0,
-        "CPU threads of each rank; 0: OMP_NUM_THREADS if you have set it, or the cores of the node divided by its ranks",
-        at_least=0,
-    )
+    num_threads: int = option(0, "CPU threads of each rank; 0: OMP_NUM_THREADS, or the cores of the node divided by its ranks")
     num_workers: int = option(-1, "processes per rank that prepare batches; -1: 0 on CPU, up to 4 on GPU", at_least=-1)
     worker_start: Literal["auto", "fork", "forkserver", "spawn"] = option(
         "auto", "how these processes start; auto: fork on Linux, elsewhere Python's default"
@@ -171,15 +133,15 @@ class ProcessConfig:
 
 
 @dataclass(kw_only=True)
-@of_group("evaluation", affects_result=False)
+@of_group("evaluation", affects_result=False, at_least=0)
 class EvaluationConfig:
     """When a run evaluates, and what it does with the result."""
 
-    eval_every: int = option(0, "updates between evaluations; 0: evaluate after every epoch", at_least=0)
+    eval_every: int = option(0, "updates between evaluations; 0: evaluate after every epoch")
     eval_first: bool = option(True, "evaluate before the first update too, and print the difference at the end")
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe"
     )
     early_stopping_patience: int = option(
-        0, "stop after this many evaluations without a better --best_metric (an equal one is not better); 0: never", at_least=0
+        0, "stop after so many evaluations without a better --best_metric (not an equal one); 0: never"
     )

@@ -33,28 +33,20 @@ class TrainConfig(
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
         for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: is an option of DDP, and the accelerate config asks for FSDP. Leave it out."
-                )
+                raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
-            raise UserError(
-                f"--comm_hook {self.comm_hook}: FSDP can sum gradients in float32 or in bf16. Use --comm_hook bf16, or leave it out."
-            )
+            raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
         if self.mixed_precision == "fp16":
-            raise UserError(
-                "--mixed_precision fp16: needs a loss scaler, which FSDP does not have here. Use --mixed_precision bf16."
-            )
+            raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
         if self.ddp_timeout_seconds == 0:
-            raise UserError(
-                f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {TIMEOUT_VARIABLE}. It must be a whole number of "
-                "seconds, for example 600."
-            )
+            given = f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {TIMEOUT_VARIABLE}"
+            raise UserError(f"{given}. It must be a whole number of seconds, for example 600.")
         for name, properties in properties_of(type(self)).items():
             value = getattr(self, name)
-            if properties.at_least is not None and value != "auto" and not value >= properties.at_least:
+            if isinstance(value, int | float) and properties.at_least is not None and not value >= properties.at_least:
                 raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
@@ -62,9 +54,9 @@ class TrainConfig(
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         self.check_optimizer()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
+            reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(
-                "--on_nonfinite skip --comm_hook powersgd: powersgd adds what it has left out of a gradient to later gradients, so "
-                "that no later one is finite either. Use another --comm_hook, or --on_nonfinite stop."
+                f"--on_nonfinite skip --comm_hook powersgd: {reason}. Use another --comm_hook, or --on_nonfinite stop."
             )
         is_profiled = parse_steps(self.profile) is not None
         if parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
@@ -115,33 +107,29 @@ class TrainConfig(
 
 
 @dataclass(kw_only=True)
-@of_group("model")
+@of_group("model", at_least=0)
 class ModelConfig(TrainConfig):
     """The options of a recipe's model."""
 
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
-    dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "type of the trained weights; in 16 bits small updates are lost"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "type of trained weights; 16 bits lose small updates")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention of transformers; auto: its default", affects_result=False
     )
-    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights", at_least=0)
-    lora_alpha: int = option(16, "scale of the adapters", at_least=0)
-    lora_dropout: float = option(0.0, "dropout before the adapters", at_least=0)
+    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights")
+    lora_alpha: int = option(16, "scale of the adapters")
+    lora_dropout: float = option(0.0, "dropout before the adapters")
     lora_targets: tuple[str, ...] = option((), "layers that get adapters; default: those that peft chooses, or all linear layers")
     merge_adapters: Literal["auto", "on", "off"] = option(
-        "auto",
-        "export the whole model with the adapters merged into it; auto: if the base model is not on the Hub",
-        affects_result=False,
+        "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
-        "no", "quantize the frozen weights under --lora_r (QLoRA); needs bitsandbytes and a GPU"
+        "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
     )
 
 
 @dataclass(kw_only=True)
-@of_group("data")
+@of_group("data", at_least=0)
 class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
@@ -150,14 +138,13 @@ class RecipeConfig(ModelConfig):
     eval_file: str = option("", "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True)
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
-    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all", at_least=0)
-    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False, at_least=0)
+    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all")
+    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False)
     log_predictions: int = option(
         0,
-        "sample predictions in the tables of each evaluation: so many correct ones, wrong ones and worst ones; they contain your data",
+        "so many correct, wrong and worst predictions in a table of each evaluation; they contain your data",
         group="logging",
         affects_result=False,
-        at_least=0,
     )
     skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
     eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
@@ -165,27 +152,20 @@ class RecipeConfig(ModelConfig):
     def validate_sharded(self) -> None:
         super().validate_sharded()
         if self.quantize != "no":
-            raise UserError(
-                f"--quantize {self.quantize}: quantized weights cannot be sharded, but the accelerate config asks for FSDP. Leave "
-                "--quantize out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml."
-            )
+            instead = "Leave it out, or train with DDP: use accelerate_configs/1node.yaml or 2node.yaml"
+            raise UserError(f"--quantize {self.quantize}: quantized weights cannot be sharded. {instead}.")
 
     def validate(self) -> None:
         super().validate()
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
-            raise UserError(
-                f"--quantize {self.quantize} --merge_adapters on: merged weights would be rounded again. Leave it out. "
-                "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the weights as they were before."
-            )
+            instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
+            raise UserError(f"--quantize {self.quantize} --merge_adapters on: would round merged weights again. {instead}.")
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.log_predictions > MOST_PREDICTIONS:
-            raise UserError(
-                f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less, because every evaluation stores so "
-                "many rows of each group."
-            )
+            raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
 
@@ -195,9 +175,7 @@ class RecipeConfig(ModelConfig):
 class ScoredConfig(RecipeConfig):
     """The options of a recipe whose predictions further metrics can score."""
 
-    metrics: tuple[str, ...] = option(
-        (), "more metrics: built-in (a wrong name lists them), or of the evaluate package by name or folder"
-    )
+    metrics: tuple[str, ...] = option((), "more metrics: built-in (a wrong name lists them), or of the evaluate package")
 
 
 def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:

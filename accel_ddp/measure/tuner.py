@@ -19,7 +19,7 @@ from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.text import counted, format_bytes, plural
 
-SHAPES_MODULE = "accel_ddp.tasks.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
+SHAPES_MODULE = "accel_ddp.memory.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
 SHAPES_SECONDS = 180.0  # torch may be read from a slow network disk
 WRITE_SECONDS = 15.0
 

@@ -13,9 +13,9 @@ from torch import nn
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import builtin
-from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, locate
+from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
+from accel_ddp.text import listed
 
 log = logging.getLogger(__name__)
 
@@ -114,30 +114,23 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
 def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:
     """Return the config of the adapters, for training. Raise UserError if they do not fit the options or the recipe."""
     config = given.config
+    instead = f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
     if config.task_type not in (None, task):
-        raise UserError(
-            f"--model {cfg.model}: contains LoRA adapters for another task ({config.task_type}, and this recipe trains {task}). "
-            f"To train new ones on the same model, use --model {given.base} --lora_r {config.r}."
-        )
-    differing = [
-        f"--{name} {value} (the adapters have {own})"
-        for name, value, own, unset in (
-            ("lora_r", cfg.lora_r, config.r, 0),
-            ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha),
-            ("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""),
-        )
-        if value not in (own, unset)
-    ]
+        found = f"LoRA adapters for another task ({config.task_type}, and this recipe trains {task})"
+        raise UserError(f"--model {cfg.model}: contains {found}. {instead}")
+    options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
+    options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""))
+    differing = [f"--{name} {value} (the adapters have {own})" for name, value, own, no in options if value not in (own, no)]
     if differing:
         raise UserError(
             f"{', '.join(differing)}: --model {cfg.model} contains LoRA adapters, which are trained further as they are. Leave these "
             f"options out. To train new adapters, use --model {given.base}."
         )
     kept = config.modules_to_save or []
-    if lost := [name for name in model._new_modules if not any(name == one or name.endswith(f".{one}") for one in kept)]:
+    if lost := [name for name in model._new_modules if not any(f".{name}".endswith(f".{one}") for one in kept)]:
         raise UserError(
             f"--model {cfg.model}: contains LoRA adapters for {given.base}, but no weights for {', '.join(lost)}, which that model "
-            f"lacks too. To train new adapters, use --model {given.base} --lora_r {config.r}."
+            f"lacks too. {instead}"
         )
     config.inference_mode, config.task_type, config.base_model_name_or_path = False, task, None  # peft sets the last one
     config.lora_dropout = cfg.lora_dropout or config.lora_dropout
@@ -154,13 +147,11 @@ def _load_adapters(model: Any, given: Adapters, cfg: RecipeConfig) -> None:
     except Exception as error:  # no such file, damaged, no network
         raise UserError(f"--model {cfg.model}: the weights of its adapters cannot be loaded: {error}") from error
     ours = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    strange = sorted(ours.keys() ^ weights.keys())
     other = [name for name in ours if name in weights and ours[name].shape != weights[name].shape]
-    strange += [name for name in other if "lora_" in name]
-    if strange:
+    if strange := [*sorted(ours.keys() ^ weights.keys()), *(name for name in other if "lora_" in name)]:
         raise UserError(
-            f"--model {cfg.model}: its adapters do not fit {given.base} in this recipe: {', '.join(strange[:3])}"
-            f"{', ...' if strange[3:] else ''}. To train new adapters, use --model {given.base} --lora_r {given.config.r}."
+            f"--model {cfg.model}: its adapters do not fit {given.base} in this recipe: {listed(strange)}. To train new adapters, use "
+            f"--model {given.base} --lora_r {given.config.r}."
         )
     if other:
         log.info(f"--model {cfg.model}: {', '.join(other)} are new, because the adapters were trained for other labels")
@@ -169,20 +160,18 @@ def _load_adapters(model: Any, given: Adapters, cfg: RecipeConfig) -> None:
 
 def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | None:
     """Return the names that modules of the model have, each of them once. peft adds usual names of heads to those given."""
-    there = {name for name, _ in model.named_modules()}
-    found = [one for one in dict.fromkeys(names or ()) if any(name == one or name.endswith(f".{one}") for name in there)]
-    return found or None
+    there = [f".{name}" for name, _ in model.named_modules()]
+    return [one for one in dict.fromkeys(names or ()) if any(name.endswith(f".{one}") for name in there)] or None
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
     """Return the content of adapter_config.json, with an absolute path of a local base model."""
-    base = model.get_base_model()
-    config = model.peft_config["default"]
+    base, config = model.get_base_model(), model.peft_config["default"]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         values = json.loads((Path(folder) / "adapter_config.json").read_text())
     source = getattr(base, "_source", None) or config.base_model_name_or_path
-    is_folder = not builtin.is_builtin("--model", source) and Path(source).expanduser().is_dir()
+    is_folder = not source.startswith(PREFIX) and Path(source).expanduser().is_dir()
     return {
         **values,
         "target_modules": sorted(targets) if isinstance(targets := values["target_modules"], list) else targets,  # a set in peft

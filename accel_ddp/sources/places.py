@@ -30,8 +30,8 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
     `option` and `name` are what the user typed, for the error message.
     """
     spec = find_spec(package)
-    path = Path(spec.submodule_search_locations[0]) / inside if spec else None
-    if path is None or not path.exists():
+    path = Path(spec.submodule_search_locations[0] if spec else "/nowhere") / inside
+    if not path.exists():
         raise UserError(
             f"{option} {name}: is part of the package {package!r}, which is not installed. Install the extra: "
             f"pip install -c constraints.txt -e '.[demo]'. Or give your own {option}."

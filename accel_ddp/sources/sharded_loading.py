@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -60,19 +61,6 @@ class RowLoader:
 
         If the weights cannot be read by rows, return the whole model, after a warning.
         """
-        generator = torch.get_rng_state()
-        try:
-            with self._replaced_reader():
-                return from_pretrained(auto_class, name, place, **options)
-        except UserError as error:
-            self.rows.clear()
-            torch.set_rng_state(generator)
-            whole = from_pretrained(auto_class, name, place, **options)  # raises the error of damaged files again
-            warn(f"{error} Each rank therefore loads the whole model into host memory before the model is sharded.")
-            return whole
-
-    @contextlib.contextmanager
-    def _replaced_reader(self) -> Iterator[None]:
         from transformers import PreTrainedModel
 
         read = PreTrainedModel._load_pretrained_model
@@ -82,11 +70,16 @@ class RowLoader:
                 return read(model, state_dict, files, load_config, *more)
             return self._read(read, model, files, load_config)
 
-        PreTrainedModel._load_pretrained_model = staticmethod(read_rows)
+        generator = torch.get_rng_state()
         try:
-            yield
-        finally:
-            PreTrainedModel._load_pretrained_model = staticmethod(read)
+            with mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_rows)):
+                return from_pretrained(auto_class, name, place, **options)
+        except UserError as error:
+            self.rows.clear()
+            torch.set_rng_state(generator)
+            whole = from_pretrained(auto_class, name, place, **options)  # raises the error of damaged files again
+            warn(f"{error} Each rank therefore loads the whole model into host memory before the model is sharded.")
+            return whole
 
     def _read(self, read: Callable[..., Any], model: Any, files: list[str], load_config: Any) -> tuple[Any, Any]:
         """Load the files into the model, and put stand-ins into it. Return what the function of transformers returns."""
@@ -110,23 +103,21 @@ class RowLoader:
             for batch in _batches(tensors, targets):
                 infos.append(read(model, batch, None, load_config)[0])
                 for name, p in [*model.named_parameters(remove_duplicate=False)]:
-                    if not p.is_meta and name not in whole and p not in self.rows:
-                        self._put_stand_in(model, name, p, parameters[name].shape)
+                    if p.is_meta or name in whole or p in self.rows:
+                        continue
+                    rows, shape = p.detach(), parameters[name].shape
+                    if p.shape == shape:
+                        rows = rows[slice(*own_rows(shape[0], self.plan))]
+                    if rows.untyped_storage().nbytes() != rows.nbytes:  # a view of a file, or of the whole tensor
+                        rows = rows.clone()
+                    stand_in = nn.Parameter(torch.zeros((), dtype=rows.dtype).expand(shape), p.requires_grad)
+                    stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no values for it
+                    self.rows[stand_in] = rows
+                    _put(model, name, stand_in)
             for name, p in parameters.items():  # those whose rows could not be read, which transformers reports
                 if model.get_parameter(name).shape != p.shape:
                     _put(model, name, p)
         return _joined(infos), None
-
-    def _put_stand_in(self, model: Any, name: str, loaded: nn.Parameter, shape: torch.Size) -> None:
-        rows = loaded.detach()
-        if loaded.shape == shape:
-            rows = rows[slice(*own_rows(shape[0], self.plan))]
-        if rows.untyped_storage().nbytes() != rows.nbytes:  # a view of a file, or of the whole tensor
-            rows = rows.clone()
-        stand_in = nn.Parameter(torch.zeros((), dtype=rows.dtype).expand(shape), loaded.requires_grad)
-        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not draw random values for it
-        self.rows[stand_in] = rows
-        _put(model, name, stand_in)
 
     def _whole(self, model: Any, parameters: dict[str, nn.Parameter], found: set[str]) -> set[str]:
         """Return the names of parameters that every rank needs completely until the model is sharded."""
@@ -153,9 +144,7 @@ def shard_loaded(
     for module in model.modules():
         original = dict(module.named_children()).get("original_module")  # of a module that peft has copied
         if original is not None and any(p in rows for p in original.parameters()):
-            raise UserError(
-                f"The adapters train a copy of {type(original).__name__}, which FSDP does not support. Train with DDP."
-            )
+            raise UserError(f"The adapters train a copy of {type(original).__name__}, which FSDP cannot shard. Train with DDP.")
     empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in rows}
     by_name = {name: rows[p] for name, p in model.named_parameters() if p in rows}
     for module in model.modules():
@@ -173,9 +162,7 @@ def shard_loaded(
         if part is None:
             return tensor
         if [*part.shape] != region(tensor)[1]:
-            raise RuntimeError(
-                f"FSDP holds {region(tensor)[1]} of {[*tensor.shape]} on this rank, but {[*part.shape]} were read."
-            )
+            raise RuntimeError(f"FSDP holds {region(tensor)[1]} of {[*tensor.shape]} here, but {[*part.shape]} were read.")
         return sharded_like(part.to(home), tensor)
 
     compat.map_tensors(model, fill)
@@ -186,14 +173,9 @@ def copied_modules(lora_r: int, adapters: Adapters | None) -> tuple[str, ...]:
     if adapters is None:
         return HEADS if lora_r else ()
     config = adapters.config
-    unusual = [
-        f"{name}: {value}"
-        for name, value, is_usual in (
-            ("init_lora_weights", config.init_lora_weights, config.init_lora_weights in INITS),
-            ("trainable_token_indices", config.trainable_token_indices, not config.trainable_token_indices),
-        )
-        if not is_usual
-    ]
+    unusual = [] if config.init_lora_weights in INITS else [f"init_lora_weights: {config.init_lora_weights}"]
+    if config.trainable_token_indices:
+        unusual.append(f"trainable_token_indices: {config.trainable_token_indices}")
     if unusual:
         raise UserError(
             f"The adapters in {adapters.place} have {' and '.join(unusual)}, which needs the whole weights of the model, but FSDP "
@@ -222,8 +204,9 @@ def _targets(model: Any, tensors: dict[str, Any], load_config: Any) -> dict[str,
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = load_config.weight_mapping or []
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = (
+        [entry for entry in mapping if isinstance(entry, kind)] for kind in (WeightRenaming, WeightConverter)
+    )
     own, prefix = model.state_dict(), model.base_model_prefix
     targets = {}
     for key in tensors:
@@ -260,8 +243,8 @@ def _batches(tensors: dict[str, Any], targets: dict[str, tuple[str, bool]]) -> I
 
 def _joined(infos: list[Any]) -> Any:
     """Return what transformers reports about loading, as if all batches had been one."""
-    first, *others = infos
-    for info in others:
+    first = infos[0]
+    for info in infos[1:]:
         first.missing_keys &= info.missing_keys
         first.unexpected_keys |= info.unexpected_keys
         first.mismatched_keys |= info.mismatched_keys

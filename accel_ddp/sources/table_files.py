@@ -1,15 +1,14 @@
 """Tables in files. A file that cannot be read is reported with the line, the reason, and what to do about it."""
 
-import codecs
 import csv
 import io
 import json
 import logging
-import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +48,12 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)  # the UserErrors below replace what it would log
+    rows: Any = ()
     try:
         rows = _load(kind, file, options)
     except Exception as error:  # many types of datasets, pyarrow and pandas
-        if "corresponds to no data" in str(error):
-            raise UserError(f"{option} {path}: the file has no rows.") from error
-        raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
+        if "corresponds to no data" not in str(error):
+            raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
     if len(rows) == 0:
@@ -65,19 +64,16 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
 def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
     import datasets
 
-    place = {"data_files": str(file.resolve()), "split": "train"}
+    read = partial(datasets.load_dataset, kind, data_files=str(file.resolve()), split="train")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # pandas warns about empty cells at the end of lines
-            return datasets.load_dataset(kind, **place, **options)
+            return read(**options)
     except Exception:
         # `datasets` derives the types of columns from the first 10 MB, and fails if later lines have other types.
         if kind != "json" or file.stat().st_size < 10 << 20 or _find_broken_json(file):
             raise
-        return datasets.load_dataset(kind, **place, chunksize=file.stat().st_size + 1)
-
-
-# ---------------------------------------------------------------------------------------------- any file
+        return read(chunksize=file.stat().st_size + 1)
 
 
 def require_file(option: str, path: str) -> Path:
@@ -86,14 +82,13 @@ def require_file(option: str, path: str) -> Path:
     if file.is_dir():
         raise UserError(f"{option} {path}: is a folder and not a file. {describe_folder(file)}")
     if not file.is_file():
-        if any(mark in path for mark in "*?[") and file.parent.is_dir():
+        found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
+        near = nearest(file.name, found)
+        reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
+        if any(mark in path for mark in "*?[") and found:
             reason = "Patterns are not supported here. Give the name of one file."
         elif path.startswith("~"):
             reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
-        else:
-            found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
-            near = nearest(file.name, found)
-            reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
         raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")
     if file.stat().st_size == 0:
         raise UserError(f"{option} {path}: the file is empty.")
@@ -125,27 +120,21 @@ def describe_folder(folder: Path) -> str:
 
 def require_utf8(option: str, file: Path) -> None:
     """Raise UserError if the file is not UTF-8. This costs a small part of the time that reading rows takes."""
-    decoder, num_bytes, line = codecs.getincrementaldecoder("utf-8")(), 0, 1
-    with file.open("rb") as opened:
-        while True:
-            piece = opened.read(1 << 20)
-            if num_bytes == 0 and (piece.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in piece[:4096]):
-                hint = f"Convert it, for example: iconv -f UTF-16 -t UTF-8 {file.name} > new{file.suffix}"
-                raise UserError(f"{option} {file}: the file is not UTF-8, but UTF-16 or binary. {hint}")
-            rest = decoder.getstate()[0]  # an incomplete character at the end of the previous piece
+    convert = lambda encoding: f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
+    place = 0
+    with file.open("rb") as lines:
+        begin = lines.peek(4096)[:4096]
+        if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin:
+            hint = f"Convert it, for example: {convert('UTF-16')}"
+            raise UserError(f"{option} {file}: the file is not UTF-8, but UTF-16 or binary. {hint}")
+        for number, line in enumerate(lines, start=1):
             try:
-                decoder.decode(piece, final=not piece)
+                line.decode()
             except UnicodeDecodeError as error:
-                raw = rest + piece
-                line += raw[: error.start].count(b"\n") - rest.count(b"\n")
-                place = num_bytes - len(rest) + error.start
-                raise UserError(
-                    f"{option} {file}: the file is not UTF-8: {error.reason} at byte {place} (0x{raw[error.start]:02x}) in line "
-                    f"{line:,}. Save it as UTF-8, or convert it, for example: iconv -f LATIN1 -t UTF-8 {file.name} > new{file.suffix}"
-                ) from error
-            if not piece:
-                return
-            num_bytes, line = num_bytes + len(piece), line + piece.count(b"\n")
+                found = f"{error.reason} at byte {place + error.start} (0x{line[error.start]:02x}) in line {number:,}"
+                hint = f"Save it as UTF-8, or convert it, for example: {convert('LATIN1')}"
+                raise UserError(f"{option} {file}: the file is not UTF-8: {found}. {hint}") from error
+            place += len(line)
 
 
 def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
@@ -162,16 +151,11 @@ def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
     elif suffix in (".jsonl", *SENTENCE_FILES):
         with file.open("rb") as lines:
             filled = [number for number, line in enumerate(lines, start=1) if line.strip() and not line.startswith(b"-DOCSTART-")]
-        is_start = lambda i: (
-            suffix == ".jsonl" or i == 0 or filled[i - 1] < filled[i] - 1
-        )  # sentences have empty lines between them
-        starts = [number for i, number in enumerate(filled) if is_start(i)]
+        # Sentences have empty lines between them.
+        starts = [line for line, last in zip(filled, [-1, *filled]) if suffix == ".jsonl" or last < line - 1]
     else:
         return {}
     return {row: line for row, line in enumerate(starts) if row in wanted}
-
-
-# ---------------------------------------------------------------------------------------------- .csv and .tsv
 
 
 def _check_csv(option: str, file: Path) -> dict[str, Any]:
@@ -190,18 +174,14 @@ def _check_csv(option: str, file: Path) -> dict[str, Any]:
     too_long = [(line, len(cells)) for line, cells in records if len(cells) > len(header) and any(cells[len(header) :])]
     if too_long:
         line, number = too_long[0]
-        found = f"line {line:,} has {number} cells, but the header has {len(header)}"
         more = f" {len(too_long):,} lines have too many cells." if too_long[1:] else ""
         if mark := next((mark for mark in SEPARATORS if len(header) == 1 and mark in header[0]), ""):
             hint = f"Cells seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
         else:
             is_csv = file.suffix.lower() == ".csv"
             hint = 'Put cells that contain a comma into quotes: "a, b".' if is_csv else "A cell of a .tsv cannot contain a tab."
-        raise UserError(f"{option} {file}: {found}.{more} {hint}")
-    options = _dialect(file) | {
-        "keep_default_na": False,
-        "na_values": [""],
-    }  # "None" and "NA" are texts and labels like any other
+        raise UserError(f"{option} {file}: line {line:,} has {number} cells, but the header has {len(header)}.{more} {hint}")
+    options = {**_dialect(file), "keep_default_na": False, "na_values": [""]}  # "None" and "NA" are texts and labels
     csv.writer(line := io.StringIO()).writerow(header)
     names = [str(name) for name in pandas.read_csv(io.StringIO(line.getvalue())).columns]  # pandas makes repeated names distinct
     for name in [name for name, number in Counter(header).items() if number > 1 and name][:3]:
@@ -212,10 +192,8 @@ def _check_csv(option: str, file: Path) -> dict[str, Any]:
 
 
 def _dialect(file: Path) -> dict[str, Any]:
-    # Quotes in a .tsv are ordinary characters.
-    return (
-        {"sep": "\t", "quoting": csv.QUOTE_NONE} if file.suffix.lower() == ".tsv" else {"sep": ",", "quoting": csv.QUOTE_MINIMAL}
-    )
+    is_tsv = file.suffix.lower() == ".tsv"  # its quotes are ordinary characters
+    return {"sep": "\t" if is_tsv else ",", "quoting": csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL}
 
 
 def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
@@ -233,9 +211,6 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(limit)
 
 
-# ---------------------------------------------------------------------------------------------- reasons
-
-
 def _find_reason(kind: str, file: Path, error: Exception) -> str:
     """Return why `datasets` could not read the file, and what to do about it."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
@@ -247,9 +222,9 @@ def _find_reason(kind: str, file: Path, error: Exception) -> str:
         return f"the quote of a cell in line {line:,} is not closed. Close it, or write two quotes for a quote inside a cell."
     if kind == "parquet":
         with file.open("rb") as opened:
-            begin = opened.read(20)
-        is_text = begin.isascii() and begin.decode("ascii").isprintable()
-        return f"{cause.rstrip('.')}." + (f" It begins with {begin.decode()!r}: rename it to its real format." if is_text else "")
+            begin = opened.read(20).decode("ascii", "replace")
+        is_text = begin.isascii() and begin.isprintable()
+        return f"{cause.rstrip('.')}." + (f" It begins with {begin!r}: rename it to its real format." if is_text else "")
     return cause
 
 
@@ -269,9 +244,9 @@ def _find_broken_json(file: Path) -> str:
 
 def _decode(text: str) -> tuple[str, int]:
     """Return ("", 0) if `text` is white space, or one or more objects, or a list of objects. Else return (problem, its line)."""
-    decoder, place = json.JSONDecoder(object_pairs_hook=_with_distinct_keys), _skip_blanks(text, 0)
+    decoder, line_of = json.JSONDecoder(object_pairs_hook=_with_distinct_keys), lambda place: text.count("\n", 0, place) + 1
+    place = len(text) - len(text.lstrip())
     while place < len(text):
-        line_of = lambda place: text.count("\n", 0, place) + 1
         if place and text[place] == ",":
             return "has a comma after an object. Write one object per line, without commas between them.", line_of(place)
         try:
@@ -281,25 +256,16 @@ def _decode(text: str) -> tuple[str, int]:
             found = f"at {at!r}" if at else "at its end"
             hint = " Names and texts need double quotes." if at.startswith("'") else ""
             return f"is not JSON: {error.msg.removesuffix(' at')} {found}, column {error.colno}.{hint}", error.lineno
-        except _RepeatedKey as error:
-            return f"has the key {str(error)!r} twice in one object.", line_of(place)
+        except KeyError as error:
+            return f"has the key {error} twice in one object.", line_of(place)
         if not isinstance(value, dict) and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
             return f'is {json.dumps(value):.40}, where an object such as {{"text": ...}} is needed.', line_of(place)
-        place = _skip_blanks(text, after)
+        place = json.decoder.WHITESPACE.match(text, after).end()
     return "", 0
-
-
-def _skip_blanks(text: str, place: int) -> int:
-    found = re.compile(r"\S").search(text, place)
-    return found.start() if found else len(text)
-
-
-class _RepeatedKey(Exception):
-    """A key that occurs twice in an object."""
 
 
 def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise _RepeatedKey(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
+        raise KeyError(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
     return made

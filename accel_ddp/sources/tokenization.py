@@ -100,11 +100,8 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
     """
     for rows, name in zip(tables, ("training", "evaluation")):
         texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
-        full = sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"])
-        if full:
-            warn(
-                f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach this length. Longer texts are truncated."
-            )
+        if full := sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"]):
+            warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")
     return tables
 
 
@@ -126,10 +123,12 @@ class PadCollate:
         return batch
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = ()) -> PadCollate:
+def pad_collate(
+    tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = (), kind: type[PadCollate] = PadCollate
+) -> PadCollate:
     """Return a collate function that pads tokenized rows to the longest one, on a GPU to a multiple of 8.
 
     The columns `per_token`, for example labels, are padded with -100, which losses ignore.
     """
     tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
-    return PadCollate(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)
+    return kind(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)

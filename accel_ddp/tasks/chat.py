@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,8 +106,7 @@ class Format:
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenized data."""
-        how = [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts]
-        return [*how, self.tokenizer.chat_template]
+        return [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts, self.tokenizer.chat_template]
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids`, `attention_mask` and `labels`, which are -100 for tokens that are not learned.
@@ -137,14 +137,9 @@ class Format:
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
         found: list[Sample] = []
-        most = min(len(rows), max(100, 2 * number))
-        some = rows[:most]
-        for i in range(most):
-            rendered = self._render(some, i)
+        for _, rendered in self._usable(rows[: max(100, 2 * number)]):
             if len(found) == number:
                 break
-            if rendered.problem:
-                continue
             if self.kind == "texts":
                 words = rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")
                 prompt, answer = " ".join(words[:8]), " ".join(words[8:40])
@@ -158,11 +153,8 @@ class Format:
 
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
         """Return what the pipeline "text-generation" takes, from the first usable row: the chat before an answer, or a text."""
-        some = rows[: min(len(rows), 100)]
-        for i in range(min(len(rows), 100)):
-            rendered = self._render(some, i)
-            if rendered.problem:
-                continue
+        some = rows[:100]
+        for i, rendered in self._usable(some):
             if self.kind == "texts":
                 return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
             if not self.tokenizer.chat_template:
@@ -174,6 +166,11 @@ class Format:
             first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
             return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
         return "Hi"
+
+    def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
+        """Yield the rows that can be used, with their places."""
+        rendered = ((i, self._render(rows, i)) for i in range(len(rows[self.columns[0]])))
+        return ((i, row) for i, row in rendered if not row.problem)
 
     def _render(self, rows: dict[str, list], i: int) -> Rendered:
         """Return row `i` as one text, or the reason why it cannot be used."""
@@ -196,10 +193,8 @@ class Format:
             if not isinstance(row[0], list):
                 raise UnusableRow(f"the column {self.columns[0]} is not a list of messages")
             return self._apply_template(row[0])
-        has_input = len(row) == 3  # the column `input` of Alpaca, which may be empty
-        *asked, answer = (
-            check_text(value, column, has_input and i == 1) for i, (value, column) in enumerate(zip(row, self.columns))
-        )
+        may_be_empty = self.columns[1:-1]  # the column `input` of Alpaca
+        *asked, answer = (check_text(value, column, column in may_be_empty) for value, column in zip(row, self.columns))
         prompt = "\n\n".join(text for text in asked if text)
         if self.tokenizer.chat_template:
             return self._apply_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
@@ -215,9 +210,7 @@ class Format:
             except UnusableRow:
                 is_same = False
             if not is_same:
-                raise UnusableRow(
-                    "a message has its content in parts, which the chat template does not join. Write its content as one text"
-                )
+                raise UnusableRow("a message has its content in parts, which the chat template does not join. Write one text")
         answers = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -271,7 +264,7 @@ def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["d
         some, none = int((cut == 1).sum()), int((cut == 2).sum())
         if none == len(rows):
             raise UserError(
-                f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher value."
+                f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher one."
             )
         effects = [f"{some:,} lose the end of their answer"] if some else []
         effects += [f"{none:,} have no answer left and are dropped"] if none else []
@@ -376,18 +369,19 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-# ---- tokens and labels
-
-
 def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tuple[list[int], list[int], str]]:
     """Return token ids, labels and the problem of each row. With `learn_all` all tokens are learned, and not only the answers.
 
     Parts of a text that are tokenized separately may have other tokens than the whole text. The whole text is therefore
     tokenized. Its beginnings are tokenized too, from their last special token on, to find the places of the answers.
     """
-    special_tokens = _pattern_of_special_tokens(tokenizer)
+    # Tokenizers split a text at these tokens before anything else. A slow one has none.
+    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
+    words = sorted((token.content for token in added if not (token.normalized or token.single_word)), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+    find_last = lambda text: max((found.start() for found in special.finditer(text)), default=0)
     encoded = tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
-    beginnings = {text: _find_last(special_tokens, text) for row in rows for answer in row.answers for text in answer}
+    beginnings = {text: find_last(text) for row in rows for answer in row.answers for text in answer}
     tails = list({text[start:]: 0 for text, start in beginnings.items()})
     tokens = dict(zip(tails, tokenizer(tails, add_special_tokens=False)["input_ids"])) if tails else {}
 
@@ -408,25 +402,8 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
             start, same = compare(number, before)
             if same < start:
                 # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
-                problem = (
-                    "the tokens of its prompt change if the answer follows, often because the answer begins with white space"
-                )
+                problem = "the tokens of its prompt change if the answer follows, which often begins with white space"
             end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
             labels[start:end] = ids[start:end]
         done.append(([], [], problem) if problem else (ids, labels, ""))
     return done
-
-
-def _find_last(special_tokens: re.Pattern[str] | None, text: str) -> int:
-    """Return where the last special token begins in the text, or 0. Tokenizers split a text there before anything else."""
-    start = 0
-    for found in special_tokens.finditer(text) if special_tokens else ():
-        start = found.start()
-    return start
-
-
-def _pattern_of_special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the tokens at which the tokenizer splits every text, or None if it has none or is a slow one."""
-    tokens = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    words = sorted((token.content for token in tokens if not (token.normalized or token.single_word)), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words))) if words else None

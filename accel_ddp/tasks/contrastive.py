@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from accel_ddp.records.eval_tables import Table
@@ -26,17 +24,18 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
     return [[key(text) for text in row] for row in zip(*texts)]
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Return a collate function for rows of several texts each. It pads all texts of row 0, then of row 1, ... together."""
-    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator))
+class PairCollate(tokenization.PadCollate):
+    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        batch = super().__call__([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
+        batch["keys"] = torch.tensor([row["keys"] for row in rows])
+        if "scores" in rows[0]:
+            batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
+        return batch
 
 
-def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
-    batch = pad([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
-    batch["keys"] = torch.tensor([row["keys"] for row in rows])
-    if "scores" in rows[0]:
-        batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
-    return batch
+pad_collate = partial(tokenization.pad_collate, kind=PairCollate)
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
@@ -76,14 +75,9 @@ def read_scores(values: list, cfg: Any) -> tuple[list[float], list[str]]:
     """Return the scores, scaled so that `--min_score` is 0 and `--max_score` is 1, and the problem of each row."""
     numbers = [data.parse_number(value) for value in values]
     column, low, high = cfg.score_column, cfg.min_score, cfg.max_score
+    outside = f"its {column} is not between --min_score {low:g} and --max_score {high:g}, the range of your scores"
     problems = [
-        f"it has no {column}"
-        if data.is_missing(value)
-        else f"its {column} is not a finite number\t{value!r:.40}"
-        if number is None
-        else f"its {column} is not between --min_score {low:g} and --max_score {high:g}, the range of your scores\t{number:g}"
-        if not low <= number <= high
-        else ""
+        data.number_problem(column, value) or ("" if low <= number <= high else f"{outside}\t{number:g}")
         for value, number in zip(values, numbers)
     ]
     return [0.0 if problem else (number - low) / (high - low) for number, problem in zip(numbers, problems)], problems
@@ -111,22 +105,10 @@ def correlation_metrics(cosines: np.ndarray, scores: np.ndarray, dimensions: tup
 
 
 def retrieval_metrics(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int, ...] = ()) -> dict[str, float]:
-    """Return recall at 1, 5 and 10 and the mean reciprocal rank at 10. Each anchor is compared with all distinct positives.
-
-    A candidate with the same score as the right one is ranked before it, so that a model with constant output gets no credit.
-    """
-    _, first = np.unique(keys[:, 1], return_index=True)
-    corpus_keys = keys[:, 1][first]
+    """Return recall at 1, 5 and 10 and the mean reciprocal rank at 10. Each anchor is compared with all distinct positives."""
     metrics: dict[str, float] = {}
     for size in dimensions or (rows.shape[-1],):
-        unit = F.normalize(torch.from_numpy(rows[..., :size]).float(), dim=-1)
-        corpus, ranks = unit[first, 1], []
-        for start in range(0, len(unit), 1024):  # limits the memory to 1,024 x corpus scores at a time
-            scores = unit[start : start + 1024, 0] @ corpus.T
-            is_right = torch.from_numpy(keys[start : start + 1024, 1:2] == corpus_keys[None, :])
-            own = (scores * is_right).sum(1, keepdim=True)
-            ranks.append(1 + ((scores >= own) & ~is_right).sum(1))
-        rank = torch.cat(ranks).double()
+        rank = torch.from_numpy(nearest(rows[..., :size], keys)[0]).double()
         name = "" if size == rows.shape[-1] else f"_{size}"
         metrics |= {f"recall_at_{k}{name}": float((rank <= k).double().mean()) for k in (1, 5, 10)}
         metrics[f"mrr{name}"] = float(torch.where(rank <= 10, 1 / rank, 0.0).mean())
@@ -134,14 +116,15 @@ def retrieval_metrics(rows: np.ndarray, keys: np.ndarray, dimensions: tuple[int,
 
 
 def nearest(rows: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each anchor its rank of `retrieval_metrics`, the row whose positive is nearest to it, and its cosine with that.
+    """Return for each anchor the rank of its positive, the row whose positive is nearest to it, and its cosine with that.
 
-    If the rank is 1, this is its own row.
+    A candidate with the same score as the right one is ranked before it, so that a model with constant output gets no credit. If
+    the rank is 1, the nearest row is the anchor's own.
     """
     _, first = np.unique(keys[:, 1], return_index=True)
     unit = F.normalize(torch.from_numpy(rows).float(), dim=-1)
     found: list[list[Tensor]] = []
-    for start in range(0, len(unit), 1024):  # as in `retrieval_metrics`
+    for start in range(0, len(unit), 1024):  # limits the memory to 1,024 x corpus scores at a time
         scores = unit[start : start + 1024, 0] @ unit[first, 1].T
         is_right = torch.from_numpy(keys[start : start + 1024, 1:2] == keys[:, 1][first][None, :])
         own = (scores * is_right).sum(1)
@@ -160,9 +143,8 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
     """
     if "scores" in rows:
         cosines, scores = rows["cosines"][:, 0].astype(np.float64), rows["scores"].astype(np.float64)
-        made = tables.of_numbers(cosines, scores)
-        values = {"predictions": cosines, "references": scores, "loss": (cosines - scores) ** 2}
-        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+        values = {"predictions": cosines, "references": scores}
+        return tables.of_numbers(**values) | tables.of_predicted_numbers(number, inputs, **values, loss=(cosines - scores) ** 2)
     if not number:
         return {}
     ranks, places, cosines = nearest(rows["embeddings"], rows["keys"])
@@ -172,18 +154,17 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
 
 def sentence_transformers_files(dimension: int, pooling: str, max_length: int, prompts: dict[str, str]) -> dict[str, bytes]:
     """Return the files that sentence-transformers needs beside those of transformers, by their names."""
-    kinds = [("", "models.Transformer"), ("1_Pooling", "models.Pooling"), ("2_Normalize", "models.Normalize")]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"} for i, (path, kind) in enumerate(kinds)
-    ]
-    pooling_config = {"word_embedding_dimension": dimension, **{word: name == pooling for name, word in POOLINGS.items()}}
-    return {
-        name: json.dumps(content, indent=1).encode()
-        for name, content in {
-            "modules.json": modules,
-            "1_Pooling/config.json": pooling_config,
-            "2_Normalize/config.json": {},
-            "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-            "config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"},
-        }.items()
+    names = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    kinds = [(path, f"sentence_transformers.models.{name}") for path, name in names.items()]
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds)]
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": dimension,
+            **{POOLINGS[name]: name == pooling for name in POOLINGS},
+        },
+        "2_Normalize/config.json": {},
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"},
     }
+    return {name: json.dumps(content, indent=1).encode() for name, content in files.items()}

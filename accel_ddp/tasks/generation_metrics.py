@@ -51,9 +51,7 @@ def require_decoder(model: Any, cfg: Any) -> None:
     most = getattr(model.config, "max_position_embeddings", None) or float("inf")
     for option in ("max_length", "max_target_length", "max_new_tokens"):
         if getattr(cfg, option) > most:
-            raise UserError(
-                f"--{option} {getattr(cfg, option)}: {cfg.model} accepts at most {most} tokens. Use --{option} {most}."
-            )
+            raise UserError(f"--{option} {getattr(cfg, option)}: {cfg.model} accepts at most {most} tokens. Use {most}.")
 
 
 def build_generation_config(current: Any, max_new_tokens: int, num_beams: int) -> Any:
@@ -107,10 +105,8 @@ def make_tables(number: int, sources: list[str], targets: list[str], outputs: li
     scores = text_scores(outputs, targets)
     describe = lambda items: {"prompt": [sources[i] for i in items], "reference": [targets[i] for i in items]}
     is_correct = np.array([output.strip() == target.strip() for output, target in zip(outputs, targets)])
-    columns = {"prediction": outputs, "score": scores, "loss": losses}
-    return tables.of_predictions(
-        number, describe, is_correct=is_correct, certainty=-np.array(scores), columns=columns, worst="lowest score"
-    )
+    groups = {"is_correct": is_correct, "certainty": -np.array(scores), "worst": "lowest score"}
+    return tables.of_predictions(number, describe, **groups, columns={"prediction": outputs, "score": scores, "loss": losses})
 
 
 def make_answer_tables(number: int, samples: list["Sample"], answers: list[str], tokenizer: Any) -> dict[str, Table]:

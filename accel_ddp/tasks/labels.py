@@ -25,25 +25,25 @@ class Labels:
     """
 
     def __init__(
-        self,
-        column: str,
-        names: list[str],
-        class_ids: dict[Any, int],
-        is_multi_label: bool = False,
-        is_regression: bool = False,
+        self, column: str, names: list[str], class_ids: dict[Any, int], is_multi_label: bool = False, is_regression: bool = False
     ):
         self.column, self.names, self.class_ids = column, names, class_ids
         self.is_multi_label, self.is_regression = is_multi_label, is_regression
         self.is_declared = False  # whether the dataset declares the names of the classes
-        self.problem_type = (
-            "regression" if is_regression else "multi_label_classification" if is_multi_label else "single_label_classification"
-        )
+        kind = "multi" if is_multi_label else "single"
+        self.problem_type = "regression" if is_regression else f"{kind}_label_classification"
 
     @classmethod
     def for_task(cls, train: "datasets.Dataset", test: "datasets.Dataset", cfg: Any) -> "Labels":
         """Return the labels that `--label_column`, `--num_labels` and `--class_weights` define."""
         if cfg.num_labels == 1:
-            labels = cls.for_regression(train, test, cfg.label_column)
+            values = train[cfg.label_column][:]
+            if all(data.parse_number(value) is None for value in values):
+                raise UserError(
+                    f"--label_column {cfg.label_column}: no training row contains a number, for example {values[0]!r:.40}. "
+                    "For classes, leave --num_labels out."
+                )
+            labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:
             labels = cls.from_rows(train, test, cfg.label_column, use_both=may_lack_classes(cfg, train))
             if cfg.num_labels not in (0, len(labels.names)):
@@ -52,9 +52,7 @@ class Labels:
                     "Leave it out."
                 )
         if cfg.class_weights != "none" and labels.problem_type != "single_label_classification":
-            raise UserError(
-                f"--class_weights {cfg.class_weights}: needs one label per row, but this is {labels.problem_type}. Leave it out."
-            )
+            raise UserError(f"--class_weights {cfg.class_weights}: needs one label per row. This is {labels.problem_type}.")
         return labels
 
     @property
@@ -68,27 +66,24 @@ class Labels:
         return {"num_labels": len(self.names), **names, "problem_type": self.problem_type}
 
     @classmethod
-    def for_regression(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str) -> "Labels":
-        """Return labels that are numbers. Raise UserError if no training row has a number."""
-        values = train[column][:]
-        if all(data.parse_number(value) is None for value in values):
-            raise UserError(
-                f"--label_column {column}: no training row contains a number, for example {values[0]!r:.40}. "
-                "For classes, leave --num_labels out."
-            )
-        return cls(column, [column], {}, is_regression=True)
-
-    @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Labels":
         """Return the labels of the training rows, or with `use_both` of both tables.
 
         `find_problems` reports rows without a label, and rows of `test` with a label that is not among these.
         """
+        import datasets
+
         feature = train.features[column]
-        is_multi_label = _is_list(feature)
+        kinds = (getattr(datasets, name, datasets.Sequence) for name in ("Sequence", "List", "LargeList"))  # polars: LargeList
+        is_multi_label = isinstance(feature, tuple(kinds))
         inner = feature.feature if is_multi_label else feature
         names = getattr(inner, "names", None)  # declared by the dataset, including classes without rows
-        found = [_distinct(rows, column, is_multi_label) for rows in (train, test)]
+        found = []
+        for rows in (train, test):
+            # `rows.unique` would copy the texts of all rows if some were set aside: 20 s for 400,000 rows, and this takes 2 s.
+            cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
+            # `_find_values` rejects a tuple, which stands for a list or a dictionary.
+            found.append({cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)})
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
@@ -97,9 +92,7 @@ class Labels:
         used = found[0] | (found[1] if use_both else set())
         values = list(range(len(names))) if names else sorted({value_of[cell] for cell in used})
         if is_multi_label and set(values) == {0, 1} and len({len(row) for row in train[column][:] if row is not None}) == 1:
-            raise UserError(
-                f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of the names of the classes instead."
-            )
+            raise UserError(f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of names of classes.")
         if len(values) < 2 and not is_multi_label:
             raise UserError(f"--label_column {column}: all rows have the same label {values}, so there is nothing to learn.")
         index = {value: i for i, value in enumerate(values)}
@@ -113,10 +106,8 @@ class Labels:
         return [self._find_problem(cell) for cell in rows[self.column]]
 
     def _find_problem(self, cell: Any) -> str:
-        if data.is_missing(cell):
-            return f"it has no {self.column}"
-        if self.is_regression:
-            return "" if data.parse_number(cell) is not None else f"its {self.column} is not a finite number\t{cell!r:.40}"
+        if self.is_regression or data.is_missing(cell):
+            return data.number_problem(self.column, cell)
         cells = cell if self.is_multi_label else [cell]
         if any(map(data.is_missing, cells)):
             return f"its {self.column} contains an empty name"
@@ -138,8 +129,10 @@ class Labels:
 
     def report_classes(self, tables: Iterable[dict[str, list]]) -> None:
         """Warn about classes that may be mistakes, see `report_classes`. The tables have the column `labels` of `encode`."""
+        number = len(self.names)
+        count = lambda labels: labels.reshape(-1, number).sum(0) if self.is_multi_label else np.bincount(labels, minlength=number)
         if not self.is_regression:
-            counts = [_count(rows["labels"][:], len(self.names), self.is_multi_label) for rows in tables]
+            counts = [count(np.array(rows["labels"][:], dtype=np.int64)) for rows in tables]
             report_classes(f"--label_column {self.column}", "rows", self.names, *counts)
 
     def balanced_weights(self, encoded: list[int], device: Any) -> Any:
@@ -156,32 +149,17 @@ def may_lack_classes(cfg: Any, train: "datasets.Dataset") -> bool:
     Rows of a rare class may all be set aside for the evaluation, or left out by `--max_train_items`. `train` are the rows of
     `data.load_rows`.
     """
-    return bool((cfg.train_file and not cfg.eval_file) or data.is_part(train))
-
-
-def _is_list(feature: Any) -> bool:
-    import datasets
-
-    kinds = (getattr(datasets, name, datasets.Sequence) for name in ("Sequence", "List", "LargeList"))  # polars writes LargeList
-    return isinstance(feature, tuple(kinds))
+    return bool((cfg.train_file and not cfg.eval_file) or hasattr(train, "row_numbers"))
 
 
 def _describe_kinds(cells: set) -> str:
     """Return which kinds of values a column has that cannot be labels, and what labels must be."""
     kinds = sorted({type(cell).__name__ for cell in cells})
-    kinds = ["decimal numbers"] if kinds == ["str"] else kinds
+    kinds = ["float"] if kinds == ["str"] else kinds  # texts with decimal numbers; see `_find_values`
     words = {"tuple": "lists", "str": "texts", "int": "whole numbers", "float": "decimal numbers"}
+    hint = " For regression, add --num_labels 1." if kinds in (["float"], ["float", "int"]) else ""
     shown = " and ".join(words.get(kind, kind) for kind in kinds)
-    hint = " For regression, add --num_labels 1." if kinds in (["decimal numbers"], ["float"], ["float", "int"]) else ""
     return f"{shown}. Labels must be all names, all whole numbers, or all lists of them.{hint}"
-
-
-def _distinct(rows: "datasets.Dataset", column: str, is_multi_label: bool) -> set:
-    """Return the labels that occur, without empty ones."""
-    # `rows.unique` would copy the texts of all rows if some were set aside: 20 s for 400,000 rows, and this takes 2 s.
-    cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
-    # `_find_values` rejects a tuple, which stands for a list or a dictionary.
-    return {cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)}
 
 
 def _find_values(cells: set) -> dict[Any, Any] | None:
@@ -210,9 +188,6 @@ def describe_unknown(what: str, unknown: list, names: list[str], is_declared: bo
     return f"it has a {what} that {reason} ({known})\t{', '.join(map(repr, unknown[:3]))}"
 
 
-# ------------------------------------------------------------------------------------ tables of an evaluation
-
-
 def make_tables(
     labels: Labels, rows: dict[str, np.ndarray], scores: ScoreTable | None, number: int, inputs: tables.Inputs
 ) -> dict[str, Table]:
@@ -224,8 +199,7 @@ def make_tables(
     predictions, references, loss = rows["predictions"], rows["references"], rows["loss"]
     if labels.is_regression:
         made = tables.of_numbers(predictions, references)
-        values = {"predictions": predictions, "references": references, "loss": loss}
-        return made | (tables.of_predicted_numbers(number, inputs, **values) if number else {})
+        return made | tables.of_predicted_numbers(number, inputs, predictions=predictions, references=references, loss=loss)
     made = {"classes": scores.as_table()} if scores else {}
     if labels.is_multi_label:
         made["counts"] = tables.counts_of_classes(predictions, references, labels.names)
@@ -240,8 +214,6 @@ def make_tables(
         made |= tables.of_predictions(number, inputs, is_correct=is_correct, certainty=rows["confidence"], columns=columns)
     return made
 
-
-# ------------------------------------------------------------------------------------ classes that may be mistakes
 
 # What programs write for a missing value. "none" and "na" are left out, because they are names in many datasets.
 NAMES_OF_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "N/A", "n/a", "NA", "<NA>", "#N/A"}
@@ -270,12 +242,4 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     if odd := [i for i, name in enumerate(names) if name.strip() in NAMES_OF_MISSING]:
         warn(f"{option}: a class is named {show(odd)}. Leave these {unit} empty if the label is missing, and use --skip_broken.")
     if all(name.startswith("[") and name.endswith("]") for name in names):
-        warn(
-            f"{option}: the names look like lists, for example {names[0]!r}. For several labels per row, write lists in a .jsonl."
-        )
-
-
-def _count(encoded: list, num_classes: int, is_multi_label: bool) -> np.ndarray:
-    if is_multi_label:
-        return np.array(encoded, dtype=np.int64).reshape(-1, num_classes).sum(0)
-    return np.bincount(np.array(encoded, dtype=np.int64), minlength=num_classes)
+        warn(f"{option}: the names look like lists, for example {names[0]!r}. For several labels per row, use lists in a .jsonl.")

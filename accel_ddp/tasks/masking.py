@@ -1,12 +1,10 @@
 """Masked words in blocks of tokens: the masks, the logits of masked tokens only, and predictions as text."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -53,18 +51,19 @@ class MaskedBlocks(Dataset):
         return {"input_ids": ids.tolist(), "attention_mask": [1] * len(ids), "labels": labels.tolist()}
 
 
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> Callable[[list], Any]:
-    """Return a collate function for `MaskedBlocks`. It adds `masked_positions`: indices of masked tokens in the flattened batch.
+class MaskedCollate(tokenization.PadCollate):
+    """Pads `MaskedBlocks`, and adds `masked_positions`: indices of masked tokens in the flattened batch.
 
     They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
     """
-    return partial(_collate, tokenization.pad_collate(tokenizer, accelerator, per_token=("labels",)))
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        batch = super().__call__(rows)
+        batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
+        return batch
 
 
-def _collate(pad: tokenization.PadCollate, rows: list[dict[str, Any]]) -> Any:
-    batch = pad(rows)
-    batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
-    return batch
+pad_collate = partial(tokenization.pad_collate, per_token=("labels",), kind=MaskedCollate)
 
 
 def compute_masked_logits_only(model: nn.Module) -> nn.Module:
@@ -109,8 +108,9 @@ def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tenso
     positions, (height, width) = batch["masked_positions"], batch["labels"].shape
     if not len(positions):
         nothing = positions.new_full((height,), -1)
-        numbers = {"confidence": nothing.float(), "guess_loss": nothing.float()}
-        return {"position": nothing, "truth": nothing, "guess": nothing, **numbers}
+        return dict.fromkeys(("position", "truth", "guess"), nothing) | dict.fromkeys(
+            ("confidence", "guess_loss"), nothing.float()
+        )
     number = len(positions)
     indices = torch.arange(number, device=positions.device)
     first = indices.new_full((height,), number).scatter_reduce(0, positions // width, indices, "amin")
@@ -138,8 +138,7 @@ def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, 
         before, after = (tokenizer.decode(part) for part in (row[max(0, at - 20) : at], row[at + 1 : at + 21]))
         return f"{before} «{word(row[at])}» {after}".strip()
 
-    columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i])}
-    columns |= {"confidence": certainty, "loss": losses}
+    columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i]), "confidence": certainty, "loss": losses}
     describe = lambda chosen: {"text": [text(i) for i in chosen]}
     return tables.of_predictions(number, describe, is_correct=guess == truth, certainty=certainty, columns=columns)
 
@@ -160,6 +159,7 @@ def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 
     """Return the model's three best guesses of a masked word in each of the first blocks, to print."""
     lines = []
     model.eval()
+    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
     for block in (blocks[i] for i in range(min(number, len(blocks)))):
         ids, words = block["input_ids"], block["words"]
         names = [tokenizer.decode([token]).strip() for token in ids[:32]]
@@ -170,10 +170,7 @@ def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 
         position = simple[len(simple) // 2]
         masked = torch.tensor([ids[:position] + [tokenizer.mask_token_id] + ids[position + 1 :]], device=model.device)
         best = model(input_ids=masked).logits[0, position].float().softmax(-1).topk(3)
-        parts = ids[:position], ids[position + 1 : 40]
-        before, after = (tokenizer.decode(part, skip_special_tokens=True) for part in parts)
-        guesses = ", ".join(
-            f"{tokenizer.decode([i]).strip()} {p:.0%}" for p, i in zip(best.values.tolist(), best.indices.tolist())
-        )
-        lines.append(f"{before} [{names[position]}] {after}\n    {guesses}")
+        text = f"{decode(ids[:position])} [{names[position]}] {decode(ids[position + 1 : 40])}"
+        pairs = zip(best.values.tolist(), best.indices.tolist())
+        lines.append(f"{text}\n    {', '.join(f'{tokenizer.decode([i]).strip()} {p:.0%}' for p, i in pairs)}")
     return "\n".join(["a masked word, and the three best guesses:", *lines]) if lines else ""

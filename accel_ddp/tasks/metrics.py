@@ -6,7 +6,6 @@ options of a recipe are checked with it.
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,16 +56,16 @@ def directions(names: tuple[str, ...], kind: Kind) -> dict[str, Direction]:
     found: dict[str, Direction] = {}
     for name in names:
         known = SHORT.get(kind, {}).get(name, name)
-        others = [other for other, those in BUILT_IN.items() if name in those]
-        if known not in BUILT_IN[kind] and others:
+        kinds = [other for other, those in BUILT_IN.items() if name in those]
+        if known not in BUILT_IN[kind] and kinds:
             raise UserError(
-                f"--metrics {name}: is a metric of {' and '.join(others)}, but this run predicts {kind}. {_those_of(kind)}"
+                f"--metrics {name}: is a metric of {' and '.join(kinds)}, but this run predicts {kind}. {_hint(kind)}"
             )
         found[known if known in BUILT_IN[kind] else _stem(name)] = BUILT_IN[kind].get(known, "")
     return found
 
 
-def _those_of(kind: Kind) -> str:
+def _hint(kind: Kind) -> str:
     return f"Built-in metrics of {kind} are: {', '.join(BUILT_IN[kind])}."
 
 
@@ -74,9 +73,6 @@ def _stem(name: str) -> str:
     """Return the metric's own name: `my` for ./metrics/my, ./metrics/my/my.py and someone/my, and `glue` for glue:mrpc."""
     path = name if Path(name).exists() else name.partition(":")[0]
     return Path(path).name.removesuffix(".py")
-
-
-# ---- the metrics of recipes
 
 
 def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: list[str]) -> tuple[dict[str, float], "ScoreTable"]:
@@ -124,9 +120,6 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
     return scores
 
 
-# ---- the metrics of --metrics
-
-
 class MoreMetrics:
     """The metrics of `--metrics`, computed on the main rank from the items of all ranks in the order of the data.
 
@@ -157,7 +150,17 @@ class MoreMetrics:
             inputs["probabilities"] = one_hot(references, len(names)) if references.ndim == 1 else references.astype("float32")
         measured = [name for name, direction in self.cfg.metric_directions().items() if direction]
         for name in [*self.built_in, *self.loaded]:
-            values = self._try_one(name, predictions=references, references=references, **inputs)
+            try:
+                values, left_out = self._values(name, predictions=references, references=references, **inputs)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+                raise UserError(
+                    f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_hint(self.kind)}"
+                ) from error
+            if not values:
+                raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
+            if left_out:
+                log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
             if same := [value for value in values if name in self.loaded and value in measured]:
                 raise UserError(f"--metrics {name}: there is another metric named {same[0]}. Rename the folder and the script.")
             if any(map(math.isnan, values.values())):
@@ -166,21 +169,6 @@ class MoreMetrics:
             measured += values
         if self.loaded:
             self.cfg.best().require(dict.fromkeys(measured, 0.0))
-
-    def _try_one(self, name: str, **inputs: Any) -> dict[str, float]:
-        """Return the values of a metric. Raise UserError if it fails or has none, and warn about those that are not numbers."""
-        try:
-            values, left_out = self._values(name, **inputs)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-            raise UserError(
-                f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_those_of(self.kind)}"
-            ) from error
-        if not values:
-            raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
-        if left_out:
-            log.warning("--metrics %s: %s are not numbers and are left out.", name, ", ".join(left_out))
-        return values
 
     def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
         """Return the metrics of a recipe and of `--metrics`. One that fails is reported and NaN.
@@ -204,7 +192,9 @@ class MoreMetrics:
         if name in self.built_in:
             return {name: float(_compute(self.kind, name, **inputs))}, []
         metric = self.loaded[name]
-        result = metric.compute(**{key: _as_list(inputs[key]) for key in metric._feature_names()})
+        result = metric.compute(
+            **{key: values if isinstance(values := inputs[key], list) else values.tolist() for key in metric._feature_names()}
+        )
         values, left_out = {}, []
         for key, value in result.items() if isinstance(result, dict) else [(_stem(name), result)]:
             try:
@@ -219,7 +209,7 @@ def _load(name: str, kind: Kind) -> Any:
 
     Importing `evaluate` takes seconds, because it imports every pipeline of transformers.
     """
-    hint = f"{_those_of(kind)} Or name a folder with a script of the same name: ./my_metric for ./my_metric/my_metric.py."
+    hint = f"{_hint(kind)} Or name a folder with a script of the same name: ./my_metric for ./my_metric/my_metric.py."
     place = Path(name).expanduser()
     script = place if name.endswith(".py") else place / f"{_stem(name)}.py"
     is_path = script.is_file() or name.startswith((".", "/", "~")) or name.endswith(".py") or ("/" in name and place.is_dir())
@@ -235,38 +225,36 @@ def _load(name: str, kind: Kind) -> Any:
         meant = did_you_mean(name, BUILT_IN[kind])
         reason = f"the Hub cannot be reached ({no_hub})" if no_hub else f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(f"--metrics {name}: cannot be loaded: {reason}.{meant} {hint}") from error
-    _check_inputs(name, metric, kind)
-    return metric
-
-
-def _check_inputs(name: str, metric: Any, kind: Kind) -> None:
-    """Raise UserError if a metric of the `evaluate` package needs other inputs than a recipe of this kind has."""
     needed, given = set(metric._feature_names()), {"predictions", "references", *(["sources"] if kind == "texts" else [])}
-    if not needed <= given:
-        raise UserError(
-            f"--metrics {name}: needs {', '.join(sorted(needed - given))}, which this recipe does not have. {_those_of(kind)}"
-        )
+    if lacking := ", ".join(sorted(needed - given)):
+        raise UserError(f"--metrics {name}: needs {lacking}, which this recipe does not have. {_hint(kind)}")
     forms = metric.features if isinstance(metric.features, list) else [metric.features]
     types = [str(getattr(getattr(form["predictions"], "feature", form["predictions"]), "dtype", "")) for form in forms]
     unfit = {"classes": "float", "numbers": "int"}.get(kind)
     if unfit and all(dtype.startswith(unfit) for dtype in types):  # it would compute something else from the numbers of classes
-        raise UserError(
-            f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_those_of(kind)}"
-        )
+        raise UserError(f"--metrics {name}: expects predictions of type {types[0]}, but this run predicts {kind}. {_hint(kind)}")
+    return metric
 
 
-def _as_list(values: Any) -> list:
-    return values if isinstance(values, list) else values.tolist()
+def _compute(kind: Kind, name: str, predictions: Any, references: Any, **more: Any) -> float:
+    if kind == "classes":
+        return _of_classes(name, predictions, references, **more)
+    if kind == "numbers":
+        from sklearn import metrics as sklearn
 
+        if name == "rmse":
+            return math.sqrt(sklearn.mean_squared_error(references, predictions))
+        functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
+        known = functions.get(name)
+        return known(references, predictions) if known else regression_metrics(predictions, references)[name]
+    if kind == "texts":
+        from accel_ddp.tasks.generation_metrics import text_metric
 
-# ---- built-in metrics
+        return text_metric(name, predictions, references)
+    from accel_ddp.tasks.tagging import score_entities
 
-
-def _compute(kind: Kind, name: str, **inputs: Any) -> float:
-    functions: dict[str, Callable[..., float]] = {
-        "classes": _of_classes, "numbers": _of_numbers, "tags": _of_tags, "texts": _of_texts,
-    }  # fmt: skip
-    return functions[kind](name, **inputs)
+    scores, table = score_entities(predictions, references)
+    return scores.get(name, next((row.f1 for row in table.averages if row.name == name.replace("_f1", " avg")), 0.0))
 
 
 def _of_classes(name: str, predictions: Any, references: Any, probabilities: Any = None) -> float:
@@ -297,28 +285,3 @@ def one_hot(references: "np.ndarray", number: int) -> "np.ndarray":
     import numpy as np
 
     return np.eye(number, dtype="float32")[references]
-
-
-def _of_numbers(name: str, predictions: Any, references: Any) -> float:
-    from sklearn import metrics as sklearn
-
-    if name in ("mse", "pearson", "spearman"):
-        return regression_metrics(predictions, references)[name]
-    if name == "rmse":
-        return math.sqrt(sklearn.mean_squared_error(references, predictions))
-    functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
-    return functions[name](references, predictions)
-
-
-def _of_tags(name: str, predictions: Any, references: Any) -> float:
-    from accel_ddp.tasks.tagging import score_entities
-
-    scores, table = score_entities(predictions, references)
-    averages = {row.name: row.f1 for row in table.averages}
-    return scores[name] if name in scores else averages.get(name.replace("_f1", " avg"), 0.0)
-
-
-def _of_texts(name: str, predictions: Any, references: Any, sources: Any = None) -> float:
-    from accel_ddp.tasks.generation_metrics import text_metric
-
-    return text_metric(name, predictions, references)

@@ -60,17 +60,18 @@ class ScoreTable:
 
     def __str__(self) -> str:
         """Return the table as text: all classes, or if there are many, those with the lowest F1."""
-        known = [row for row in self.rows if not math.isnan(row.f1)]
+        known = shown = [row for row in self.rows if not math.isnan(row.f1)]
         if not known:
             return f"The evaluation data have no {self.noun}, and none were predicted."
-        shown = known
+        lines = []
         if len(known) > MOST_ROWS:  # of equal ones those that occur more often come first
             shown = sorted(known, key=lambda row: (row.f1, -row.support, row.name))[:WORST_ROWS]
+            lines.append(f"The {len(shown)} of {len(known)} {self.noun} with the lowest F1:")
         width = max(len(row.name) for row in [*shown, *self.averages])
-        lines = [f"The {len(shown)} of {len(known)} {self.noun} with the lowest F1:"] if shown is not known else []
+        number = lambda value: " " * 10 if math.isnan(value) else f" {value:9.3f}"
+        line = lambda row: f"{row.name:>{width}} {''.join(map(number, row[1:4]))} {row.support:>9}"
         lines += [f"{'':{width}} " + "".join(f" {word:>9}" for word in ("precision", "recall", "f1-score", "support")), ""]
-        lines += [_line(row, width) for row in shown]
-        lines += ["", *[_line(row, width) for row in self.averages], ""]
+        lines += [*map(line, shown), "", *map(line, self.averages), ""]
         if absent := [row.name for row in self.rows if math.isnan(row.f1)]:
             more = ", ..." if len(absent) > WORST_ROWS else ""
             lines.append(
@@ -90,9 +91,7 @@ class ScoreTable:
 
     def report(self, output_dir: str) -> str:
         """Write all classes to OUTPUT_DIR/classes.csv, and return the text to print. A disk that is full does not end the run."""
-        file = io.StringIO()
-        writer = csv.writer(file)
-        writer.writerows([COLUMNS, *(row.cells() for row in self.rows)])
+        csv.writer(file := io.StringIO()).writerows([COLUMNS, *(row.cells() for row in self.rows)])
         path = Path(output_dir) / FILE
         try:
             replace_file(path, file.getvalue(), syncs=True)
@@ -101,25 +100,17 @@ class ScoreTable:
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
 
 
-def _line(row: Row, width: int) -> str:
-    numbers = "".join(f" {value:9.3f}" if not math.isnan(value) else " " * 10 for value in row[1:4])
-    return f"{row.name:>{width}} {numbers} {row.support:>9}"
-
-
 MOST_CLASSES = 50  # of a confusion matrix
 MOST_COUNTS = 1000  # rows of a table of counts
 MOST_POINTS = 1000
 LONGEST_TEXT = 300  # characters
 DIGITS = 4
-QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
+QUANTILES = {"minimum": 0, "5%": 0.05, "25%": 0.25, "median": 0.5, "75%": 0.75, "95%": 0.95, "maximum": 1}
 CORRECT, WRONG, CONFIDENT = "correct", "wrong", "most confident error"
 SAMPLE, LARGEST = "sample", "largest error"
 
 # A function that returns columns for some items by their positions in the data, for example their texts.
 Inputs = Callable[[list[int]], dict[str, list]]
-
-
-# ------------------------------------------------------------------------------------------- classes
 
 
 def confusion(predictions: Any, references: Any, names: Sequence[str]) -> Table:
@@ -176,17 +167,14 @@ def confidence(scores: "Tensor", is_multi_label: bool = False) -> "Tensor":
     return scores.float().softmax(-1).amax(-1)
 
 
-# ------------------------------------------------------------------------------------------- numbers
-
-
 def of_numbers(predictions: "np.ndarray", references: "np.ndarray") -> dict[str, Table]:
     """Return the quantiles of the errors, and predicted beside true numbers: those of all items, or of a sample of MOST_POINTS."""
     import numpy as np
 
     predictions, references = (np.asarray(values, dtype=np.float64) for values in (predictions, references))
     errors = predictions - references
-    levels = [np.quantile(values, QUANTILES) for values in (errors, np.abs(errors))]
-    rows = [[_quantile_name(q), *map(_rounded, values)] for q, *values in zip(QUANTILES, *levels)]
+    levels = [np.quantile(values, list(QUANTILES.values())) for values in (errors, np.abs(errors))]
+    rows = [[name, *map(_rounded, values)] for name, *values in zip(QUANTILES, *levels)]
     rows.append(["mean", _rounded(errors.mean()), _rounded(np.abs(errors).mean())])
     chosen = np.sort(_order(len(errors))[:MOST_POINTS])
     points = [[_rounded(references[i]), _rounded(predictions[i])] for i in chosen]
@@ -197,21 +185,8 @@ def of_numbers(predictions: "np.ndarray", references: "np.ndarray") -> dict[str,
     }
 
 
-def _quantile_name(quantile: float) -> str:
-    return {0: "minimum", 0.5: "median", 1: "maximum"}.get(quantile, f"{quantile:.0%}")
-
-
-# ------------------------------------------------------------------------------------------- sample predictions
-
-
 def of_predictions(
-    number: int,
-    inputs: Inputs,
-    *,
-    is_correct: "np.ndarray",
-    certainty: "np.ndarray",
-    columns: dict[str, Any],
-    worst: str = CONFIDENT,
+    number: int, inputs: Inputs, *, is_correct: Any, certainty: Any, columns: dict[str, Any], worst: str = CONFIDENT
 ) -> dict[str, Table]:
     """Return the table of `--log_predictions`: `number` rows each of correct items, of wrong items, and of the `worst` items.
 
@@ -221,21 +196,22 @@ def of_predictions(
     """
     import numpy as np
 
-    wrong = np.flatnonzero(~np.asarray(is_correct))
+    is_correct, order = np.asarray(is_correct), _order(len(is_correct))
+    is_wrong = ~is_correct
+    wrong = np.flatnonzero(is_wrong)
     # Rounded, so that the last bits of a probability do not change which items are chosen.
     worst_items = wrong[np.argsort(-np.round(np.asarray(certainty, dtype=np.float64)[wrong], DIGITS), kind="stable")][:number]
-    order = _order(len(is_correct))
-    others = lambda wanted: order[np.asarray(wanted)[order]][:number]
-    is_wrong = ~np.asarray(is_correct)
     is_wrong[worst_items] = False
-    groups = {CORRECT: others(is_correct), WRONG: others(is_wrong), worst: worst_items}
+    groups = {CORRECT: order[is_correct[order]][:number], WRONG: order[is_wrong[order]][:number], worst: worst_items}
     return _prediction_table(groups, inputs, columns)
 
 
 def of_predicted_numbers(number: int, inputs: Inputs, *, predictions: Any, references: Any, loss: Any) -> dict[str, Table]:
-    """Return the table of `--log_predictions` for numbers: the `number` largest errors, and as many other items."""
+    """Return the table of `--log_predictions` for numbers: the `number` largest errors, and as many other items. 0: no table."""
     import numpy as np
 
+    if not number:
+        return {}
     errors = np.asarray(predictions, dtype=np.float64) - np.asarray(references, dtype=np.float64)
     largest = np.argsort(-np.round(np.abs(errors), DIGITS), kind="stable")[:number]
     order = _order(len(errors))

@@ -24,24 +24,19 @@ CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
 WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def load_words(option: str, path: str) -> "datasets.Dataset":
-    """Return the columns `tokens` and `tags` of a CoNLL file, or the columns of a file of another format."""
-    file = Path(path)
-    if file.suffix in CONLL_SUFFIXES:
-        return _load_conll(option, path)
-    if file.is_file() and file.suffix.lower() not in FILE_FORMATS:
-        known = ", ".join([*CONLL_SUFFIXES, ".json", ".jsonl", ".parquet"])
-        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {known}.")
-    return load_file(option, path)
+    """Return the columns `tokens` and `tags` of a CoNLL file, or the columns of a file of another format.
 
-
-def _load_conll(option: str, path: str) -> "datasets.Dataset":
-    """Read a word from the first column of each line and its tag from the last. An empty line ends a sentence."""
+    In a CoNLL file, a line has a word in its first column and the word's tag in its last. An empty line ends a sentence.
+    """
     import datasets
 
+    suffix = Path(path).suffix
+    if suffix not in CONLL_SUFFIXES:
+        if Path(path).is_file() and suffix.lower() not in FILE_FORMATS:
+            known = ", ".join([*CONLL_SUFFIXES, ".json", ".jsonl", ".parquet"])
+            raise UserError(f"{option} {path}: files ending with {suffix!r} cannot be read. Use {known}.")
+        return load_file(option, path)
     file = require_file(option, path)
     require_utf8(option, file)
     sentences, width = [[]], 0
@@ -53,26 +48,17 @@ def _load_conll(option: str, path: str) -> "datasets.Dataset":
             if not columns or columns[0] == "-DOCSTART-":
                 sentences += [[]] if sentences[-1] else []
                 continue
-            width = width or len(columns)
+            width, place = width or len(columns), f"{option} {file}: line {number}"
             if len(columns) == 1:
-                raise UserError(
-                    f"{option} {file}: line {number} has one column: {columns[0]!r}. Each line needs a word and a tag."
-                )
+                raise UserError(f"{place} has one column: {columns[0]!r}. Each line needs a word and a tag.")
             if len(columns) != width:  # the last column of such a line may not be a tag
-                raise UserError(
-                    f"{option} {file}: line {number} has {len(columns)} columns, but the lines before it have {width}."
-                )
+                raise UserError(f"{place} has {len(columns)} columns, but the lines before it have {width}.")
             sentences[-1].append((columns[0], columns[-1]))
     sentences = [sentence for sentence in sentences if sentence]
     if not sentences:
         raise UserError(f"{option} {file}: the file has no rows.")
-    return datasets.Dataset.from_dict({
-        "tokens": [[word for word, _ in sentence] for sentence in sentences],
-        "tags": [[tag for _, tag in sentence] for sentence in sentences],
-    })  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------- tags
+    words, tags = ([[pair[i] for pair in sentence] for sentence in sentences] for i in (0, 1))
+    return datasets.Dataset.from_dict({"tokens": words, "tags": tags})
 
 
 @dataclass
@@ -90,18 +76,11 @@ class Tags:
 
         Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
-        found = {
-            name: {tag for row in rows[column][:] if isinstance(row, list) for tag in row if isinstance(tag, str | int)}
-            for name, rows in (("training", train), ("evaluation", test))
-        }
-        names = getattr(getattr(train.features[column], "feature", None), "names", None)  # declared by the dataset
-        values = (
-            list(range(len(names)))
-            if names
-            else sorted(found["training"] | (found["evaluation"] if use_both else set()), key=_sort_key)
-        )
-        is_declared = bool(names)
-        names = names or [str(value) for value in values]
+        cells = (row for rows in ((train, test) if use_both else (train,)) for row in rows[column][:] if isinstance(row, list))
+        found = {tag for row in cells for tag in row if isinstance(tag, str | int)}
+        declared = getattr(getattr(train.features[column], "feature", None), "names", None)  # by the dataset
+        values = range(len(declared)) if declared else sorted(found, key=lambda value: (isinstance(value, str), value))
+        names = declared or [str(value) for value in values]
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
@@ -109,7 +88,7 @@ class Tags:
                 f"--tags_column {column}: tags without the prefix B- or I- ({', '.join(plain[:3])}): each word with such a tag is "
                 "scored as an entity. To score entities of several words, use tags such as B-PER, I-PER, O."
             )
-        return cls(column, names, {value: number for number, value in enumerate(values)}, is_declared)
+        return cls(column, names, {value: number for number, value in enumerate(values)}, bool(declared))
 
     def report_classes(self, tables: Iterable[dict[str, list]]) -> None:
         """Warn about tags that may be mistakes. The tables have the column `tags` of `align`."""
@@ -119,10 +98,6 @@ class Tags:
     def model_config(self) -> dict[str, Any]:
         """Return the options of a transformers config for a model with these tags."""
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
-
-
-def _sort_key(value: str | int) -> tuple[bool, str | int]:
-    return isinstance(value, str), value
 
 
 def find_problem(tokens: Any, row: Any, tags: Tags) -> str:
@@ -150,9 +125,6 @@ def first_text(rows: "datasets.Dataset", tokens_column: str, tags: Tags) -> str:
     return " ".join(next(usable, ["YOUR", "TEXT"]))
 
 
-# ------------------------------------------------------------------------------------------ alignment
-
-
 def prepare_for_words(tokenizer: Any, model: str) -> Any:
     """Return the tokenizer, changed so that it accepts lists of words. `model` is the value of `--model`, for error messages.
 
@@ -162,9 +134,7 @@ def prepare_for_words(tokenizer: Any, model: str) -> Any:
     from tokenizers import pre_tokenizers
 
     if not tokenizer.is_fast:
-        raise UserError(
-            f"--model {model}: its tokenizer has no fast version, which is needed to map tokens to words. Use another model."
-        )
+        raise UserError(f"--model {model}: its tokenizer has no fast version, which maps tokens to words. Use another model.")
     part = tokenizer.backend_tokenizer.pre_tokenizer
     for step in part if isinstance(part, pre_tokenizers.Sequence) else [part]:
         if isinstance(step, pre_tokenizers.ByteLevel):
@@ -204,21 +174,17 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
             )
 
 
-# --------------------------------------------------------------------------------------------- metrics
-
-
 def predicted_tags(predictions: np.ndarray, first: list[list[int]], names: list[str]) -> list[list[str]]:
     """Return the tag of each word of each text, in the form of seqeval. A word without a prediction has O.
 
     `predictions` has a row for each text with a tag number for each token; `first` is described at `align`.
     """
-    names = [_for_seqeval(name) for name in names]
-    return [["O" if at == -1 else names[row[at]] for at in indices] for row, indices in zip(predictions, first)]
+    return reference_tags([[-1 if at == -1 else row[at] for at in indices] for row, indices in zip(predictions, first)], names)
 
 
 def reference_tags(tags: list[list[int]], names: list[str]) -> list[list[str]]:
-    """Return the right tag of each word of each text, in the form of seqeval."""
-    names = [_for_seqeval(name) for name in names]
+    """Return the tag of each word of each text, in the form of seqeval, from the numbers of tags. -1 is O."""
+    names = [*map(_for_seqeval, names), "O"]
     return [[names[tag] for tag in row] for row in tags]
 
 
@@ -286,8 +252,6 @@ def _for_seqeval(name: str) -> str:
 
     It takes the first letter of every tag for a prefix, and it does not support the prefixes of BILOU.
     """
-    if name == "O" or re.match("[BIES](-|$)", name):
-        return name
-    if re.match("[LU](-|$)", name):
-        return {"L": "E", "U": "S"}[name[0]] + name[1:]
-    return f"S-{name}"
+    if re.match("[BIESLU](-|$)", name):
+        return {"L": "E", "U": "S"}.get(name[0], name[0]) + name[1:]
+    return name if name == "O" else f"S-{name}"

@@ -26,6 +26,8 @@ from accel_ddp.sources.table_files import FILE_FORMATS, describe_folder, load_fi
 if TYPE_CHECKING:
     import datasets
 
+log = logging.getLogger(__name__)
+
 
 def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:
     """Return training and evaluation rows like `data.load_rows`, also from several .txt files.
@@ -35,23 +37,18 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
     """
     if not cfg.train_file or is_table(cfg.train_file):
         return data.load_rows(cfg, load_text_file)
+    # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
+    options = ("max_train_items", "max_eval_items")
+    draw = lambda *tables: tuple(data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
     if cfg.eval_file:
-        train, test = data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file)
-        return _draw_lines(train, test, cfg)
+        return draw(*data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file))
     places.prepare_hub()
     rows = load_text_file("--train_file", cfg.train_file)
     if len(rows) < 2:
-        raise UserError(
-            f"--train_file {cfg.train_file}: training and evaluation need at least 2 lines. Give more lines, or --eval_file."
-        )
+        raise UserError(f"--train_file {cfg.train_file}: has one line, and training and evaluation need two. Give --eval_file.")
     num_train = len(rows) - max(1, min(2000, len(rows) // 10))
     train, test = range(num_train), range(num_train, len(rows))
-    return _draw_lines(*(data.with_row_numbers(rows.select(part), np.array(part)) for part in (train, test)), cfg)
-
-
-def _draw_lines(train: "datasets.Dataset", test: "datasets.Dataset", cfg: RecipeConfig) -> tuple[Any, Any]:
-    """Draw lines in runs of 100, because blocks of unrelated lines are not the text that is to be learned."""
-    return data.draw_sample(train, "max_train_items", cfg, 100), data.draw_sample(test, "max_eval_items", cfg, 100)
+    return draw(*(data.with_row_numbers(rows.select(part), np.array(part)) for part in (train, test)))
 
 
 def load_text_file(option: str, place: str) -> "datasets.Dataset":
@@ -91,17 +88,6 @@ def find_text_files(option: str, place: str) -> list[Path]:
     return with_text
 
 
-def decode_utf8(raw: bytes, path: Path, first: int) -> str:
-    """Return the text of `raw`, which begins at byte `first` of the file."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: the file is not UTF-8: {error.reason} at byte {first + error.start} (0x{raw[error.start]:02x}). "
-            f"Convert it, for example: iconv -f LATIN1 -t UTF-8 {path.name} > new.txt"
-        ) from error
-
-
 def drop_other_values(tables: Sequence["datasets.Dataset"], cfg: Any) -> Sequence["datasets.Dataset"]:
     """Return the rows whose `--text_column` is text or empty. Other rows are handled as in `data.drop_broken`."""
     if all(str(getattr(rows.features[cfg.text_column], "dtype", "")) == "string" for rows in tables):
@@ -110,17 +96,10 @@ def drop_other_values(tables: Sequence["datasets.Dataset"], cfg: Any) -> Sequenc
         [f"its {cfg.text_column} is not text\t{value!r:.40}" if not isinstance(value, str | None) else "" for value in values]
         for values in (rows[cfg.text_column] for rows in tables)
     ]
-    if not any(map(any, problems)):
-        return tables
     return data.drop_broken([
         data.with_row_numbers(rows.add_column("problem", texts), data.row_numbers(rows)) for rows, texts in zip(tables, problems)
     ], cfg)  # fmt: skip
 
-
-log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    import datasets
 
 SPECIAL = -1  # the word number of special tokens, which belong to no word
 Block = dict[str, list[int]]  # `input_ids`, and `words`: the number of each token's word in the block, counted from 0
@@ -137,9 +116,7 @@ class BlockTokenizer:
         if tokenizer.mask_token_id is None:
             raise UserError(f"--model {model}: its tokenizer has no mask token. Use a masked language model such as BERT.")
         if not tokenizer.is_fast:
-            raise UserError(
-                f"--model {model}: its tokenizer has no fast version, which is needed to map tokens to words. Use another model."
-            )
+            raise UserError(f"--model {model}: its tokenizer has no fast version, which maps tokens to words. Use another one.")
         probe = tokenizer("a", return_special_tokens_mask=True)
         first, last = (tokens.index(0) for tokens in (probe["special_tokens_mask"], probe["special_tokens_mask"][::-1]))
         ids = probe["input_ids"]
@@ -169,9 +146,6 @@ class BlockTokenizer:
         return {"input_ids": [*self.prefix, *ids.tolist(), *self.suffix], "words": [*before, *words.tolist(), *after]}
 
 
-# ------------------------------------------------------------------------------------- tokenized once
-
-
 def cut_into_blocks(
     rows: "datasets.Dataset", column: str, block_tokenizer: BlockTokenizer, cfg: RecipeConfig
 ) -> "datasets.Dataset":
@@ -191,9 +165,6 @@ def cut_into_blocks(
     if not any(text.strip() for some in rows.iter(1000) for text in data.read_texts(some, column)):
         raise UserError(f"--text_column {column}: all {len(rows):,} texts are empty.")
     return tokenization.map_once(rows, cut, depends_on=[block_tokenizer.identity, column], cfg=cfg)
-
-
-# ------------------------------------------------------------------------------------- tokenized while reading
 
 
 class StreamedBlocks(Dataset):
@@ -262,7 +233,12 @@ class StreamedBlocks(Dataset):
         while first < last:
             number, begin, end = self._file_at(first)
             raw = self._read(number, first - begin, min(last, end) - begin)
-            found.append(decode_utf8(raw, self.files[number], first - begin))
+            try:
+                found.append(raw.decode())
+            except UnicodeDecodeError as error:
+                path, place = self.files[number], f"byte {first - begin + error.start} (0x{raw[error.start]:02x})"
+                convert = f"Convert it, for example: iconv -f LATIN1 -t UTF-8 {path.name} > new.txt"
+                raise UserError(f"{path}: the file is not UTF-8: {error.reason} at {place}. {convert}") from error
             first += len(raw)
         return found
 

@@ -30,6 +30,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenization
+from accel_ddp.sources.builtin_data import encode_png
 from accel_ddp.sources.table_files import load_file, require_file
 from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
@@ -38,6 +39,8 @@ from accel_ddp.training.sharding import autocast, gathered
 
 if TYPE_CHECKING:
     import datasets
+
+log = logging.getLogger(__name__)
 
 THUMBNAIL = 64
 MOST_PNG_BYTES = 4096
@@ -109,12 +112,6 @@ def thumbnail(image: dict[str, Any]) -> str | None:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def encode_png(pixels: np.ndarray) -> bytes:
-    """Return the pixels as an uncompressed .png."""
-    Image.fromarray(pixels).save(file := io.BytesIO(), "png", compress_level=0)
-    return file.getvalue()
-
-
 def _read_folder(option: str, path: str) -> "datasets.Dataset":
     """Read FOLDER/CLASS/IMAGE. Labels are the names of the subfolders.
 
@@ -148,15 +145,11 @@ def _read_npz(option: str, path: str) -> "datasets.Dataset":
     """Encode each image as an uncompressed .png. This is repeated at every start: 60,000 images of 28 x 28 take 5 s."""
     import datasets
 
-    pairs = [("x_train", "y_train"), ("images", "labels")]
-    if option == "--eval_file":
-        pairs.insert(0, ("x_test", "y_test"))
+    pairs = [("x_test", "y_test")] * (option == "--eval_file") + [("x_train", "y_train"), ("images", "labels")]
     with _open_npz(option, path) as arrays:
         pair = next((pair for pair in pairs if set(pair) <= set(arrays)), None)
         if pair is None:
-            raise UserError(
-                f"{option} {path}: has the arrays {', '.join(arrays)}. It needs x_train and y_train, or images and labels."
-            )
+            raise UserError(f"{option} {path}: has {', '.join(arrays)}. It needs x_train and y_train, or images and labels.")
         try:
             pixels, labels = arrays[pair[0]], arrays[pair[1]]
         except Exception as error:  # types of numpy, zipfile and zlib
@@ -175,17 +168,9 @@ def _read_npz(option: str, path: str) -> "datasets.Dataset":
     return datasets.Dataset.from_dict({"image": images, "label": labels.reshape(-1).tolist()})
 
 
-log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    import datasets
-
 AutoConfig.register("mini-resnet", MiniResNetConfig)
 AutoModelForImageClassification.register(MiniResNetConfig, MiniResNetForImageClassification)
 MiniResNetConfig.register_for_auto_class()  # saves mini_resnet.py with the model, for machines without accel_ddp
-
-
-# ---------------------------------------------------------------------------------------------- checked once
 
 
 class CheckedImages(NamedTuple):
@@ -193,9 +178,8 @@ class CheckedImages(NamedTuple):
 
     rows: "datasets.Dataset"
     column: str
-    properties: (
-        "datasets.Dataset"  # for each image its `index` in `rows`, `labels`, `height`, `width`, and a `digest` of its bytes
-    )
+    # For each image its `index` in `rows`, `labels`, `height`, `width`, and a `digest` of its bytes.
+    properties: "datasets.Dataset"
 
     @property
     def fingerprint(self) -> str:
@@ -230,10 +214,8 @@ def _inspect(image: dict[str, Any] | None) -> dict[str, Any]:
     """Return height, width and digest of an image, or its `problem`."""
     name = (image or {}).get("path") or ""
     found = {"height": 0, "width": 0, "digest": "", "problem": ""}
-    broken = lambda kind, reason="": {
-        **found,
-        "problem": "\t".join(filter(None, (kind, ": ".join(filter(None, (name, reason)))))),
-    }
+    detail = lambda reason: ": ".join(filter(None, (name, reason)))
+    broken = lambda kind, reason="": {**found, "problem": "\t".join(filter(None, (kind, detail(reason))))}
     if image is None or (image["bytes"] is None and not name):
         return broken("it has no image")
     try:
@@ -261,9 +243,6 @@ def _digest_of_stats(rows: "datasets.Dataset", column: str) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------- inputs of the model
-
-
 class Images(Dataset):
     """Items with `pixel_values` from the model's image processor, and `labels`.
 
@@ -282,7 +261,10 @@ class Images(Dataset):
     def __getitem__(self, i: int) -> dict[str, Any]:
         picture = decode(read_content(self.rows[int(self.indices[i])][self.column])).convert(self.mode)
         if self.augment != "none":
-            picture = augment_image(picture, flip=self.augment == "crop_flip")
+            left, top = (random.randint(-most, most) for most in (max(1, side // 8) for side in picture.size))
+            picture = picture.crop((left, top, left + picture.width, top + picture.height))  # new pixels at the edges are black
+            if self.augment == "crop_flip" and random.random() < 0.5:
+                picture = ImageOps.mirror(picture)
         return {"pixel_values": self.processor(picture, return_tensors="pt")["pixel_values"][0], "labels": self.labels[i]}
 
 
@@ -291,26 +273,15 @@ def describe(images: CheckedImages, items: list[int]) -> dict[str, list]:
     indices, numbers = images.properties["index"][:], data.row_numbers(images.properties)
     contents = [images.rows[int(indices[i])][images.column] for i in items]
     name = lambda i, path: "/".join(Path(path).parts[-2:]) if path else f"row {numbers[i] + 1}"
-    return {
-        "file": [name(i, content["path"]) for i, content in zip(items, contents)],
-        IMAGE: [thumbnail(content) for content in contents],
-    }
-
-
-def augment_image(picture: Image.Image, flip: bool) -> Image.Image:
-    """Return the image shifted at random, with `flip` also mirrored with probability 0.5. New pixels at the edges are black."""
-    left, top = (random.randint(-most, most) for most in (max(1, side // 8) for side in picture.size))
-    shifted = picture.crop((left, top, left + picture.width, top + picture.height))
-    return ImageOps.mirror(shifted) if flip and random.random() < 0.5 else shifted
+    names = [name(i, content["path"]) for i, content in zip(items, contents)]
+    return {"file": names, IMAGE: [thumbnail(content) for content in contents]}
 
 
 def _image_mode(model: nn.Module) -> str:
     """Return Pillow's mode for the channels of the model: grayscale or RGB."""
     channels = getattr(model.config, "num_channels", 3)
     if channels not in (1, 3):
-        raise UserError(
-            f"--model: this model expects images with {channels} channels. Use a model with 1 (grayscale) or 3 (RGB)."
-        )
+        raise UserError(f"--model: this model expects images with {channels} channels. Use one with 1 (grayscale) or 3 (RGB).")
     return "L" if channels == 1 else "RGB"
 
 
@@ -342,7 +313,14 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
     else:
         # ViTImageProcessor needs torchvision since transformers 5, where ViTImageProcessorPil replaces it.
         kind = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
-        side = cfg.image_size or getattr(model.config, "image_size", None) or _common_size(train)
+        side = cfg.image_size or getattr(model.config, "image_size", None)
+        if not side:
+            sizes = sorted(set(zip(train.properties["height"][:], train.properties["width"][:])))
+            if len(sizes) > 1:
+                shown = " to ".join(f"{width} x {height}" for height, width in (sizes[0], sizes[-1]))
+                size = f"Give one size: --image_size {max(map(max, sizes))}"
+                raise UserError(f"The training images have {len(sizes):,} sizes, from {shown}. {size}.")
+            side = sizes[0]
         height, width = (side, side) if isinstance(side, int) else side
         size = {"height": height, "width": width}
         processor = kind(size=size, image_mean=[0.5] * channels, image_std=[0.5] * channels, do_convert_rgb=channels == 3)
@@ -360,15 +338,6 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
     return processor
 
 
-def _common_size(train: CheckedImages) -> tuple[int, int]:
-    sizes = sorted(set(zip(train.properties["height"][:], train.properties["width"][:])))
-    if len(sizes) > 1:
-        shown = " to ".join(f"{width} x {height}" for height, width in (sizes[0], sizes[-1]))
-        largest = max(side for size in sizes for side in size)
-        raise UserError(f"The training images have {len(sizes):,} sizes, from {shown}. Give one size: --image_size {largest}.")
-    return sizes[0]
-
-
 @torch.no_grad()
 def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> None:
     pictures = [Image.new(_image_mode(model), size) for size in ((32, 40), (40, 32))]
@@ -380,9 +349,8 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
         model.train(was_training)
     except Exception as error:  # many types of the model and the processor
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"--model {cfg.model} --image_size {cfg.image_size}: the model does not accept images of this size: {reason}"
-        ) from error
+        given = f"--model {cfg.model} --image_size {cfg.image_size}"
+        raise UserError(f"{given}: the model does not accept images of this size: {reason}") from error
 
 
 def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
