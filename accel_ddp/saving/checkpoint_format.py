@@ -10,9 +10,10 @@ A checkpoint contains tensors and JSON only. Loading it cannot run code.
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,11 +156,9 @@ def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
 
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint so that `--resume` ignores it, and return its new path."""
-    for number in range(1000):
-        aside = path.with_name(f"{why}_{path.name}" + (f"_{number}" if number else ""))
-        if not aside.exists():
-            return path.rename(aside)
-    raise OSError(errno.EEXIST, f"{path} cannot be renamed: too many files with that prefix exist")
+    names = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
+    asides = (path.with_name(f"{why}_{path.name}{end}") for end in names)
+    return path.rename(next(aside for aside in asides if not aside.exists()))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -209,9 +208,8 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     """
     if not path.is_dir():
         return "there is no such folder"
-    manifest = _manifest(path)
-    if manifest is None:
-        return _problem_of_manifest(path)
+    if (manifest := _manifest(path)) is None:
+        return _guarded(_wrong_manifest, path, MANIFEST)
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
@@ -223,45 +221,45 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     tensors = [name for name in files if name.endswith(".safetensors") and not name.startswith("files/")]
     if manifest["format"] == WHOLE:
         tensors = [MODEL, OPTIMIZER]
-    if problem := _first(_wrong_size(path, name, expected) for name, expected in files.items()):
-        return problem
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        if problem := _first(threads.map(lambda name: _damage(path, name, files[name]), own)):
-            return problem
-    if problem := _first(_wrong_tensors(path, name) for name in tensors):
-        return problem
+        for check, names in ((_wrong_size, files), (_wrong_hash, own), (_wrong_tensors, tensors)):
+            problems = threads.map(lambda name, check=check: _guarded(check, path, name, files.get(name)), names)
+            if problem := next(filter(None, problems), ""):
+                return problem
     if not {"step", "run", "config", "versions", "values", "evaluations"} <= read_run(path).keys():
         return f"{RUN} was not written by accel_ddp"
     return ""
 
 
-def _first(problems: Iterable[str]) -> str:
-    return next(filter(None, problems), "")
-
-
-def _problem_of_manifest(path: Path) -> str:
+def _guarded(check: Callable[..., str], path: Path, name: str, expected: dict[str, Any] | None = None) -> str:
     try:
-        (path / MANIFEST).read_bytes()
+        return check(path, name, expected)
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        return f"{name} is missing"
     except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
-    return f"{MANIFEST} is damaged"
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _wrong_manifest(path: Path, name: str, expected: None) -> str:
+    (path / name).read_bytes()  # raises OSError if it is missing or cannot be read
+    return f"{name} is damaged"
 
 
 def _wrong_size(path: Path, name: str, expected: dict[str, Any]) -> str:
-    try:
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    if size is None:
-        return f"{name} is missing"
-    if size != expected["size"]:
-        return f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
-    return ""
+    size = (path / name).stat().st_size
+    return (
+        ""
+        if size == expected["size"]
+        else f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
+    )
 
 
-def _wrong_tensors(path: Path, name: str) -> str:
+def _wrong_hash(path: Path, name: str, expected: dict[str, Any]) -> str:
+    is_right = _digest(path / name) == expected
+    return "" if is_right else f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
+
+
+def _wrong_tensors(path: Path, name: str, expected: dict[str, Any] | None) -> str:
     """Return why a file with the right hash cannot be used. It may not have been written by accel_ddp."""
     from safetensors import SafetensorError, safe_open
 
@@ -272,15 +270,6 @@ def _wrong_tensors(path: Path, name: str) -> str:
         return f"{name} is not a safetensors file ({error})"
     other = _of_another_run(path, name)
     return f"{name} does not belong here{other}" if other else ""
-
-
-def _damage(path: Path, name: str, expected: dict[str, Any]) -> str:
-    try:
-        if _digest(path / name) != expected:
-            return f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    return ""
 
 
 def _of_another_run(path: Path, name: str) -> str:

@@ -62,23 +62,18 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        for block in (struct.pack("<Q", len(text)), text):
-            digest.update(block)
-            _write_all(file, memoryview(block))
+    with path.open("wb") as file:
+        file.write(begin_of_file := struct.pack("<Q", len(text)) + text)
+        digest.update(begin_of_file)
         for name in names:
             values = memoryview(facts[name][2]().contiguous().reshape(-1).view(torch.uint8).numpy())
             for begin in range(0, len(values), BLOCK):  # of a block, the cache of the processor still has a part for the digest
-                _write_all(file, values[begin : begin + BLOCK])
+                file.write(values[begin : begin + BLOCK])
                 digest.update(values[begin : begin + BLOCK])
+        file.flush()
         os.fsync(file.fileno())
         size = file.tell()
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def _write_all(file: Any, values: memoryview) -> None:
-    while len(values):
-        values = values[file.write(values) :]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -184,13 +179,10 @@ def has_averages(checkpoint: Path) -> bool:
 
 def _read_into(tensor: Tensor, path: Path, begin: int) -> None:
     values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(begin)
-        while len(values):
-            count = file.readinto(values)
-            if not count:
-                raise OSError(f"{path} is too short")
-            values = values[count:]
+        if file.readinto(values) < len(values):
+            raise OSError(f"{path} is too short")
 
 
 # ---- writing a sharded checkpoint
@@ -238,7 +230,9 @@ def write(
     except Exception as error:  # the main rank must receive each one
         failure = error
     if not this_rank.is_main:
-        text = "" if failure is None else _reason(failure)
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, OSError) and failure.strerror:
+            text = failure.strerror + (f" ({failure.filename})" if failure.filename else "")
         with contextlib.suppress(dist.DistError):  # without the store, the run ends
             links.store.set(save.key(this_rank.rank), json.dumps({"error": text, "files": written}))
         return
@@ -275,12 +269,6 @@ def _write_part(
     return written
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
-
-
 def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -> None:
     """Raise PartError if the files of a rank are not in the folder of the main rank, because that rank has another disk."""
     deadline = time.monotonic() + MAX_DELAY_OF_DISK
@@ -310,9 +298,8 @@ def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
                 del missing[rank]
                 links.store.delete_key(save.key(rank))
         except dist.DistError as error:
-            raise PartError(
-                "the store of the launcher was lost, so the parts of other ranks are not known", this_rank.host
-            ) from error
+            lost = "the store of the launcher was lost, so the parts of other ranks are not known"
+            raise PartError(lost, this_rank.host) from error
         now = time.monotonic()
         if ending.has_failed.is_set() and missing:
             failed_at = failed_at or now
@@ -351,8 +338,5 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 def is_identical(a: Path, b: Path, group: str) -> bool:
     """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
-    return one.tensors == two.tensors and all(_bytes_of(one.read(name)) == _bytes_of(two.read(name)) for name in one.tensors)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    bits = lambda pieces, name: pieces.read(name).reshape(-1).view(torch.uint8)
+    return one.tensors == two.tensors and all(torch.equal(bits(one, name), bits(two, name)) for name in one.tensors)

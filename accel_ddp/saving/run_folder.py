@@ -63,7 +63,7 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
     problem = ""
     with together("write to the output folder"):
         if this_rank.is_main:
-            _touch(marks[0])
+            marks[0].touch()
     with together("find the output folder"):
         if rank in writers and rank != 0:
             deadline = time.monotonic() + SECONDS_TO_APPEAR
@@ -73,7 +73,7 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
                 problem = "does not see the folder of the main node"
             else:
                 try:
-                    _touch(marks[rank])
+                    marks[rank].touch()
                 except OSError as error:
                     problem = f"cannot write to it ({error.strerror})"
     facts = gather_everywhere((this_rank.host, problem))
@@ -87,10 +87,6 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             "Use a folder that these nodes share. Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks "
             f"of {facts[0][0]} write."
         )
-
-
-def _touch(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def _is_run(folder: Path) -> bool:

@@ -57,15 +57,6 @@ def peak(name: str, dtype: torch.dtype, tf32: bool = True) -> float | None:
     return best * 0.5e12 if tf32 and not any(old in name for old in ("V100", "T4")) else None
 
 
-def peak_of_all(accelerator: Accelerator, cfg: TrainConfig) -> float | None:
-    """Return the FLOP/s of all ranks, whose GPUs are assumed to be the same, or None if they are not known."""
-    if accelerator.device.type != "cuda":
-        return None
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
-    return of_one * accelerator.num_processes if of_one else None
-
-
 class FlopCounter:
     """Counts the FLOPs of one update, forward and backward, of a transformer that is a single stack of layers."""
 
@@ -74,9 +65,8 @@ class FlopCounter:
         layers = layers_of(model)
         inside = {id(module) for layer in layers for module in layer.modules()}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        matrices = [
-            m for m in model.modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"
-        ]  # not modules that contain them
+        # Not modules that contain them.
+        matrices = [m for m in model.modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
         self.per_token = sum(_of_one(m) for m in matrices if id(m) in inside)
         self.per_target = _of_one(head) if isinstance(head, nn.Linear) else 0
         # Others, such as a pooler or a classifier, are applied once per text. (A head over tags is applied to every token.)
@@ -153,7 +143,12 @@ class Speed:
         self.graphs: GraphedLayers | None = None
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
-        self.peak_flops = peak_of_all(accelerator, cfg)  # FLOP/s of all ranks, or None
+        self.softmax: linear_cross_entropy.Softmax = linear_cross_entropy.plain_softmax  # of the heads
+        self.peak_flops: float | None = None  # FLOP/s of all ranks, whose GPUs are assumed to be the same, if they are known
+        if accelerator.device.type == "cuda":
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+            of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
+            self.peak_flops = of_one * accelerator.num_processes if of_one else None
         self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._flops = _count_flops(model)
 
@@ -183,18 +178,15 @@ class Speed:
             batch = self.train.sample(micro, self.accelerator, self.cfg)
             if not sharded:
                 with _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
-                    self._compile(batch)
+                    try:
+                        self._rehearse_twice(batch)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:  # compilers fail in many ways
+                        self._run_without_compilation(_reason(error))
         if sharded:  # outside of the block and all ranks at once, because each pass gathers weights
             self._compile_together(batch)
         return time.monotonic() - began
-
-    def _compile(self, batch: Any) -> None:
-        try:
-            self._rehearse_twice(batch)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers fail in many ways
-            self._run_without_compilation(_reason(error))
 
     def _compile_together(self, batch: Any) -> None:
         """Do the same for a sharded model. A rank whose compiler fails computes as it is, because the others need it for their gathers.
@@ -202,11 +194,9 @@ class Speed:
         All ranks then agree to run without compilation. An error in a backward pass ends the run, because it cannot be continued.
         """
         layers = self.padding_free
-        compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
-        softmaxes = [_Fallback(head.softmax, linear_cross_entropy.plain_softmax) for head in self.heads]
-        layers.calls = compiled
-        for head, softmax in zip(self.heads, softmaxes):
-            head.softmax = softmax
+        layers.calls = compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
+        softmax = _Fallback(self.softmax, linear_cross_entropy.plain_softmax)
+        self._set_softmax(softmax)
         try:
             self._rehearse_twice(batch)
         except torch.OutOfMemoryError:
@@ -214,9 +204,8 @@ class Speed:
         except Exception as error:
             raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
         layers.calls = [fallback.compiled for fallback in compiled]
-        for head, softmax in zip(self.heads, softmaxes):
-            head.softmax = softmax.compiled
-        own = next((fallback.reason for fallback in (*compiled, *softmaxes) if fallback.reason), "")
+        self._set_softmax(softmax.compiled)
+        own = next((fallback.reason for fallback in (*compiled, softmax) if fallback.reason), "")
         if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {this_rank.rank})") if reason]:
             self._run_without_compilation(reasons[0])
 
@@ -276,34 +265,29 @@ class Speed:
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: per_batch(model, batch).double().sum()
-            is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
-            reason = (
-                "" if sharded else self._compare(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
-            )
+            reason = "" if sharded else self._compare(padding_free, loss, batch)
         if sharded:  # a collective, and so outside of the block
-            reason = self._compare_together(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
+            reason = self._compare(padding_free, loss, batch)
+            sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
             return reason
         self.padding_free = padding_free
         return ""
 
-    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        reason = layers.check(loss, batch, allowed)
-        if not reason and self.accelerator.mixed_precision != "no":  # half precision uses another attention
+    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
+        """Compare in the precision of the weights, and under autocast, because half precision uses another attention.
+
+        The layers of a sharded model are gathered in half precision, so they compute under autocast only. All of its ranks compute
+        the same batch, because each forward pass gathers weights.
+        """
+        half, reason = self.accelerator.mixed_precision != "no", ""
+        if not (half and is_sharded(self.model)):
+            is_wide = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
+            reason = layers.check(loss, batch, 1e-4 if is_wide else _rounding(layers, 3e-2))
+        if half and not reason:
             with self.accelerator.autocast():
                 reason = layers.check(loss, batch, _rounding(layers, 5e-2))
-        return reason
-
-    def _compare_together(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        """Do the same for a sharded model. All ranks compute the same batch, because each forward pass gathers weights.
-
-        With mixed precision the layers are gathered in half precision, and so they compute under autocast only.
-        """
-        half = self.accelerator.mixed_precision != "no"
-        with self.accelerator.autocast():
-            reason = layers.check(loss, batch, _rounding(layers, 5e-2) if half else allowed)
-        sharding.recover(self.model)  # the forward pass may have raised an error
         return reason
 
     def capture_layers(self, total_steps: int) -> None:
@@ -358,17 +342,17 @@ class Speed:
             yield
             return
         layers = self.padding_free
-        before = layers.calls, layers.run, [head.softmax for head in self.heads]
+        before = layers.calls, layers.run, self.softmax
         layers.calls, layers.run = self.plain_calls or layers.calls, None
         self._set_softmax(linear_cross_entropy.plain_softmax)
         try:
             yield
         finally:
-            layers.calls, layers.run, softmaxes = before
-            for head, softmax in zip(self.heads, softmaxes):
-                head.softmax = softmax
+            layers.calls, layers.run, softmax = before
+            self._set_softmax(softmax)
 
     def _set_softmax(self, softmax: linear_cross_entropy.Softmax) -> None:
+        self.softmax = softmax
         for head in self.heads:
             head.softmax = softmax
 

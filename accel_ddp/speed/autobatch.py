@@ -1,7 +1,6 @@
 """The choice of `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,12 +44,14 @@ def choose(
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
         trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, room)
+        was_training = module.training
+        module.train(cfg.dropout)
         if is_sharded(module):
-            with trial.training():
-                largest = largest_together(sizes, lambda size: max(gather_everywhere(trial.load(size))))
+            largest = largest_together(sizes, lambda size: max(gather_everywhere(trial.load(size))))
         else:
-            with together("find the largest micro-batch that fits"), trial.training():
+            with together("find the largest micro-batch that fits"):
                 largest = _largest(sizes, trial)
+        module.train(was_training)
         how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:
@@ -100,14 +101,6 @@ class _Trial(NamedTuple):
         taken = torch.cuda.max_memory_allocated(device) - held
         return (held + later + self.room * taken) / (USABLE * torch.cuda.get_device_properties(device).total_memory)
 
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Put the module into the mode of a training step inside of the block."""
-        was_training = self.module.training
-        self.module.train(self.cfg.dropout)
-        yield
-        self.module.train(was_training)
-
 
 def _doubling(sizes: list[int]) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
@@ -146,13 +139,10 @@ def largest_together(sizes: list[int], load: Callable[[int], float]) -> int:
     for size in _doubling(sizes):
         if predict(size) > 1:
             size = max((other for other in sizes if best < other < size and predict(other) <= 1), default=0)
-        if not size:
-            break
-        is_last = size not in _doubling(sizes)
-        known[size] = load(size)
+        known[size] = load(size) if size else 2.0
         if known[size] > 1:
             break
         best = size
-        if is_last:
+        if size not in _doubling(sizes):
             break
     return best

@@ -35,11 +35,6 @@ class LayerGroup:
         self.parameters = [p for parameters in self.parameters_of_layers for p in parameters]
         self.gradients: Tensor | None = None  # every replay of a backward pass writes to it
 
-    def allocate_gradients(self, device: torch.device) -> None:
-        if self.gradients is None and self.parameters:
-            size = sum(p.numel() + -p.numel() % ALIGNMENT for p in self.parameters)
-            self.gradients = torch.empty(size, dtype=self.parameters[0].dtype, device=device)
-
 
 class GraphMemory:
     """The memory pool and the stream that all CUDA graphs of a model share, and which of their memory is in use."""
@@ -172,10 +167,6 @@ MIN_FREE_MEMORY = 0.1  # fraction of the GPU's memory; with less, no further sha
 RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
-def _are_identical(some: tuple, others: tuple) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
-
-
 class GraphedLayers:
     """Calls a stack of layers. Each shape is captured when it occurs for the second time, because the first time compiles."""
 
@@ -215,7 +206,7 @@ class GraphedLayers:
             self._inspect(hidden, args, kwargs)
             if self.key in self.seen and self.key not in self.captured and not self.memory.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
-        elif kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0]):
+        elif kwargs is not self.arguments[1] or [*map(id, args)] != [*map(id, self.arguments[0])]:
             self._refuse_arguments(number)
         is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
         if self._is_inside(number):
@@ -349,7 +340,9 @@ class GraphedLayers:
         if len({p.dtype for group in self.groups for p in group.parameters}) > 1:
             raise ValueError("the parameters have several types")
         for group in self.groups:
-            group.allocate_gradients(hidden.device)
+            if group.gradients is None and group.parameters:
+                size = sum(p.numel() + -p.numel() % ALIGNMENT for p in group.parameters)
+                group.gradients = torch.empty(size, dtype=group.parameters[0].dtype, device=hidden.device)
         inputs = [x.clone() for x in self.inputs]
         first = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         torch.cuda.synchronize()
@@ -359,7 +352,7 @@ class GraphedLayers:
         try:
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            args, kwargs = compat.unflatten(leaves, self.spec)
+            args, kwargs = self.spec.unflatten(leaves)
             self._warm_up_stream(first, args, kwargs)
             forward_passes, x = [], first
             for group in self.groups:
