@@ -135,20 +135,16 @@ def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: Shardi
 
 def _replicated(run: EstimatedRun, ranks: int, num_micro_batches: int) -> Estimate:
     states, moments = run.states, run.trace.moments
-    in_step = moments[:, :GRADIENTS_OF_LAYERS].sum(1)
     # DDP's buckets stay, and so do gradients of earlier micro-batches. Otherwise gradients use memory that activations have left.
     keeps_gradients = ranks > 1 or num_micro_batches > 1
-    peak = int(in_step.argmax()) if keeps_gradients else int(moments.sum(1).argmax())
-    at = moments[peak]
-    activations = at[ACTIVATIONS]
+    counted = moments[:, :GRADIENTS_OF_LAYERS] if keeps_gradients else moments
+    at = moments[int(counted.sum(1).argmax())]
+    activations, loss, copies = at[ACTIVATIONS], int(at[LOSS]), int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST])
     if not keeps_gradients:
-        activations += at[CASTS_OF_LAYERS] + at[CASTS_OF_REST] + at[LOSS] + at[GRADIENTS_OF_REST] + at[GRADIENTS_OF_LAYERS]
-        activations -= states.gradients
-        loss = min(int(at[LOSS]), max(0, activations))
-        copies = min(int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST]), max(0, activations - loss))
+        activations = at.sum() - states.gradients
+        loss = min(loss, max(0, activations))
+        copies = min(copies, max(0, activations - loss))
         activations = max(0, activations - loss - copies)
-    else:
-        loss, copies = int(at[LOSS]), int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST])
     found = Estimate(
         kind=DDP if ranks > 1 else ONE,
         ranks=ranks,
@@ -177,9 +173,8 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
     base = states.weights + states.buffers + states.optimizer + states.averages + without.other
     if keeps_gradients:
         base += without.gradients
-    capture = (
-        base + of_layers + int(moments[:, [ACTIVATIONS, CASTS_OF_LAYERS]].sum(1).max()) + of_layers // max(1, states.num_layers)
-    )
+    in_layers = int(moments[:, [ACTIVATIONS, CASTS_OF_LAYERS]].sum(1).max())
+    capture = base + of_layers + in_layers + of_layers // max(1, states.num_layers)
     replay = base + of_layers + kept + int(moments[:, [LOSS, CASTS_OF_REST, GRADIENTS_OF_REST]].sum(1).max())
     return max(0, max(capture, replay) - without.total)
 
@@ -295,16 +290,12 @@ class Estimator:
         cfg, states = self.cfg, next(iter(self._runs.values())).states
         cfg.validate_sharded()
         cfg.check_installed(is_sharded=True)
-        refused = {
-            f"mixed precision {self.precision}": self.precision == "fp16",
-            f"--model {cfg.model}": states.has_batch_norm or not states.num_layers,
-        }
-        for what, is_refused in refused.items():
-            if is_refused:
-                raise UserError(
-                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so a run would be refused. Use "
-                    "accelerate_configs/1node.yaml, or leave --config_file out."
-                )
+        what = f"mixed precision {self.precision}" if self.precision == "fp16" else ""
+        if what or states.has_batch_norm or not states.num_layers:
+            raise UserError(
+                f"{what or f'--model {cfg.model}'}: cannot be combined with FSDP, which the accelerate config asks for, so a run would "
+                "be refused. Use accelerate_configs/1node.yaml, or leave --config_file out."
+            )
 
     def suggest(self, ranks: int, plan: ShardingPlan | None, available: float) -> list[Suggestion]:
         """Return changes with which the run fits: first one that keeps the result, then one that changes what is learned."""
@@ -347,11 +338,13 @@ class Estimator:
                     yield from self._smaller_steps(words, number, other)
 
     def _smaller_steps(self, words: str, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
-        """Yield a layout alone, and with smaller micro-batches and gradient checkpointing."""
+        """Yield a layout alone, and with gradient checkpointing and micro-batches of a half, a quarter, and 1."""
         join = lambda more: f"{words} with {more}" if words else more
         if words:
             yield words, ranks, plan, {}
-        sizes = self._sizes(ranks)
+        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
+        smaller = {size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}
+        sizes = sorted(smaller, reverse=True)
         for size in sizes:
             yield join(f"--micro_batch_size {size}"), ranks, plan, {"micro_batch_size": size}
         if self.cfg.gradient_checkpointing or (plan and plan.activation_checkpointing):
@@ -360,11 +353,6 @@ class Estimator:
         if sizes:
             smallest = {**CHECKPOINTED, "micro_batch_size": sizes[-1]}
             yield join(f"--gradient_checkpointing --micro_batch_size {sizes[-1]}"), ranks, plan, smallest
-
-    def _sizes(self, ranks: int) -> list[int]:
-        """Return smaller micro-batches: a half, a quarter, and 1."""
-        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
-        return sorted({size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}, reverse=True)
 
     def _other_result(self, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
         cfg = self.cfg

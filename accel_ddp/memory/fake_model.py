@@ -194,18 +194,14 @@ def _faked(model: nn.Module, mode: Any, dtypes: Mapping[nn.Parameter, torch.dtyp
     with mode:
         for module in model.modules():
             for name, p in compat.own_parameters(module).items():
-                if p is not None and id(p) not in made:
-                    made[id(p)] = _fake_parameter(p, dtypes.get(p, p.dtype))
                 if p is not None:
+                    fake = torch.empty(p.shape, dtype=dtypes.get(p, p.dtype))
+                    made.setdefault(id(p), nn.Parameter(fake, requires_grad=p.requires_grad))
                     compat.own_parameters(module)[name] = made[id(p)]
             for name, buffer in compat.own_buffers(module).items():
                 if buffer is not None:
                     compat.own_buffers(module)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
-
-
-def _fake_parameter(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
 
 
 @contextlib.contextmanager
@@ -231,7 +227,7 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
         side = side if isinstance(side, int) else max(side)
         channels = getattr(fake.config, "num_channels", 3)
         return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
-    width = length_of(cfg, fake.config)
+    width = getattr(cfg, "max_length", 0) or min(getattr(fake.config, "max_position_embeddings", None) or 512, 4096)
     ids = torch.zeros(texts, width, dtype=torch.long)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
     labels = ids
@@ -240,11 +236,6 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
     batch["labels"] = labels
     batch.sizes = Sizes(texts, texts * width, texts * width**2, width, labels.numel())
     return batch
-
-
-def length_of(cfg: Any, config: Any) -> int:
-    """Return the most tokens that a text may have."""
-    return getattr(cfg, "max_length", 0) or min(getattr(config, "max_position_embeddings", None) or 512, 4096)
 
 
 class PackedLikeGpu(PaddingFree):

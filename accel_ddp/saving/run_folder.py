@@ -69,15 +69,13 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             deadline = time.monotonic() + SECONDS_TO_APPEAR
             while not marks[0].exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            if not marks[0].exists():
-                problem = "does not see the folder of the main node"
-            else:
-                try:
-                    marks[rank].touch()
-                except OSError as error:
-                    problem = f"cannot write to it ({error.strerror})"
+            try:
+                problem = "" if marks[0].exists() else "does not see the folder of the main node"
+                marks[rank].touch()
+            except OSError as error:
+                problem = problem or f"cannot write to it ({error.strerror})"
     facts = gather_everywhere((this_rank.host, problem))
-    for mark in marks if rank == 0 else [marks[rank]] if rank in writers else []:
+    for mark in marks if rank == 0 else marks[rank : rank + 1]:
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))

@@ -66,27 +66,21 @@ class Lockstep:
         """Let a part report where it is, before it communicates. Its group has an own object for each part of the model."""
         first = len(self._names)
         self._names += [f"computes {name}", f"computes the gradients of {name}", f"sums the gradients of {name}"]
-        forward = lambda *_: self._enter_forward(self._names.index(BEGIN) if is_root else first)
+        forward = lambda *_: self._enter(self._names.index(BEGIN) if is_root else first, is_forward=True)
         part.register_forward_pre_hook(forward, prepend=True)  # before the hook that gathers
         if is_root:
-            part.register_forward_hook(lambda *_: self._enter_forward(self._names.index(END)))
+            part.register_forward_hook(lambda *_: self._enter(self._names.index(END), is_forward=True))
         for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
-            compat.observe_backward(
-                group, functools.partial(self._enter, first + 1), functools.partial(self._enter_sum, first + 2)
-            )
+            compat.observe_backward(group, functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2))
 
-    def _enter_sum(self, place: int, params: list[Any]) -> None:
+    def _sum(self, place: int, params: list[Any]) -> None:
         self._enter(place)
         self._used.update(param for param in params if compat.has_gradient(param))
 
-    def _enter_forward(self, place: int) -> None:
-        if torch.is_grad_enabled():  # other forward passes have no backward pass
-            self._enter(place)
-
-    def _enter(self, place: int) -> None:
+    def _enter(self, place: int, is_forward: bool = False) -> None:
         """Require that every rank is at the same place."""
-        if self._place is None:
+        if self._place is None or (is_forward and not torch.is_grad_enabled()):  # other forward passes have no backward pass
             return
         if not self._is_compared:
             self._compare(place)
@@ -176,7 +170,9 @@ def shard(
     mesh = make_mesh(plan, device)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduce = None if any(p.dtype == torch.float64 for p in model.parameters()) else reduce_dtype
-    narrow = torch.bfloat16 if precision == "bf16" and _can_be_narrow(layers, device) else None
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]
+    # On CPUs, autocast leaves the inputs of these norms in another dtype.
+    narrow = torch.bfloat16 if precision == "bf16" and not (device.type == "cpu" and norms) else None
     # Autocast converts the inputs of operations, not of layers.
     policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in layers:
@@ -196,12 +192,6 @@ def shard(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-def _can_be_narrow(layers: list[nn.Module], device: torch.device) -> bool:
-    """Return whether layers can be gathered in bfloat16. On CPUs, autocast leaves the inputs of these norms in another dtype."""
-    norms = (nn.LayerNorm, nn.GroupNorm)
-    return device.type != "cpu" or not any(isinstance(module, norms) for layer in layers for module in layer.modules())
-
-
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
     """Gather each layer of a list while the layer before it is computed, also if the host is slower than the GPU.
 
@@ -218,10 +208,9 @@ def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
 
 def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
     """Return the ranks as a mesh: one row, or one row for each copy of the model. The ranks of a node have consecutive numbers."""
-    if plan.replicas == 1:
-        return init_device_mesh(device.type, (this_rank.num_ranks,), mesh_dim_names=("shard",))
-    shape = (plan.replicas, this_rank.num_ranks // plan.replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    shape, names = (plan.replicas, this_rank.num_ranks // plan.replicas), ("replicate", "shard")
+    first = int(plan.replicas == 1)
+    return init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
 
 
 def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
