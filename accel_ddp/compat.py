@@ -208,10 +208,7 @@ def end_failed_capture(device: int, pool: Any) -> None:
 
 
 def gradient_times(model: "nn.Module") -> list[int]:
-    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronized.
-
-    Of a model without DDP it is empty. DDP does not report a backward pass that reached no parameter. Tested with torch 2.13.
-    """
+    """Return when DDP received each gradient of the last backward pass, or [] without DDP. Tested with torch 2.13."""
     from torch.nn.parallel import DistributedDataParallel
 
     return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
@@ -389,10 +386,7 @@ def store_of_handler(handler: Any) -> Any:
 
 
 def stop_keep_alive(handler: Any) -> None:
-    """Stop the timer with which a rendezvous handler writes to its store. For a lost store it prints an error every few seconds.
-
-    `shutdown` would write to the store too. Tested with torch 2.13.
-    """
+    """Stop the timer that writes to the store of a handler, and prints errors if the store is lost. Tested with torch 2.13."""
     if timer := getattr(handler, "_keep_alive_timer", None):
         timer.cancel()
 
@@ -412,10 +406,7 @@ def hides_output(specs: object) -> bool:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the last collectives of this process, as the Flight Recorder stores them. It is on by default.
-
-    Public is only its file, which torch writes after a timeout. Tested with torch 2.13.
-    """
+    """Return the last collectives of this process. torch itself writes them after a timeout only. Tested with torch 2.13."""
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
     return json.loads(_dump_fr_trace_json(True, False))["entries"]

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 # Numbers, not bytes. The last bit of a sum over a gradient depends on the alignment of the gradient's address.
 ALIGNMENT = 64
+UNSUPPORTED = "Layers that are captured as CUDA graphs do not support this. Add --compile off."
 
 
 class LayerGroup:
@@ -102,15 +103,9 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: Tensor | None) -> tuple:
         captured, (*of_earlier_layers, gradient) = ctx.captured, of_outputs
         if ctx.memory.pending.pop(ctx.key, None) is not ctx.token:
-            raise RuntimeError(
-                "a backward pass runs a second time, or after the forward pass of the next micro-batch. Layers that are captured "
-                "as CUDA graphs do not support this. Add --compile off."
-            )
+            raise RuntimeError(f"a backward pass runs twice, or after the forward pass of the next micro-batch. {UNSUPPORTED}")
         if gradient is None or any(g is not None for g in of_earlier_layers):
-            raise RuntimeError(
-                "the loss uses the output of a layer before the last one. Layers that are captured as CUDA graphs do not support "
-                "this. Add --compile off."
-            )
+            raise RuntimeError(f"the loss uses the output of a layer before the last one. {UNSUPPORTED}")
         if gradient.data_ptr() != captured.gradient_out.data_ptr():
             captured.gradient_out.copy_(gradient)
         found: tuple = ()
@@ -232,20 +227,14 @@ class GraphedLayers:
 
     def _refuse_arguments(self, number: int) -> None:
         if self._is_inside(number):
-            raise RuntimeError(
-                "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
-                "arguments. Add --compile off."
-            )
+            raise RuntimeError(f"a layer gets other arguments than the first layer. {UNSUPPORTED}")
         self._disable("the layers get different arguments")
 
     def _output_of_replay(self, number: int, hidden: Tensor, is_unmodified: bool) -> Tensor:
         """Return what the last replay has computed for this layer. Raise RuntimeError if its input is another one."""
         first, outputs = self.replayed
         if hidden is not outputs[number - first - 1] or not is_unmodified:
-            raise RuntimeError(
-                "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
-                "graphs need that. Add --compile off."
-            )
+            raise RuntimeError(f"the input of a layer is not the unchanged output of the layer before it. {UNSUPPORTED}")
         return outputs[number - first]
 
     def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
