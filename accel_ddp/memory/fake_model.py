@@ -249,14 +249,3 @@ class PackedLikeGpu(PaddingFree):
         config = next(iter(self.configs.values()))
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return size % 8 == 0 and size <= 256
-
-
-def remove_padding(fake: FakeModel, cfg: Any) -> bool:
-    """Let the layers compute without padding if they can, and return whether they do."""
-    if cfg.padding_free == "off" or fake.model_class == IMAGES:
-        return False
-    try:
-        PackedLikeGpu(fake.model).install()
-    except NeedsPadding:
-        return False
-    return True

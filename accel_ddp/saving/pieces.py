@@ -76,19 +76,6 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and the place where its tensors begin. Raise ValueError if it is none."""
-    with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= path.stat().st_size - 8:
-            raise ValueError("it has no header")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no table")
-    return header, 8 + length
-
-
 class Piece(NamedTuple):
     """A part of a tensor in a file."""
 
@@ -111,7 +98,9 @@ class Pieces:
         self._pieces: dict[str, list[Piece]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path in self.paths:
-            header, begin = read_header(path)
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header, begin = json.loads(file.read(length)), 8 + length
             info = json.loads(header.pop("__metadata__", {}).get(INFO, "{}"))
             for name, facts in header.items():
                 offsets = info.get(name, {}).get(OFFSETS, [0] * len(facts["shape"]))

@@ -86,18 +86,6 @@ class FlopCounter:
         return self.per_token * tokens + self.per_square * squares + self.per_target * targets + self.per_text * texts
 
 
-def _count_flops(model: nn.Module) -> FlopCounter | None:
-    """Return a counter, or None if FLOPs cannot be counted. They are a statistic, and no reason not to train an unusual model."""
-    try:
-        return FlopCounter(model)
-    except NeedsPadding:
-        return None
-    except Exception as error:
-        if this_rank.is_main:
-            log.warning("TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error)
-        return None
-
-
 def _of_one(matrix: nn.Module) -> int:
     """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for the gradient of a trained weight."""
     return (6 if matrix.weight.requires_grad else 4) * matrix.weight.numel()
@@ -150,7 +138,14 @@ class Speed:
             of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
             self.peak_flops = of_one * accelerator.num_processes if of_one else None
         self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._flops = _count_flops(model)
+        self._flops: FlopCounter | None = None
+        try:
+            self._flops = FlopCounter(model)
+        except Exception as error:  # they are a statistic, and no reason not to train an unusual model
+            if this_rank.is_main and not isinstance(error, NeedsPadding):
+                log.warning(
+                    "TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error
+                )
 
     # ---- what `fit` calls
 
@@ -294,23 +289,20 @@ class Speed:
         """Capture the layers as CUDA graphs if there is a GPU, and compile them if that saves time."""
         if self.cfg.compile == "off":
             return
-        reason = self._compile_and_capture(total_steps)
+        reason = "" if self.padding_free else "texts are padded, so every batch has a different shape"
+        if self.accelerator.device.type != "cuda":
+            reason = "there is no GPU"
+        if not reason:
+            calls = self.padding_free.calls
+            missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
+            if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
+                self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
+                self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
+            self._capture(calls)
+            reason = f"triton is not installed on {', '.join(missing)}" if missing else ""
         if reason and self.cfg.compile == "on":
             warn_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.", "FALLBACK")
-
-    def _compile_and_capture(self, total_steps: int) -> str:
-        if self.accelerator.device.type != "cuda":
-            return "there is no GPU"
-        if self.padding_free is None:
-            return "texts are padded, so every batch has a different shape"
-        calls = self.padding_free.calls
-        missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
-        if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
-            self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
-            self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
-        self._capture(calls)
-        return f"triton is not installed on {', '.join(missing)}" if missing else ""
 
     def _is_worth_compiling(self, num_layers: int, total_steps: int) -> bool:
         """Return whether compiling saves more time than it takes. The answer is the same on every rank and after a restart."""
@@ -333,7 +325,7 @@ class Speed:
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
             self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
-            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.discard_pending
+            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.pending.clear
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
@@ -389,13 +381,11 @@ def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
     """Let one process of a node run the block at a time. A process that waited too long, or cannot lock, runs it anyway."""
     from filelock import FileLock, Timeout
 
-    lock = None
+    lock = FileLock(folder / "accel_ddp.lock")
     with contextlib.suppress(OSError, NotImplementedError, Timeout):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "accel_ddp.lock")
         lock.acquire(timeout=patience)
     try:
         yield
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()

@@ -313,7 +313,7 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     forwards = [(layer, layer.__dict__.get("forward"), layer.forward) for layer in layers]
     with gathered(model), _converted([module for module in model.modules() if module not in inside], dtype):
         for layer, _, forward in forwards:
-            layer.forward = functools.partial(_compute_converted, layer, forward, dtype)
+            layer.forward = _converted(list(layer.modules()), dtype)(forward)
         try:
             yield
         finally:
@@ -322,11 +322,6 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     del layer.forward
                 else:
                     layer.forward = own
-
-
-def _compute_converted(layer: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    with _converted(list(layer.modules()), dtype):
-        return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager

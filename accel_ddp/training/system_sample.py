@@ -30,7 +30,10 @@ class SystemSample:
         self.latest = UNKNOWN
         self.device = device if device.type == "cuda" else None
         self.gpu = _Gpu(str(torch.cuda.get_device_properties(device).uuid)) if self.device else None
-        self.processes = _Processes()
+        self.own = psutil.Process()
+        self.workers: dict[int, psutil.Process] = {}  # data workers by pid
+        self.seconds: dict[int, float] = {}  # CPU time of each process at the last measurement
+        self.measured_at = 0.0
         self.is_closed = threading.Event()
         self.thread = threading.Thread(target=self._poll, name="system sample", daemon=True)
         self.thread.start()
@@ -54,23 +57,20 @@ class SystemSample:
         of_gpu = self.gpu.measure() if self.gpu else (math.nan,) * 4
         cpu = memory = math.nan
         with contextlib.suppress(Exception):
-            cpu, memory = self.processes.measure()
+            cpu, memory = self._measure_processes()
         return (allocated, *of_gpu, cpu, memory, _number(lambda: psutil.virtual_memory().percent / 100))
 
-
-class _Processes:
-    """This rank and its data workers."""
-
-    def __init__(self) -> None:
-        self.own = psutil.Process()
-        self.known: dict[int, Any] = {}  # data workers by pid
-        self.seconds: dict[int, float] = {}  # CPU time of each process at the last measurement
-        self.measured_at = 0.0
-
-    def measure(self) -> tuple[float, float]:
-        """Return the cores that were used since the last call, and the resident memory in bytes."""
+    def _measure_processes(self) -> tuple[float, float]:
+        """Return the cores that this rank and its data workers used since the last call, and their resident memory in bytes."""
         now, total, seconds = time.monotonic(), 0.0, {}
-        for process in (self.own, *self._workers()):
+        # `multiprocessing.active_children` would collect the exit codes of workers that have died, which the data loader needs.
+        # A search for all children reads a file of every process of the machine: 3 ms for 118 processes.
+        pids = {child.pid for child in list(getattr(multiprocessing.process, "_children", ()))} - {None, os.getpid()}
+        self.workers = {pid: process for pid, process in self.workers.items() if pid in pids}
+        for pid in pids - self.workers.keys():
+            with contextlib.suppress(psutil.Error):
+                self.workers[pid] = psutil.Process(pid)
+        for process in (self.own, *self.workers.values()):
             with contextlib.suppress(psutil.Error):  # it has ended
                 times = process.cpu_times()
                 seconds[process.pid] = times.user + times.system
@@ -80,16 +80,6 @@ class _Processes:
         cores = used / (now - self.measured_at) if self.measured_at else math.nan
         self.seconds, self.measured_at = seconds, now
         return max(cores, 0.0), total
-
-    def _workers(self) -> list[Any]:
-        # `multiprocessing.active_children` would collect the exit codes of workers that have died, which the data loader needs.
-        # A search for all children reads a file of every process of the machine: 3 ms for 118 processes.
-        pids = {child.pid for child in list(getattr(multiprocessing.process, "_children", ()))} - {None, os.getpid()}
-        self.known = {pid: process for pid, process in self.known.items() if pid in pids}
-        for pid in pids - self.known.keys():
-            with contextlib.suppress(psutil.Error):
-                self.known[pid] = psutil.Process(pid)
-        return list(self.known.values())
 
 
 class _Gpu:
