@@ -64,13 +64,16 @@ def count_states(model: nn.Module, cfg: Any) -> States:
     quantized = quantized_weights(model, inside) if kind != "no" else set()
     all_parameters = list(model.parameters())
     size = lambda p: _stored_bytes(p, kind, p in quantized)
+    saved = model.state_dict().keys()
+    averaged = [*(p for p in all_parameters if p.requires_grad), *(b for name, b in model.named_buffers() if name in saved)]
+    averaged = [tensor for tensor in averaged if tensor.is_floating_point()] if cfg.ema_decay else []
     return States(
         layers=_count([p for p in all_parameters if id(p) in inside], size),
         rest=_count([p for p in all_parameters if id(p) not in inside], size),
         num_layers=num_layers,
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=optim.state_bytes(model, cfg),
-        averages=average_bytes(model, cfg),
+        averages=sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged),
         dequantized=max((2 * p.numel() for p in quantized), default=0),
         has_batch_norm=compat.has_batch_norm(model),
     )
@@ -109,16 +112,6 @@ def _count(parameters: list[nn.Parameter], size: Callable[[nn.Parameter], int]) 
         sum(map(size, parameters)),
         sum(p.numel() * p.element_size() for p in trained),
     )
-
-
-def average_bytes(model: nn.Module, cfg: Any) -> int:
-    """Return the bytes of the averages of --ema_decay: of trained parameters, and of buffers that are saved."""
-    if not cfg.ema_decay:
-        return 0
-    saved = model.state_dict().keys()
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    averaged = [*(p for p in model.parameters() if p.requires_grad), *buffers]
-    return sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged)
 
 
 # The PEFT task of each class. A class without one supports no adapters.

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,39 +52,45 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
     """Write the checkpoint `final` completely, or raise OSError and leave nothing of it."""
     from safetensors.torch import save_file
 
-    texts = _texts(WHOLE, run, files)
     partial = final.with_name(f".{final.name}.partial")
     try:
         remove(partial)
         final.parent.mkdir(parents=True, exist_ok=True)
-        check_space(
-            final.parent, sum(t.nbytes for group in tensors.values() for t in group.values()) + sum(map(len, texts.values()))
-        )
+        size = sum(t.nbytes for group in tensors.values() for t in group.values())
+        check_space(final.parent, size + sum(map(len, files.values())))
         (partial / "files").mkdir(parents=True)
+        (partial / RUN).touch()
         for name, group in tensors.items():
             try:
                 save_file(group, partial / name, metadata={"format": "pt"})
             except Exception as error:  # safetensors has its own error type for errors of the disk
                 raise OSError(errno.EIO, f"{name}: {error}") from error
-        _write_texts(partial, texts)
-        for name in tensors:  # safetensors creates files that only their owner may read
+            # safetensors creates files that only their owner may read.
             (partial / name).chmod((partial / RUN).stat().st_mode & 0o777)
-        found = {str(p.relative_to(partial)): _digest(p) for p in sorted(partial.rglob("*")) if p.is_file()}
-        _commit(partial, final, {"format": WHOLE, "files": found}, [*partial.rglob("*")])
+        complete(partial, final, run, files, {name: _digest(partial / name) for name in tensors}, WHOLE)
     except OSError:
         remove(partial)
         raise
 
 
-def complete(partial: Path, final: Path, run: dict[str, Any], files: dict[str, bytes], written: dict[str, Any]) -> None:
-    """Turn a folder to which all ranks have written their parts into the checkpoint `final`. `written` has sizes and hashes."""
-    texts = _texts(SHARDED, run, files)
-    _write_texts(partial, texts)
+def complete(
+    partial: Path, final: Path, run: dict[str, Any], files: dict[str, bytes], written: dict[str, Any], version: int = SHARDED
+) -> None:
+    """Turn a folder with all tensors into the checkpoint `final`. `written` has the sizes and hashes of the tensor files."""
+    texts = {RUN: json.dumps({"format": version, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
+    for name, text in texts.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_bytes(text)
     found = {**written, **{name: _digest(partial / name) for name in texts}}
-    folders = [partial / folder for folder in (*PIECES.values(), "files") if (partial / folder).is_dir()]
-    _commit(
-        partial, final, {"format": SHARDED, "files": dict(sorted(found.items()))}, [*(partial / name for name in texts), *folders]
-    )
+    in_order = dict(sorted(found.items(), key=lambda item: Path(item[0])))
+    (partial / MANIFEST).write_text(_signed({"format": version, "files": in_order}))
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    if final.exists():  # written before the run was resumed from an earlier step
+        set_aside(final, "replaced")
+    partial.rename(final)  # from here on the checkpoint exists
+    with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
+        sync(final.parent)
 
 
 def check_space(folder: Path, size: int) -> None:
@@ -92,27 +98,6 @@ def check_space(folder: Path, size: int) -> None:
     free, needed = shutil.disk_usage(folder).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {folder}")
-
-
-def _texts(version: int, run: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return {RUN: json.dumps({"format": version, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
-
-
-def _write_texts(folder: Path, texts: dict[str, bytes]) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text)
-
-
-def _commit(partial: Path, final: Path, manifest: dict[str, Any], unsynced: Iterable[Path]) -> None:
-    (partial / MANIFEST).write_text(_signed(manifest))
-    for path in [*unsynced, partial / MANIFEST, partial]:
-        sync(path)
-    if final.exists():  # written before the run was resumed from an earlier step
-        set_aside(final, "replaced")
-    partial.rename(final)  # from here on the checkpoint exists
-    with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
-        sync(final.parent)
 
 
 def _signed(value: dict[str, Any]) -> str:

@@ -215,7 +215,14 @@ def write(
     failure: Exception | None = None
     written: dict[str, Any] = {}
     try:
-        written = _write_part(partial, groups, offsets, save)
+        partial.mkdir(parents=True, exist_ok=True)
+        checkpoint_format.check_space(partial, sum(t.nbytes for group in groups.values() for t in group.values()))
+        for group in filter(groups.get, groups):
+            name = f"{PIECES[group]}/{file_name(this_rank.rank)}"
+            (partial / name).parent.mkdir(exist_ok=True)
+            metadata = describe(offsets[group], run=save.run, step=str(save.step))
+            written[name] = write_file(partial / name, groups[group], metadata)
+            checkpoint_format.sync((partial / name).parent)
     except Exception as error:  # the main rank must receive each one
         failure = error
     if not this_rank.is_main:
@@ -239,23 +246,6 @@ def write(
     except Exception:
         checkpoint_format.remove(partial)
         raise
-
-
-def _write_part(
-    partial: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
-) -> dict[str, Any]:
-    """Write the tensors of this rank. Return the size and the hash of each file."""
-    partial.mkdir(parents=True, exist_ok=True)
-    checkpoint_format.check_space(partial, sum(t.nbytes for group in groups.values() for t in group.values()))
-    written = {}
-    for group, tensors in groups.items():
-        if tensors:
-            name = f"{checkpoint_format.PIECES[group]}/{file_name(this_rank.rank)}"
-            (partial / name).parent.mkdir(exist_ok=True)
-            metadata = describe(offsets[group], run=save.run, step=str(save.step))
-            written[name] = write_file(partial / name, tensors, metadata)
-            checkpoint_format.sync((partial / name).parent)
-    return written
 
 
 def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -> None:

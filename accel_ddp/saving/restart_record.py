@@ -43,7 +43,7 @@ def begin_attempt(cfg: TrainConfig) -> None:
     path = Path(cfg.output_dir, FILE)
     lines: list[dict[str, Any]] = []
     if this_rank.is_main:
-        if not _is_restart():
+        if not links.earlier_run.get("output_dir"):  # this is no restart
             _write(path, {"event": "start", "time": psutil.Process().create_time()}, mode="w")  # before the imports
         else:
             failure = links.earlier_run.get("failure") or {}
@@ -97,7 +97,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
     path, now = Path(cfg.output_dir, FILE), time.time()
     lines = list(read_objects(path))
     saved = {"event": "training", "time": now, "step": step}
-    if _is_restart() and (failures := [line for line in lines if line["event"] == "failure"]):
+    if links.earlier_run.get("output_dir") and (failures := [line for line in lines if line["event"] == "failure"]):
         committed = lines[0]["time"]
         with contextlib.suppress(OSError, AttributeError, TypeError):
             committed = (checkpoint / checkpoint_format.MANIFEST).stat().st_mtime
@@ -140,10 +140,6 @@ def goodput(cfg: TrainConfig) -> float | None:
 
 def _is_used(cfg: TrainConfig) -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and bool(cfg.output_dir)
-
-
-def _is_restart() -> bool:
-    return bool(links.earlier_run.get("output_dir"))
 
 
 def _write(path: Path, line: dict[str, Any], mode: str = "a") -> None:

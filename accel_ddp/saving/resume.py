@@ -205,14 +205,11 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
     Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
-
-    def last_step(options: TrainConfig, items: int) -> int:
-        return options.total_steps(items) if items or options.steps else 0
-
+    last_step = lambda options, items: options.total_steps(items) if items or options.steps else 0
     names = ("steps", "epochs", "global_batch_size")
     saved = dataclasses.replace(cfg, **{name: then[name] for name in names if name in then})
-    items = before.get("items", 0)
-    return last_step(cfg, (data or before).get("items", 0)), run.get("total_steps") or last_step(saved, items)
+    total = run.get("total_steps") or last_step(saved, before.get("items", 0))
+    return last_step(cfg, (data or before).get("items", 0)), total
 
 
 # ---- loading

@@ -182,10 +182,15 @@ class GraphedLayers:
             if self.key in self.seen and self.key not in self.captured and not self.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
         elif kwargs is not self.arguments[1] or [*map(id, args)] != [*map(id, self.arguments[0])]:
-            self._refuse_arguments(number)
+            if self._is_inside(number):
+                raise RuntimeError(f"a layer gets other arguments than the first layer. {UNSUPPORTED}")
+            self._disable("the layers get different arguments")
         is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
         if self._is_inside(number):
-            out = self._output_of_replay(number, hidden, is_unmodified)
+            first, outputs = self.replayed
+            if hidden is not outputs[number - first - 1] or not is_unmodified:
+                raise RuntimeError(f"the input of a layer is not the unchanged output of the layer before it. {UNSUPPORTED}")
+            out = outputs[number - first]
         elif not self.disabled_reason and self.key in self.captured and (found := self._replay(number, hidden)) is not None:
             self.replayed = number, found
             out = found[0]
@@ -204,18 +209,6 @@ class GraphedLayers:
         """Return whether the last replay has computed this layer together with an earlier one."""
         first, outputs = self.replayed
         return outputs is not None and first < number < first + len(outputs)
-
-    def _refuse_arguments(self, number: int) -> None:
-        if self._is_inside(number):
-            raise RuntimeError(f"a layer gets other arguments than the first layer. {UNSUPPORTED}")
-        self._disable("the layers get different arguments")
-
-    def _output_of_replay(self, number: int, hidden: Tensor, is_unmodified: bool) -> Tensor:
-        """Return what the last replay has computed for this layer. Raise RuntimeError if its input is another one."""
-        first, outputs = self.replayed
-        if hidden is not outputs[number - first - 1] or not is_unmodified:
-            raise RuntimeError(f"the input of a layer is not the unchanged output of the layer before it. {UNSUPPORTED}")
-        return outputs[number - first]
 
     def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Return the outputs of all layers of the group that begins here, or None if the group must run without its graph."""

@@ -70,7 +70,9 @@ class ParameterCheck:
         if not self.is_on or step == self._last or not (is_needed or step % self.cfg.check_every == 0):
             return
         self._last = step
-        products = self._row_sums() * self._factors
+        vectors, matrices = [_bits(p) for p in self._vectors.values()], [_bits(p).sum(-1) for p in self._matrices.values()]
+        parts = [torch.cat(some).to(torch.int64) for some in (vectors, matrices) if some]
+        products = (torch.cat(parts) if parts else self._factors) * self._factors
         digests, copied = torch.zeros(this_rank.num_ranks, dtype=torch.int64, device=self.device), None
         digests[this_rank.rank] = products.sum()
         dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
@@ -95,12 +97,6 @@ class ParameterCheck:
         """Return when the parameters after `step` have passed a check. Every checkpoint must have passed one."""
         self.begin(step, is_needed=True)
         self.read(step, wait_for_all=True)
-
-    def _row_sums(self) -> Tensor:
-        """Return the elements of vectors and the sums of rows of matrices, as integers."""
-        vectors, matrices = [_bits(p) for p in self._vectors.values()], [_bits(p).sum(-1) for p in self._matrices.values()]
-        parts = [torch.cat(some).to(torch.int64) for some in (vectors, matrices) if some]
-        return torch.cat(parts) if parts else self._factors
 
     def _failure(self, step: int, products: Tensor) -> Failure:
         """Return the failure, which is the same on every rank. This is a collective."""

@@ -351,29 +351,25 @@ def recover(model: nn.Module) -> None:
     compat.reset_sharded(list(sharded_parts(model)))
 
 
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
-    """Shard a model whose optimizer exists already, and let the optimizer step the shards. `more` are arguments of `shard`."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif plan.activation_checkpointing:
-        for layer in find_layers(model, plan):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    shard(model, plan, *more)
-    now = dict(model.named_parameters())
-    for group, own in zip(optimizer.param_groups, positions):
-        group["params"] = [now[name] for name in own]
-
-
 def prepare(
     accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     if links.sharding is None:
         return accelerator.prepare(model, optimizer)
+    plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
-        wrap(model, optimizer, links.sharding, *sharding_options(accelerator, cfg))
+        names = {id(p): name for name, p in model.named_parameters()}
+        positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        elif plan.activation_checkpointing:
+            for layer in find_layers(model, plan):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        shard(model, plan, *sharding_options(accelerator, cfg))
+        now = dict(model.named_parameters())
+        for group, own in zip(optimizer.param_groups, positions):
+            group["params"] = [now[name] for name in own]
     reshard(model)
     known = set(model.parameters())
     if not all(p in known for group in optimizer.param_groups for p in group["params"]):
