@@ -155,10 +155,7 @@ def queue_after_backward(loss: "Tensor", function: Callable[[], None]) -> None:
 
 
 def gradients_in_modes(loss: "Tensor", parameters: "Sequence[Tensor]") -> "tuple[Tensor | None, ...]":
-    """Return the gradients of a loss. A `TorchFunctionMode` around the call stays active in checkpointed layers.
-
-    `torch.autograd.grad` dispatches itself to the mode, which is then left. Tested with torch 2.13.
-    """
+    """Return gradients. Unlike with `torch.autograd.grad`, checkpointed layers stay in a function mode. Tested with torch 2.13."""
     import torch
     from torch.autograd.graph import _engine_run_backward
 

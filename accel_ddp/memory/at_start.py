@@ -121,13 +121,13 @@ def _parts(found: Estimate, expected: int = 0) -> str:
 
 
 def _refusal(cfg: Any, found: Estimate, size: float, advice: list[Suggestion]) -> str:
-    more = needed(found.states, found.ranks) - found.states
-    sizes = {NAMES[name]: found.rows[name] for name in STATES} | {"CUDA, NCCL and fragmentation": more}
+    size_of_states = needed(found.states, found.ranks)
+    sizes = {NAMES[name]: found.rows[name] for name in STATES}
+    sizes["CUDA, NCCL and fragmentation"] = size_of_states - found.states
     states = ", ".join(f"{name} {bytes / GIB:.1f}" for name, bytes in sizes.items() if bytes >= 0.05 * GIB)
     room = f"--gpu_memory_gb {cfg.gpu_memory_gb:g} allows less" if cfg.gpu_memory_gb else f"a GPU has {size / GIB:.1f} GiB"
     change = f"Use {', or '.join(map(str, advice))}." if advice else "Use more GPUs, GPUs with more memory, or a smaller model."
-    size_of_states = needed(found.states, found.ranks) / GIB
     return (
-        f"--model {cfg.model}: does not fit{_with(found)}. With CUDA it needs {size_of_states:.1f} GiB per GPU besides activations "
-        f"({states}), and {room}. {change}"
+        f"--model {cfg.model}: does not fit{_with(found)}. With CUDA it needs {size_of_states / GIB:.1f} GiB per GPU besides "
+        f"activations ({states}), and {room}. {change}"
     )

@@ -106,12 +106,8 @@ def _find_layers(model: nn.Module) -> tuple[set[int], int]:
 
 def _count(parameters: list[nn.Parameter], size: Callable[[nn.Parameter], int]) -> Part:
     trained = [p for p in parameters if p.requires_grad]
-    return Part(
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in trained),
-        sum(map(size, parameters)),
-        sum(p.numel() * p.element_size() for p in trained),
-    )
+    elements = [sum(p.numel() for p in some) for some in (parameters, trained)]
+    return Part(*elements, sum(map(size, parameters)), sum(p.numel() * p.element_size() for p in trained))
 
 
 # The PEFT task of each class. A class without one supports no adapters.

@@ -169,8 +169,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
 GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
@@ -309,7 +308,6 @@ class _Marks:
         self.tracker, self.at, self.output_bytes = tracker, {}, 0
         self.hooks: list[Any] = []
         for number, layer in enumerate(stack or ()):
-            # A checkpointed layer runs again in the backward pass. Only the first call counts.
             begin = functools.partial(self._begin, number)
             self.hooks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
         if stack is not None:
@@ -320,7 +318,7 @@ class _Marks:
             hook.remove()
 
     def _begin(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if f"forward {number}" in self.at:
+        if f"forward {number}" in self.at:  # a checkpointed layer runs again in the backward pass; only the first call counts
             return
         self.at[f"forward {number}"] = self.tracker.mark()
         self.tracker.is_in_middle = number == 1

@@ -132,17 +132,14 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
 
 def broadcast_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
-    values: dict[str, float] = {}
-    problem = ""
-    if this_rank.is_main:
-        try:
-            values = as_numbers(metrics)
-        except UserError as error:
-            problem = str(error)
-    values, problem = broadcast_object((values, problem))
-    if problem:
-        raise UserError(problem)
-    return values
+    try:
+        found = as_numbers(metrics) if this_rank.is_main else None
+    except UserError as error:
+        found = str(error)
+    found = broadcast_object(found)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
 
 
 def as_numbers(metrics: Any) -> dict[str, float]:

@@ -206,12 +206,12 @@ def state_bytes(model: nn.Module, cfg: TrainConfig) -> int:
 
 def freeze(model: nn.Module, words: tuple[str, ...]) -> None:
     """Freeze the parameters whose names contain one of the words."""
-    names = [name for name, _ in model.named_parameters()]
+    named = dict(model.named_parameters())
     for word in words:
-        if not any(word in name for name in names):
-            raise UserError(f"--freeze {word}: no parameter has this in its name. {_parts_of(names)}")
-    for name, parameter in model.named_parameters():
-        if any(word in name for word in words):
+        found = [parameter for name, parameter in named.items() if word in name]
+        if not found:
+            raise UserError(f"--freeze {word}: no parameter has this in its name. {_parts_of(named)}")
+        for parameter in found:
             parameter.requires_grad_(False)
     if words and not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"--freeze {' '.join(words)}: leaves nothing to train. Freeze fewer parameters.")

@@ -240,10 +240,8 @@ def _main_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     values = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(values.get(name), Tensor):
-            return values[name]
-    return next(value for value in values.values() if isinstance(value, Tensor))
+    in_order = (values.get("logits"), values.get("last_hidden_state"), *values.values())
+    return next(value for value in in_order if isinstance(value, Tensor))
 
 
 def _of_first(output: Tensor, batch: Any, number: int, has_decoder: bool) -> Tensor:
