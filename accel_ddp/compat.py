@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def own_parameters(module: "nn.Module") -> dict[str, Any]:
-    """Return the dictionary in which a module stores its own parameters, to replace one of them. A value may be None.
-
-    `setattr` refuses a plain tensor, and `named_parameters` returns a tied parameter once. Tested with torch 2.13.
-    """
+    """Return the own parameters of a module, to replace one: `setattr` refuses a plain tensor. Tested with torch 2.13."""
     return module._parameters
 
 
@@ -36,10 +33,7 @@ def own_buffers(module: "nn.Module") -> dict[str, Any]:
 
 
 def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) -> None:
-    """Replace each parameter and buffer of a model by what `function` returns for it. A sharded model uses the new shards.
-
-    Only this method, which `to` and `half` call too, lets FSDP look for its parameters again. Tested with torch 2.13.
-    """
+    """Replace each parameter and buffer of a model. Only this lets FSDP look for its parameters again. Tested with torch 2.13."""
     model._apply(function)
 
 
@@ -80,27 +74,24 @@ def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: 
 
 
 def split_like(flat: "Tensor", tensors: "list[Tensor]") -> "tuple[Tensor, ...]":
-    """Return parts of `flat`, one after the other, in the shapes of `tensors`.
-
-    It is one call for hundreds of gradients, and `split` and `view` are one call for each. Tested with torch 2.13.
-    """
+    """Return parts of `flat` in the shapes of `tensors`, with one call for hundreds of them. Tested with torch 2.13."""
     import torch
 
     return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested arguments and their structure. torch has no public name for it. Tested with torch 2.13."""
+    """Return the leaves of nested arguments and their structure, whose `unflatten` restores them. Tested with torch 2.13."""
     from torch.utils import _pytree
 
     return _pytree.tree_flatten(tree)
 
 
-def unflatten(leaves: list[Any], structure: Any) -> Any:
-    """Return the nested object with these leaves. The reverse of `flatten`. Tested with torch 2.13."""
-    from torch.utils import _pytree
+def fake_mode() -> Any:
+    """Return a context of tensors without values. The public meta device has no autocast. Tested with torch 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return _pytree.tree_unflatten(leaves, structure)
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # ---- operators
@@ -148,7 +139,7 @@ def cpu_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-# ---- backward passes and optimizers
+# ---- backward passes, optimizers and CUDA graphs
 
 
 def queue_after_backward(loss: "Tensor", function: Callable[[], None]) -> None:
@@ -164,10 +155,7 @@ def queue_after_backward(loss: "Tensor", function: Callable[[], None]) -> None:
 
 
 def gradients_in_modes(loss: "Tensor", parameters: "Sequence[Tensor]") -> "tuple[Tensor | None, ...]":
-    """Return the gradients of a loss. A `TorchFunctionMode` around the call stays active in checkpointed layers.
-
-    `torch.autograd.grad` dispatches itself to the mode, which is then left. Tested with torch 2.13.
-    """
+    """Return gradients. Unlike with `torch.autograd.grad`, checkpointed layers stay in a function mode. Tested with torch 2.13."""
     import torch
     from torch.autograd.graph import _engine_run_backward
 
@@ -201,9 +189,6 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
         callback_handler.remove_end_callback(end)
 
 
-# ---- CUDA graphs
-
-
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 
@@ -220,20 +205,14 @@ def end_failed_capture(device: int, pool: Any) -> None:
 
 
 def gradient_times(model: "nn.Module") -> list[int]:
-    """Return when DDP received each gradient, in nanoseconds since the start of the last backward pass that it synchronized.
-
-    Of a model without DDP it is empty. DDP does not report a backward pass that reached no parameter. Tested with torch 2.13.
-    """
+    """Return when DDP received each gradient of the last backward pass, or [] without DDP. Tested with torch 2.13."""
     from torch.nn.parallel import DistributedDataParallel
 
     return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
 
 
 def check_all_gradients(model: "nn.Module") -> None:
-    """Raise RuntimeError, with the numbers of the parameters, if DDP waits for the gradient of a parameter.
-
-    DDP itself calls this in the next forward pass, which is one step too late. Tested with torch 2.13.
-    """
+    """Raise RuntimeError, with their numbers, if parameters have no gradient. DDP does it a step later. Tested with torch 2.13."""
     model._check_reducer_finalized()
 
 
@@ -315,10 +294,7 @@ def has_gradient(param: Any) -> bool:
 
 
 def make_root(model: "nn.Module") -> None:
-    """Make a sharded model the root of its layers. Otherwise the first layer that is called by itself would become the root.
-
-    FSDP does this in the first forward pass of the model. Tested with torch 2.13.
-    """
+    """Make a sharded model the root of its layers. Otherwise the layer that is called first is the root. Tested with torch 2.13."""
     model._get_fsdp_state()._lazy_init()
 
 
@@ -346,10 +322,7 @@ def reset_sharded(parts: "Sequence[nn.Module]") -> None:
 
 
 def let_all_ranks_generate(model: "nn.Module") -> None:
-    """Let `generate` of transformers do the same number of forward passes on all ranks of a sharded model.
-
-    transformers reads this attribute, which Accelerate sets for models that it shards itself. Tested with transformers 5.22.
-    """
+    """Let `generate` do the same number of forward passes on all ranks of a sharded model. Tested with transformers 5.22."""
     model._is_fsdp_managed_module = True
 
 
@@ -376,24 +349,11 @@ def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
     return DTensor(part, spec, requires_grad=False)
 
 
-# ---- fake tensors
-
-
-def fake_mode() -> Any:
-    """Return a context of tensors without values. The public meta device has no autocast. Tested with torch 2.13."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 # ---- Accelerate
 
 
 def forget_last_loader(accelerator: "Accelerator") -> None:
-    """Let Accelerate forget the data loader that it prepared last. Otherwise the loader's workers would run until the process exits.
-
-    `free_memory` forgets the model and the optimizer too. Tested with accelerate 1.15.
-    """
+    """Let Accelerate forget the last data loader, whose workers would otherwise run until the end. Tested with accelerate 1.15."""
     accelerator._dataloaders.pop()
 
 
@@ -411,28 +371,19 @@ def skip_port_check() -> None:
 
 
 def rendezvous_creators() -> dict[str, Callable[..., Any]]:
-    """Return torch's rendezvous backends by name. A launcher uses what is put into the dictionary.
-
-    The public `register` refuses a second creator for a name. Tested with torch 2.13.
-    """
+    """Return torch's rendezvous backends by name, to replace one. `register` refuses to. Tested with torch 2.13."""
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
     return rendezvous_handler_registry._registry
 
 
 def store_of_handler(handler: Any) -> Any:
-    """Return the store of a rendezvous handler, or None before its first round. The public one belongs to the ranks.
-
-    Tested with torch 2.13.
-    """
+    """Return the store of a rendezvous handler, or None before its first round. Tested with torch 2.13."""
     return getattr(handler, "_store", None)
 
 
 def stop_keep_alive(handler: Any) -> None:
-    """Stop the timer with which a rendezvous handler writes to its store. For a lost store it prints an error every few seconds.
-
-    `shutdown` would write to the store too. Tested with torch 2.13.
-    """
+    """Stop the timer that writes to the store of a handler, and prints errors if the store is lost. Tested with torch 2.13."""
     if timer := getattr(handler, "_keep_alive_timer", None):
         timer.cancel()
 
@@ -451,18 +402,8 @@ def hides_output(specs: object) -> bool:
     return bool(getattr(specs, "_redirects", False) or getattr(specs, "_local_ranks_filter", None))
 
 
-def default_store() -> Any:
-    """Return the store of the default process group. `init_process_group` does not return it. Tested with torch 2.13."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the last collectives of this process, as the Flight Recorder stores them. It is on by default.
-
-    Public is only its file, which torch writes after a timeout. Tested with torch 2.13.
-    """
+    """Return the last collectives of this process. torch itself writes them after a timeout only. Tested with torch 2.13."""
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
     return json.loads(_dump_fr_trace_json(True, False))["entries"]
@@ -471,24 +412,6 @@ def recorded_collectives() -> list[dict[str, Any]]:
 # ---- programs and forks
 
 WAIT_SECONDS = 10.0  # for a program that another thread is starting; milliseconds, unless the file system of the program hangs
-
-
-class _Gate:
-    """A lock that a thread holds while it starts a program, and while it forks."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a start with `preexec_fn` is a fork too
-        self.is_held = False
-
-    def before_fork(self) -> None:
-        self.is_held = self.lock.acquire(timeout=WAIT_SECONDS)
-
-    def after_in_parent(self) -> None:
-        if self.is_held:
-            self.lock.release()
-
-    def after_in_child(self) -> None:
-        self.lock = threading.RLock()  # the thread that may hold the other one does not exist here
 
 
 def keep_forks_apart_from_starts() -> None:
@@ -501,12 +424,21 @@ def keep_forks_apart_from_starts() -> None:
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call
         return
-    gate = _Gate()
+    lock, is_held = threading.RLock(), False  # a start with `preexec_fn` is a fork too
 
     @functools.wraps(plain)
     def start(*args: Any, **kwargs: Any) -> None:
-        with gate.lock:
+        with lock:
             plain(*args, **kwargs)
 
+    def before_fork() -> None:
+        nonlocal is_held
+        is_held = lock.acquire(timeout=WAIT_SECONDS)
+
+    def after_in_child() -> None:
+        nonlocal lock
+        lock = threading.RLock()  # the thread that may hold the other one does not exist here
+
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-    os.register_at_fork(before=gate.before_fork, after_in_parent=gate.after_in_parent, after_in_child=gate.after_in_child)
+    release = lambda: lock.release() if is_held else None
+    os.register_at_fork(before=before_fork, after_in_parent=release, after_in_child=after_in_child)

@@ -48,9 +48,7 @@ def report(accelerator: Accelerator, cfg: TrainConfig, model_class: str) -> None
     rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
     found = Verdict()
     if rooms and all(size for size, _ in rooms):
-        found = _judge(
-            accelerator.mixed_precision, cfg, model_class, min(size for size, _ in rooms), min(free for _, free in rooms)
-        )
+        found = _judge(accelerator.mixed_precision, cfg, model_class, *map(min, zip(*rooms)))
     found = broadcast_object(found, what="estimate the memory of the model")
     links.memory = found.facts
     if found.text:
@@ -104,7 +102,7 @@ def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: flo
         return Verdict("\n".join(lines), _refusal(estimator.cfg, found, size, advice), facts)
     if not fits(found, size):
         what = "A step" if needed(found.total, ranks) > size else "An evaluation"
-        change = _listed(advice) or "a smaller --max_length or --eval_batch_size"
+        change = ", or ".join(map(str, advice)) or "a smaller --max_length or --eval_batch_size"
         lines.append(f"  {what} may not fit if texts are as long as the estimate assumes. Use {change}.")
     elif not fits(found, free):
         lines.append(f"  Only {free / GIB:.1f} GiB are free, because other processes use the GPU. The run may not fit.")
@@ -123,17 +121,13 @@ def _parts(found: Estimate, expected: int = 0) -> str:
 
 
 def _refusal(cfg: Any, found: Estimate, size: float, advice: list[Suggestion]) -> str:
-    more = needed(found.states, found.ranks) - found.states
-    sizes = {NAMES[name]: found.rows[name] for name in STATES} | {"CUDA, NCCL and fragmentation": more}
+    size_of_states = needed(found.states, found.ranks)
+    sizes = {NAMES[name]: found.rows[name] for name in STATES}
+    sizes["CUDA, NCCL and fragmentation"] = size_of_states - found.states
     states = ", ".join(f"{name} {bytes / GIB:.1f}" for name, bytes in sizes.items() if bytes >= 0.05 * GIB)
     room = f"--gpu_memory_gb {cfg.gpu_memory_gb:g} allows less" if cfg.gpu_memory_gb else f"a GPU has {size / GIB:.1f} GiB"
-    change = f"Use {_listed(advice)}." if advice else "Use more GPUs, GPUs with more memory, or a smaller model."
-    size_of_states = needed(found.states, found.ranks) / GIB
+    change = f"Use {', or '.join(map(str, advice))}." if advice else "Use more GPUs, GPUs with more memory, or a smaller model."
     return (
-        f"--model {cfg.model}: does not fit{_with(found)}. With CUDA it needs {size_of_states:.1f} GiB per GPU besides activations "
-        f"({states}), and {room}. {change}"
+        f"--model {cfg.model}: does not fit{_with(found)}. With CUDA it needs {size_of_states / GIB:.1f} GiB per GPU besides "
+        f"activations ({states}), and {room}. {change}"
     )
-
-
-def _listed(advice: list[Suggestion]) -> str:
-    return ", or ".join(map(str, advice))

@@ -128,43 +128,51 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int) -
 
 def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None) -> Estimate:
     """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it."""
-    if plan is not None and ranks > 1:
-        return _sharded(run, ranks, num_micro_batches, plan)
-    return _replicated(run, ranks, num_micro_batches)
-
-
-def _replicated(run: EstimatedRun, ranks: int, num_micro_batches: int) -> Estimate:
-    states, moments = run.states, run.trace.moments
-    in_step = moments[:, :GRADIENTS_OF_LAYERS].sum(1)
+    states, plan = run.states, plan if ranks > 1 else None
+    shards, on_gpu = (ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1) if plan else (1, 1)
+    share = lambda size: -(-size // shards) * on_gpu
     # DDP's buckets stay, and so do gradients of earlier micro-batches. Otherwise gradients use memory that activations have left.
     keeps_gradients = ranks > 1 or num_micro_batches > 1
-    peak = int(in_step.argmax()) if keeps_gradients else int(moments.sum(1).argmax())
-    at = moments[peak]
-    activations = at[ACTIVATIONS]
-    if not keeps_gradients:
-        activations += at[CASTS_OF_LAYERS] + at[CASTS_OF_REST] + at[LOSS] + at[GRADIENTS_OF_REST] + at[GRADIENTS_OF_LAYERS]
-        activations -= states.gradients
-        loss = min(int(at[LOSS]), max(0, activations))
-        copies = min(int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST]), max(0, activations - loss))
-        activations = max(0, activations - loss - copies)
+    if plan:
+        activations, loss, copies = _peak_of_shards(run, num_micro_batches, shards, on_gpu)
     else:
-        loss, copies = int(at[LOSS]), int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST])
+        activations, loss, copies = _peak_of_replica(run, keeps_gradients)
     found = Estimate(
-        kind=DDP if ranks > 1 else ONE,
+        kind=FSDP if plan else DDP if ranks > 1 else ONE,
         ranks=ranks,
+        replicas=ranks // shards if plan else 1,
         has_activations=run.trace is not NOTHING,
-        weights=states.weights + states.buffers,
-        gradients=states.gradients * (1 + run.copies_of_gradients * (ranks > 1)),
-        optimizer=states.optimizer,
-        averages=states.averages,
-        gathered=0,
+        weights=share(states.weights) + states.buffers,
+        gradients=share(states.gradients) * (1 if plan or ranks == 1 else 1 + run.copies_of_gradients),
+        optimizer=share(states.optimizer),
+        averages=share(states.averages),
+        gathered=_gathered(run, plan) if plan else 0,
         copies=copies,
         activations=int(activations),
         loss=loss,
-        other=WORKSPACES + states.dequantized,
+        other=WORKSPACES + (0 if plan else states.dequantized),
     )
-    found = dataclasses.replace(found, graphs=_graphs(run, found, keeps_gradients))
-    return _with_evaluation(run, found, keeps_gradients, 1)
+    # With --ema_decay an evaluation needs a copy of the trained weights too.
+    kept = found.states - (0 if keeps_gradients else found.gradients)
+    weights = states.gradients * (1 / shards * on_gpu) if states.averages else 0
+    more = kept + found.other + run.trace.evaluation + weights - found.total
+    graphs = 0 if plan else _graphs(run, found, keeps_gradients)
+    return dataclasses.replace(found, graphs=graphs, evaluation=max(0, int(more)))
+
+
+def _peak_of_replica(run: EstimatedRun, keeps_gradients: bool) -> tuple[int, int, int]:
+    """Return the bytes of activations, of the loss, and of copies of weights at the peak of a step."""
+    moments = run.trace.moments
+    counted = moments[:, :GRADIENTS_OF_LAYERS] if keeps_gradients else moments
+    at = moments[int(counted.sum(1).argmax())]
+    loss, copies = int(at[LOSS]), int(at[CASTS_OF_LAYERS] + at[CASTS_OF_REST])
+    return (at[ACTIVATIONS], loss, copies) if keeps_gradients else _split(at.sum() - run.states.gradients, loss, copies)
+
+
+def _split(size: int, loss: int, copies: int) -> tuple[int, int, int]:
+    loss = min(loss, max(0, size))
+    copies = min(copies, max(0, size - loss))
+    return max(0, size - loss - copies), loss, copies
 
 
 def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
@@ -177,62 +185,34 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
     base = states.weights + states.buffers + states.optimizer + states.averages + without.other
     if keeps_gradients:
         base += without.gradients
-    capture = (
-        base + of_layers + int(moments[:, [ACTIVATIONS, CASTS_OF_LAYERS]].sum(1).max()) + of_layers // max(1, states.num_layers)
-    )
+    in_layers = int(moments[:, [ACTIVATIONS, CASTS_OF_LAYERS]].sum(1).max())
+    capture = base + of_layers + in_layers + of_layers // max(1, states.num_layers)
     replay = base + of_layers + kept + int(moments[:, [LOSS, CASTS_OF_REST, GRADIENTS_OF_REST]].sum(1).max())
     return max(0, max(capture, replay) - without.total)
 
 
-def _sharded(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan) -> Estimate:
-    states, moments = run.states, run.trace.moments
-    shards, on_gpu = ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1
-    share = lambda size: -(-size // shards) * on_gpu
+def _gathered(run: EstimatedRun, plan: ShardingPlan) -> int:
+    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter."""
+    states = run.states
     layer = states.layers.parameters // max(1, states.num_layers)
-    is_narrow = run.precision == "bf16"
-    size = 2 if is_narrow else -(-states.layers.weights // max(1, states.layers.parameters))
+    size = 2 if run.precision == "bf16" else -(-states.layers.weights // max(1, states.layers.parameters))
     number = GATHERED_LAYERS if plan.reshard_after_forward else states.num_layers + 1
-    gathered = states.rest.weights + min(number, states.num_layers + 1) * layer * size
-    # In the backward pass: the gradients of a layer, and two buffers in float32 of its reduce-scatter.
     trained = states.layers.trained // max(1, states.num_layers)
-    gathered += trained * (size + 8)
-    kinds = [ACTIVATIONS, LOSS, CASTS_OF_REST, GRADIENTS_OF_REST] + ([] if is_narrow else [CASTS_OF_LAYERS])
-    gradients = share(states.gradients)
+    return states.rest.weights + min(number, states.num_layers + 1) * layer * size + trained * (size + 8)
+
+
+def _peak_of_shards(run: EstimatedRun, num_micro_batches: int, shards: int, on_gpu: int) -> tuple[int, int, int]:
+    """Do the same as `_peak_of_replica` for a rank of a sharded model."""
+    states, moments = run.states, run.trace.moments
+    casts = [CASTS_OF_REST] if run.precision == "bf16" else [CASTS_OF_REST, CASTS_OF_LAYERS]
+    gradients = -(-states.gradients // shards) * on_gpu
     # The shards of gradients of earlier micro-batches stay. Those of the first one use memory that activations have left.
     before = gradients if num_micro_batches > 1 else moments[:, GRADIENTS_OF_LAYERS] / shards * on_gpu
-    in_step = moments[:, kinds].sum(1) + before
+    in_step = moments[:, [ACTIVATIONS, LOSS, GRADIENTS_OF_REST, *casts]].sum(1) + before
     place = int(in_step.argmax())
-    at = moments[place]
-    copies = int(at[CASTS_OF_REST] + (0 if is_narrow else at[CASTS_OF_LAYERS]))
     # At the end of the backward pass the gradients of the root exist, and a buffer of their reduce-scatter.
     peak = max(int(in_step[place]), gradients + 2 * states.rest.gradients)
-    loss = min(int(at[LOSS]), max(0, peak - gradients))
-    copies = min(copies, max(0, peak - gradients - loss))
-    activations = max(0, peak - gradients - loss - copies)
-    found = Estimate(
-        kind=FSDP,
-        ranks=ranks,
-        replicas=ranks // shards,
-        has_activations=run.trace is not NOTHING,
-        weights=share(states.weights) + states.buffers,
-        gradients=gradients,
-        optimizer=share(states.optimizer),
-        averages=share(states.averages),
-        gathered=gathered,
-        copies=copies,
-        activations=activations,
-        loss=loss,
-        other=WORKSPACES,
-    )
-    return _with_evaluation(run, found, True, 1 / shards * on_gpu)
-
-
-def _with_evaluation(run: EstimatedRun, found: Estimate, keeps_gradients: bool, share: float) -> Estimate:
-    """Add how much more an evaluation needs. With --ema_decay it needs a copy of the trained weights too."""
-    kept = found.states - (0 if keeps_gradients else found.gradients)
-    copy = run.states.gradients * share if run.states.averages else 0
-    more = kept + found.other + run.trace.evaluation + copy - found.total
-    return dataclasses.replace(found, evaluation=max(0, int(more)))
+    return _split(peak - gradients, int(moments[place, LOSS]), int(moments[place, casts].sum()))
 
 
 # ---- what to change if a run does not fit; each suggestion fits by the estimate itself
@@ -295,16 +275,12 @@ class Estimator:
         cfg, states = self.cfg, next(iter(self._runs.values())).states
         cfg.validate_sharded()
         cfg.check_installed(is_sharded=True)
-        refused = {
-            f"mixed precision {self.precision}": self.precision == "fp16",
-            f"--model {cfg.model}": states.has_batch_norm or not states.num_layers,
-        }
-        for what, is_refused in refused.items():
-            if is_refused:
-                raise UserError(
-                    f"{what}: cannot be combined with FSDP, which the accelerate config asks for, so a run would be refused. Use "
-                    "accelerate_configs/1node.yaml, or leave --config_file out."
-                )
+        what = f"mixed precision {self.precision}" if self.precision == "fp16" else ""
+        if what or states.has_batch_norm or not states.num_layers:
+            raise UserError(
+                f"{what or f'--model {cfg.model}'}: cannot be combined with FSDP, which the accelerate config asks for, so a run would "
+                "be refused. Use accelerate_configs/1node.yaml, or leave --config_file out."
+            )
 
     def suggest(self, ranks: int, plan: ShardingPlan | None, available: float) -> list[Suggestion]:
         """Return changes with which the run fits: first one that keeps the result, then one that changes what is learned."""
@@ -347,11 +323,13 @@ class Estimator:
                     yield from self._smaller_steps(words, number, other)
 
     def _smaller_steps(self, words: str, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
-        """Yield a layout alone, and with smaller micro-batches and gradient checkpointing."""
+        """Yield a layout alone, and with gradient checkpointing and micro-batches of a half, a quarter, and 1."""
         join = lambda more: f"{words} with {more}" if words else more
         if words:
             yield words, ranks, plan, {}
-        sizes = self._sizes(ranks)
+        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
+        smaller = {size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}
+        sizes = sorted(smaller, reverse=True)
         for size in sizes:
             yield join(f"--micro_batch_size {size}"), ranks, plan, {"micro_batch_size": size}
         if self.cfg.gradient_checkpointing or (plan and plan.activation_checkpointing):
@@ -360,11 +338,6 @@ class Estimator:
         if sizes:
             smallest = {**CHECKPOINTED, "micro_batch_size": sizes[-1]}
             yield join(f"--gradient_checkpointing --micro_batch_size {sizes[-1]}"), ranks, plan, smallest
-
-    def _sizes(self, ranks: int) -> list[int]:
-        """Return smaller micro-batches: a half, a quarter, and 1."""
-        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
-        return sorted({size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}, reverse=True)
 
     def _other_result(self, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
         cfg = self.cfg

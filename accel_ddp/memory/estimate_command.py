@@ -71,7 +71,8 @@ def main(words: list[str]) -> int:
             f"--model {cfg.model}: its memory cannot be estimated. Tracing its forward pass failed: {reason}"
         ) from error
     if given.json:
-        rows = [_as_json(one) for one, _ in layouts]
+        more = ("total", "peak", "with_graphs")
+        rows = [{**dataclasses.asdict(one), **{name: getattr(one, name) for name in more}} for one, _ in layouts]
         print(json.dumps({"precision": precision, "estimates": rows}, indent=1))
     else:
         print(_table([one for one, _ in layouts]))
@@ -150,10 +151,6 @@ def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[t
             plan = (launch.plan or ShardingPlan()).on_nodes([number // nodes] * nodes)
             found.append((estimator.estimate(number, plan), plan))
     return found
-
-
-def _as_json(one: Estimate) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "total": one.total, "peak": one.peak, "with_graphs": one.with_graphs}
 
 
 def load_recipe(path: Path) -> Any:

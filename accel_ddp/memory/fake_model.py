@@ -64,13 +64,16 @@ def count_states(model: nn.Module, cfg: Any) -> States:
     quantized = quantized_weights(model, inside) if kind != "no" else set()
     all_parameters = list(model.parameters())
     size = lambda p: _stored_bytes(p, kind, p in quantized)
+    saved = model.state_dict().keys()
+    averaged = [*(p for p in all_parameters if p.requires_grad), *(b for name, b in model.named_buffers() if name in saved)]
+    averaged = [tensor for tensor in averaged if tensor.is_floating_point()] if cfg.ema_decay else []
     return States(
         layers=_count([p for p in all_parameters if id(p) in inside], size),
         rest=_count([p for p in all_parameters if id(p) not in inside], size),
         num_layers=num_layers,
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=optim.state_bytes(model, cfg),
-        averages=average_bytes(model, cfg),
+        averages=sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged),
         dequantized=max((2 * p.numel() for p in quantized), default=0),
         has_batch_norm=compat.has_batch_norm(model),
     )
@@ -103,22 +106,8 @@ def _find_layers(model: nn.Module) -> tuple[set[int], int]:
 
 def _count(parameters: list[nn.Parameter], size: Callable[[nn.Parameter], int]) -> Part:
     trained = [p for p in parameters if p.requires_grad]
-    return Part(
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in trained),
-        sum(map(size, parameters)),
-        sum(p.numel() * p.element_size() for p in trained),
-    )
-
-
-def average_bytes(model: nn.Module, cfg: Any) -> int:
-    """Return the bytes of the averages of --ema_decay: of trained parameters, and of buffers that are saved."""
-    if not cfg.ema_decay:
-        return 0
-    saved = model.state_dict().keys()
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    averaged = [*(p for p in model.parameters() if p.requires_grad), *buffers]
-    return sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged)
+    elements = [sum(p.numel() for p in some) for some in (parameters, trained)]
+    return Part(*elements, sum(map(size, parameters)), sum(p.numel() * p.element_size() for p in trained))
 
 
 # The PEFT task of each class. A class without one supports no adapters.
@@ -194,18 +183,14 @@ def _faked(model: nn.Module, mode: Any, dtypes: Mapping[nn.Parameter, torch.dtyp
     with mode:
         for module in model.modules():
             for name, p in compat.own_parameters(module).items():
-                if p is not None and id(p) not in made:
-                    made[id(p)] = _fake_parameter(p, dtypes.get(p, p.dtype))
                 if p is not None:
+                    fake = torch.empty(p.shape, dtype=dtypes.get(p, p.dtype))
+                    made.setdefault(id(p), nn.Parameter(fake, requires_grad=p.requires_grad))
                     compat.own_parameters(module)[name] = made[id(p)]
             for name, buffer in compat.own_buffers(module).items():
                 if buffer is not None:
                     compat.own_buffers(module)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return model
-
-
-def _fake_parameter(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad)
 
 
 @contextlib.contextmanager
@@ -231,7 +216,7 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
         side = side if isinstance(side, int) else max(side)
         channels = getattr(fake.config, "num_channels", 3)
         return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
-    width = length_of(cfg, fake.config)
+    width = getattr(cfg, "max_length", 0) or min(getattr(fake.config, "max_position_embeddings", None) or 512, 4096)
     ids = torch.zeros(texts, width, dtype=torch.long)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
     labels = ids
@@ -240,11 +225,6 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
     batch["labels"] = labels
     batch.sizes = Sizes(texts, texts * width, texts * width**2, width, labels.numel())
     return batch
-
-
-def length_of(cfg: Any, config: Any) -> int:
-    """Return the most tokens that a text may have."""
-    return getattr(cfg, "max_length", 0) or min(getattr(config, "max_position_embeddings", None) or 512, 4096)
 
 
 class PackedLikeGpu(PaddingFree):
@@ -258,14 +238,3 @@ class PackedLikeGpu(PaddingFree):
         config = next(iter(self.configs.values()))
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return size % 8 == 0 and size <= 256
-
-
-def remove_padding(fake: FakeModel, cfg: Any) -> bool:
-    """Let the layers compute without padding if they can, and return whether they do."""
-    if cfg.padding_free == "off" or fake.model_class == IMAGES:
-        return False
-    try:
-        PackedLikeGpu(fake.model).install()
-    except NeedsPadding:
-        return False
-    return True

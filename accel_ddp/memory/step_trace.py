@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
-from accel_ddp.memory.fake_model import NARROW, FakeModel, make_batch, remove_padding
+from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import layers_of
@@ -82,16 +82,13 @@ class Tracker(TorchDispatchMode):
         if key in self._known or key in self._parameters:
             return
         size = rounded(storage.nbytes())
-        self._known[key] = [0, kind, self.is_in_middle, weakref.ref(storage, lambda _: self._remove(key))]
+        self._known[key] = [0, kind, self.is_in_middle, weakref.ref(storage, lambda _: self._resize(self._known.pop(key), 0))]
         self._resize(self._known[key], size)
         self.mark()
 
     def _resize(self, entry: list[Any], size: int) -> None:
         self.live[: 1 + entry[2], entry[1]] += size - entry[0]
         entry[0] = size
-
-    def _remove(self, key: int) -> None:
-        self._resize(self._known.pop(key), 0)
 
     def _move(self, tensor: Tensor, kind: int) -> None:
         """Count a storage as another kind, because it has become a gradient of a parameter."""
@@ -172,10 +169,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
+GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 TRACED_LAYERS = 3  # the first, the last, and one that stands for all others
 
 
@@ -201,9 +198,14 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
         stack, num_layers = _shorten(model)
-        is_padding_free = remove_padding(fake, cfg)
+        is_padding_free = False
+        if cfg.padding_free != "off" and fake.model_class != IMAGES:
+            with contextlib.suppress(NeedsPadding):
+                PackedLikeGpu(model).install()
+                is_padding_free = True
         head = _prepare_head(fake)
-        tracker = Tracker(_find_parameters(model, stack))
+        inside = {id(p) for p in stack.parameters()} if stack is not None else set()
+        tracker = Tracker({p: id(p) in inside for p in model.parameters()})
         computed = _Autocast(model, precision, tracker)
         marks = _Marks(tracker, stack)
         model.train(cfg.dropout)
@@ -227,17 +229,12 @@ def _trace_evaluation(fake: FakeModel, computed: "_Autocast", cfg: Any, tracker:
     fake.model.eval()
     batch = make_batch(fake, cfg, getattr(cfg, "eval_batch_size", 1))
     with torch.no_grad(), tracker, CurrentBatch(batch):
-        scores = computed(**{name: value for name, value in batch.items() if name != "labels"}, **_more_inputs(fake, batch))
+        scores = computed(**_inputs(fake, batch))
         logits = getattr(scores, "logits", None)
-        if logits is not None and fake.model_class in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+        if logits is not None and fake.model_class in GENERATING:
             first = int(fake.model_class == "AutoModelForCausalLM")
             losses.of_tokens(logits[:, : logits.shape[1] - first], batch["labels"][:, first:], "rows")
     return max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
-
-
-def _find_parameters(model: nn.Module, stack: nn.ModuleList | None) -> dict[nn.Parameter, bool]:
-    inside = {id(p) for p in stack.parameters()} if stack is not None else set()
-    return {p: id(p) in inside for p in model.parameters()}
 
 
 def _shorten(model: nn.Module) -> tuple[nn.ModuleList | None, int]:
@@ -284,14 +281,15 @@ def _prepare_head(fake: FakeModel) -> OutputHead | None:
     return head
 
 
-def _more_inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
+def _inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
     if fake.model_class == "AutoModelForSeq2SeqLM":
-        return {"decoder_input_ids": batch["labels"], "use_cache": False}
-    return {"use_cache": False} if fake.model_class == "AutoModelForCausalLM" else {}
+        inputs["decoder_input_ids"] = batch["labels"]
+    return inputs | ({"use_cache": False} if fake.model_class in GENERATING else {})
 
 
 def _loss(fake: FakeModel, computed: _Autocast, head: OutputHead | None, batch: Any, cfg: Any) -> Tensor:
-    inputs = {name: value for name, value in batch.items() if name != "labels"} | _more_inputs(fake, batch)
+    inputs = _inputs(fake, batch)
     if head is not None:
         return head.loss_sum(computed, inputs, losses.next_tokens(batch["labels"]), batch)
     if fake.model_class == "AutoModelForMaskedLM":
@@ -310,7 +308,6 @@ class _Marks:
         self.tracker, self.at, self.output_bytes = tracker, {}, 0
         self.hooks: list[Any] = []
         for number, layer in enumerate(stack or ()):
-            # A checkpointed layer runs again in the backward pass. Only the first call counts.
             begin = functools.partial(self._begin, number)
             self.hooks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
         if stack is not None:
@@ -321,7 +318,7 @@ class _Marks:
             hook.remove()
 
     def _begin(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if f"forward {number}" in self.at:
+        if f"forward {number}" in self.at:  # a checkpointed layer runs again in the backward pass; only the first call counts
             return
         self.at[f"forward {number}"] = self.tracker.mark()
         self.tracker.is_in_middle = number == 1
@@ -334,10 +331,7 @@ class _Marks:
         if isinstance(hidden, Tensor) and not self.output_bytes:
             self.output_bytes = rounded(hidden.untyped_storage().nbytes())
             if hidden.requires_grad:
-                hidden.register_hook(self._end_loss)
-
-    def _end_loss(self, _: Tensor) -> None:
-        self.tracker.kind = ACTIVATIONS
+                hidden.register_hook(lambda _: setattr(self.tracker, "kind", ACTIVATIONS))
 
     def extend(self, moments: np.ndarray, num_layers: int) -> np.ndarray:
         """Return the moments of `num_layers` layers. Those of the middle layer are repeated, with what each repetition leaves."""

@@ -10,9 +10,10 @@ A checkpoint contains tensors and JSON only. Loading it cannot run code.
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,39 +52,45 @@ def write(final: Path, tensors: dict[str, dict[str, "Tensor"]], run: dict[str, A
     """Write the checkpoint `final` completely, or raise OSError and leave nothing of it."""
     from safetensors.torch import save_file
 
-    texts = _texts(WHOLE, run, files)
     partial = final.with_name(f".{final.name}.partial")
     try:
         remove(partial)
         final.parent.mkdir(parents=True, exist_ok=True)
-        check_space(
-            final.parent, sum(t.nbytes for group in tensors.values() for t in group.values()) + sum(map(len, texts.values()))
-        )
+        size = sum(t.nbytes for group in tensors.values() for t in group.values())
+        check_space(final.parent, size + sum(map(len, files.values())))
         (partial / "files").mkdir(parents=True)
+        (partial / RUN).touch()
         for name, group in tensors.items():
             try:
                 save_file(group, partial / name, metadata={"format": "pt"})
             except Exception as error:  # safetensors has its own error type for errors of the disk
                 raise OSError(errno.EIO, f"{name}: {error}") from error
-        _write_texts(partial, texts)
-        for name in tensors:  # safetensors creates files that only their owner may read
+            # safetensors creates files that only their owner may read.
             (partial / name).chmod((partial / RUN).stat().st_mode & 0o777)
-        found = {str(p.relative_to(partial)): _digest(p) for p in sorted(partial.rglob("*")) if p.is_file()}
-        _commit(partial, final, {"format": WHOLE, "files": found}, [*partial.rglob("*")])
+        complete(partial, final, run, files, {name: _digest(partial / name) for name in tensors}, WHOLE)
     except OSError:
         remove(partial)
         raise
 
 
-def complete(partial: Path, final: Path, run: dict[str, Any], files: dict[str, bytes], written: dict[str, Any]) -> None:
-    """Turn a folder to which all ranks have written their parts into the checkpoint `final`. `written` has sizes and hashes."""
-    texts = _texts(SHARDED, run, files)
-    _write_texts(partial, texts)
+def complete(
+    partial: Path, final: Path, run: dict[str, Any], files: dict[str, bytes], written: dict[str, Any], version: int = SHARDED
+) -> None:
+    """Turn a folder with all tensors into the checkpoint `final`. `written` has the sizes and hashes of the tensor files."""
+    texts = {RUN: json.dumps({"format": version, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
+    for name, text in texts.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_bytes(text)
     found = {**written, **{name: _digest(partial / name) for name in texts}}
-    folders = [partial / folder for folder in (*PIECES.values(), "files") if (partial / folder).is_dir()]
-    _commit(
-        partial, final, {"format": SHARDED, "files": dict(sorted(found.items()))}, [*(partial / name for name in texts), *folders]
-    )
+    in_order = dict(sorted(found.items(), key=lambda item: Path(item[0])))
+    (partial / MANIFEST).write_text(_signed({"format": version, "files": in_order}))
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    if final.exists():  # written before the run was resumed from an earlier step
+        set_aside(final, "replaced")
+    partial.rename(final)  # from here on the checkpoint exists
+    with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
+        sync(final.parent)
 
 
 def check_space(folder: Path, size: int) -> None:
@@ -91,27 +98,6 @@ def check_space(folder: Path, size: int) -> None:
     free, needed = shutil.disk_usage(folder).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {folder}")
-
-
-def _texts(version: int, run: dict[str, Any], files: dict[str, bytes]) -> dict[str, bytes]:
-    return {RUN: json.dumps({"format": version, **run}, indent=1).encode(), **{f"files/{name}": b for name, b in files.items()}}
-
-
-def _write_texts(folder: Path, texts: dict[str, bytes]) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text)
-
-
-def _commit(partial: Path, final: Path, manifest: dict[str, Any], unsynced: Iterable[Path]) -> None:
-    (partial / MANIFEST).write_text(_signed(manifest))
-    for path in [*unsynced, partial / MANIFEST, partial]:
-        sync(path)
-    if final.exists():  # written before the run was resumed from an earlier step
-        set_aside(final, "replaced")
-    partial.rename(final)  # from here on the checkpoint exists
-    with contextlib.suppress(OSError):  # the checkpoint is complete; only a power cut could still undo the rename
-        sync(final.parent)
 
 
 def _signed(value: dict[str, Any]) -> str:
@@ -155,11 +141,9 @@ def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
 
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint so that `--resume` ignores it, and return its new path."""
-    for number in range(1000):
-        aside = path.with_name(f"{why}_{path.name}" + (f"_{number}" if number else ""))
-        if not aside.exists():
-            return path.rename(aside)
-    raise OSError(errno.EEXIST, f"{path} cannot be renamed: too many files with that prefix exist")
+    names = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
+    asides = (path.with_name(f"{why}_{path.name}{end}") for end in names)
+    return path.rename(next(aside for aside in asides if not aside.exists()))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -209,9 +193,8 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     """
     if not path.is_dir():
         return "there is no such folder"
-    manifest = _manifest(path)
-    if manifest is None:
-        return _problem_of_manifest(path)
+    if (manifest := _manifest(path)) is None:
+        return _guarded(_wrong_manifest, path, MANIFEST)
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
@@ -223,45 +206,45 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     tensors = [name for name in files if name.endswith(".safetensors") and not name.startswith("files/")]
     if manifest["format"] == WHOLE:
         tensors = [MODEL, OPTIMIZER]
-    if problem := _first(_wrong_size(path, name, expected) for name, expected in files.items()):
-        return problem
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        if problem := _first(threads.map(lambda name: _damage(path, name, files[name]), own)):
-            return problem
-    if problem := _first(_wrong_tensors(path, name) for name in tensors):
-        return problem
+        for check, names in ((_wrong_size, files), (_wrong_hash, own), (_wrong_tensors, tensors)):
+            problems = threads.map(lambda name, check=check: _guarded(check, path, name, files.get(name)), names)
+            if problem := next(filter(None, problems), ""):
+                return problem
     if not {"step", "run", "config", "versions", "values", "evaluations"} <= read_run(path).keys():
         return f"{RUN} was not written by accel_ddp"
     return ""
 
 
-def _first(problems: Iterable[str]) -> str:
-    return next(filter(None, problems), "")
-
-
-def _problem_of_manifest(path: Path) -> str:
+def _guarded(check: Callable[..., str], path: Path, name: str, expected: dict[str, Any] | None = None) -> str:
     try:
-        (path / MANIFEST).read_bytes()
+        return check(path, name, expected)
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        return f"{name} is missing"
     except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
-    return f"{MANIFEST} is damaged"
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _wrong_manifest(path: Path, name: str, expected: None) -> str:
+    (path / name).read_bytes()  # raises OSError if it is missing or cannot be read
+    return f"{name} is damaged"
 
 
 def _wrong_size(path: Path, name: str, expected: dict[str, Any]) -> str:
-    try:
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    if size is None:
-        return f"{name} is missing"
-    if size != expected["size"]:
-        return f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
-    return ""
+    size = (path / name).stat().st_size
+    return (
+        ""
+        if size == expected["size"]
+        else f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
+    )
 
 
-def _wrong_tensors(path: Path, name: str) -> str:
+def _wrong_hash(path: Path, name: str, expected: dict[str, Any]) -> str:
+    is_right = _digest(path / name) == expected
+    return "" if is_right else f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
+
+
+def _wrong_tensors(path: Path, name: str, expected: dict[str, Any] | None) -> str:
     """Return why a file with the right hash cannot be used. It may not have been written by accel_ddp."""
     from safetensors import SafetensorError, safe_open
 
@@ -272,15 +255,6 @@ def _wrong_tensors(path: Path, name: str) -> str:
         return f"{name} is not a safetensors file ({error})"
     other = _of_another_run(path, name)
     return f"{name} does not belong here{other}" if other else ""
-
-
-def _damage(path: Path, name: str, expected: dict[str, Any]) -> str:
-    try:
-        if _digest(path / name) != expected:
-            return f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    return ""
 
 
 def _of_another_run(path: Path, name: str) -> str:

@@ -98,13 +98,10 @@ class Checkpoints:
 
     # ---- saving: on the ranks that write, and without collectives, except for `before_save` and `_is_due`
 
+    @torch.no_grad()
+    @phases.phase(SAVE)
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
-        with phases.phase(SAVE):
-            self._save(step, is_last)
-
-    @torch.no_grad()
-    def _save(self, step: int, is_last: bool) -> None:
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
         if not self._is_due(step, is_last):
             return
@@ -174,7 +171,10 @@ class Checkpoints:
                 tensor = local(tensor)
                 memory = self._host[group].get(name)
                 if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-                    memory = _host_memory(tensor, pinned=on_gpu and tensor.is_cuda)
+                    try:
+                        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu and tensor.is_cuda)
+                    except RuntimeError:  # a limit on locked memory; saving works without pinned memory, but slower
+                        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
                 # On a GPU the copies are queued between this update and the next. The host does not wait for them.
                 host[name] = memory.copy_(tensor.detach(), non_blocking=True)
             self._host[group] = host
@@ -332,19 +332,10 @@ class Checkpoints:
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self._rank_steps()
         if this_rank.is_local_main:
-            for later in checkpoint_format.list_checkpoints(self.folder):
-                if (
-                    checkpoint_format.step_of(later) > run["step"]
-                ):  # the newest checkpoint must be the one that the run continues from
+            for later in checkpoint_format.list_checkpoints(self.folder):  # the run must continue from the newest one
+                if checkpoint_format.step_of(later) > run["step"]:
                     resume.set_aside(later, self.folder, "later")
         print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
         resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)
         phases.HERE.advance(run["step"])
         return run["step"]
-
-
-def _host_memory(like: Tensor, pinned: bool) -> Tensor:
-    try:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
-    except RuntimeError:  # a limit on locked memory; saving works without pinned memory, but slower
-        return torch.empty(like.shape, dtype=like.dtype)

@@ -62,36 +62,18 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        for block in (struct.pack("<Q", len(text)), text):
-            digest.update(block)
-            _write_all(file, memoryview(block))
+    with path.open("wb") as file:
+        file.write(begin_of_file := struct.pack("<Q", len(text)) + text)
+        digest.update(begin_of_file)
         for name in names:
             values = memoryview(facts[name][2]().contiguous().reshape(-1).view(torch.uint8).numpy())
             for begin in range(0, len(values), BLOCK):  # of a block, the cache of the processor still has a part for the digest
-                _write_all(file, values[begin : begin + BLOCK])
+                file.write(values[begin : begin + BLOCK])
                 digest.update(values[begin : begin + BLOCK])
+        file.flush()
         os.fsync(file.fileno())
         size = file.tell()
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def _write_all(file: Any, values: memoryview) -> None:
-    while len(values):
-        values = values[file.write(values) :]
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and the place where its tensors begin. Raise ValueError if it is none."""
-    with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= path.stat().st_size - 8:
-            raise ValueError("it has no header")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is no table")
-    return header, 8 + length
 
 
 class Piece(NamedTuple):
@@ -116,7 +98,9 @@ class Pieces:
         self._pieces: dict[str, list[Piece]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path in self.paths:
-            header, begin = read_header(path)
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header, begin = json.loads(file.read(length)), 8 + length
             info = json.loads(header.pop("__metadata__", {}).get(INFO, "{}"))
             for name, facts in header.items():
                 offsets = info.get(name, {}).get(OFFSETS, [0] * len(facts["shape"]))
@@ -184,13 +168,10 @@ def has_averages(checkpoint: Path) -> bool:
 
 def _read_into(tensor: Tensor, path: Path, begin: int) -> None:
     values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(begin)
-        while len(values):
-            count = file.readinto(values)
-            if not count:
-                raise OSError(f"{path} is too short")
-            values = values[count:]
+        if file.readinto(values) < len(values):
+            raise OSError(f"{path} is too short")
 
 
 # ---- writing a sharded checkpoint
@@ -234,11 +215,20 @@ def write(
     failure: Exception | None = None
     written: dict[str, Any] = {}
     try:
-        written = _write_part(partial, groups, offsets, save)
+        partial.mkdir(parents=True, exist_ok=True)
+        checkpoint_format.check_space(partial, sum(t.nbytes for group in groups.values() for t in group.values()))
+        for group in filter(groups.get, groups):
+            name = f"{PIECES[group]}/{file_name(this_rank.rank)}"
+            (partial / name).parent.mkdir(exist_ok=True)
+            metadata = describe(offsets[group], run=save.run, step=str(save.step))
+            written[name] = write_file(partial / name, groups[group], metadata)
+            checkpoint_format.sync((partial / name).parent)
     except Exception as error:  # the main rank must receive each one
         failure = error
     if not this_rank.is_main:
-        text = "" if failure is None else _reason(failure)
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, OSError) and failure.strerror:
+            text = failure.strerror + (f" ({failure.filename})" if failure.filename else "")
         with contextlib.suppress(dist.DistError):  # without the store, the run ends
             links.store.set(save.key(this_rank.rank), json.dumps({"error": text, "files": written}))
         return
@@ -256,29 +246,6 @@ def write(
     except Exception:
         checkpoint_format.remove(partial)
         raise
-
-
-def _write_part(
-    partial: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], save: PartialSave
-) -> dict[str, Any]:
-    """Write the tensors of this rank. Return the size and the hash of each file."""
-    partial.mkdir(parents=True, exist_ok=True)
-    checkpoint_format.check_space(partial, sum(t.nbytes for group in groups.values() for t in group.values()))
-    written = {}
-    for group, tensors in groups.items():
-        if tensors:
-            name = f"{checkpoint_format.PIECES[group]}/{file_name(this_rank.rank)}"
-            (partial / name).parent.mkdir(exist_ok=True)
-            metadata = describe(offsets[group], run=save.run, step=str(save.step))
-            written[name] = write_file(partial / name, tensors, metadata)
-            checkpoint_format.sync((partial / name).parent)
-    return written
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
 
 
 def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -> None:
@@ -310,9 +277,8 @@ def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
                 del missing[rank]
                 links.store.delete_key(save.key(rank))
         except dist.DistError as error:
-            raise PartError(
-                "the store of the launcher was lost, so the parts of other ranks are not known", this_rank.host
-            ) from error
+            lost = "the store of the launcher was lost, so the parts of other ranks are not known"
+            raise PartError(lost, this_rank.host) from error
         now = time.monotonic()
         if ending.has_failed.is_set() and missing:
             failed_at = failed_at or now
@@ -351,8 +317,5 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 def is_identical(a: Path, b: Path, group: str) -> bool:
     """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
-    return one.tensors == two.tensors and all(_bytes_of(one.read(name)) == _bytes_of(two.read(name)) for name in one.tensors)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    bits = lambda pieces, name: pieces.read(name).reshape(-1).view(torch.uint8)
+    return one.tensors == two.tensors and all(torch.equal(bits(one, name), bits(two, name)) for name in one.tensors)

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main
@@ -41,8 +43,8 @@ def begin_attempt(cfg: TrainConfig) -> None:
     path = Path(cfg.output_dir, FILE)
     lines: list[dict[str, Any]] = []
     if this_rank.is_main:
-        if not _is_restart():
-            _write(path, {"event": "start", "time": _started_at()}, mode="w")
+        if not links.earlier_run.get("output_dir"):  # this is no restart
+            _write(path, {"event": "start", "time": psutil.Process().create_time()}, mode="w")  # before the imports
         else:
             failure = links.earlier_run.get("failure") or {}
             _write(path, {
@@ -95,7 +97,7 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
     path, now = Path(cfg.output_dir, FILE), time.time()
     lines = list(read_objects(path))
     saved = {"event": "training", "time": now, "step": step}
-    if _is_restart() and (failures := [line for line in lines if line["event"] == "failure"]):
+    if links.earlier_run.get("output_dir") and (failures := [line for line in lines if line["event"] == "failure"]):
         committed = lines[0]["time"]
         with contextlib.suppress(OSError, AttributeError, TypeError):
             committed = (checkpoint / checkpoint_format.MANIFEST).stat().st_mtime
@@ -112,9 +114,9 @@ def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict
             f"which {max(0.0, now - last['time']):.0f} s passed since the failure. Training continues at step {step}."
         )
     _write(path, saved)
-    if "restart" in saved:
-        saved["goodput"] = goodput(cfg)
-    return {name: value for name, value in saved.items() if name not in ("event", "time", "step")} if "restart" in saved else {}
+    if "restart" not in saved:
+        return {}
+    return {name: value for name, value in saved.items() if name not in ("event", "time", "step")} | {"goodput": goodput(cfg)}
 
 
 def goodput(cfg: TrainConfig) -> float | None:
@@ -138,17 +140,6 @@ def goodput(cfg: TrainConfig) -> float | None:
 
 def _is_used(cfg: TrainConfig) -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and bool(cfg.output_dir)
-
-
-def _is_restart() -> bool:
-    return bool(links.earlier_run.get("output_dir"))
-
-
-def _started_at() -> float:
-    """Return when this process began, before its imports."""
-    import psutil
-
-    return psutil.Process().create_time()
 
 
 def _write(path: Path, line: dict[str, Any], mode: str = "a") -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
-from accel_ddp.ranks.shards import is_sharded, local, region
+from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, state_tensors
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
@@ -67,15 +68,11 @@ def candidates(cfg: TrainConfig) -> list[Path]:
     """Return the checkpoints on this disk that `--resume` may mean, oldest first."""
     if not cfg.resume:
         return []
-    if cfg.resume != "auto" and _was_continued_in(Path(cfg.output_dir), Path(cfg.resume)):
-        return checkpoint_format.list_checkpoints(
-            cfg.output_dir
-        )  # a requeued job repeats its command after the run has continued from there
-    path = Path(cfg.output_dir if cfg.resume == "auto" else cfg.resume)
-    is_run = cfg.resume == "auto" or not (
-        checkpoint_format.is_checkpoint_name(path) or (path / checkpoint_format.MANIFEST).is_file()
-    )
-    return checkpoint_format.list_checkpoints(path) if is_run else [path] if path.is_dir() else []
+    path = Path(cfg.resume)
+    # A requeued job repeats its command after the run has continued from there.
+    if cfg.resume == "auto" or _was_continued_in(Path(cfg.output_dir), path):
+        return checkpoint_format.list_checkpoints(cfg.output_dir)
+    return checkpoint_format.list_checkpoints(path) if _run_folder(path) == path else [path] if path.is_dir() else []
 
 
 def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
@@ -122,8 +119,7 @@ def _verify(path: Path, source: int) -> str:
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
         rank = this_rank.rank
-        is_needed = rank in ranks
-        problem = checkpoint_format.find_problem(path, ranks.index(rank), len(ranks)) if is_needed else ""
+        problem = checkpoint_format.find_problem(path, ranks.index(rank), len(ranks)) if rank in ranks else ""
     return next(filter(None, gather_everywhere(problem)), "")
 
 
@@ -175,16 +171,18 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     changed = _find_changes(cfg, run, data, {"steps", "epochs"} if may_be_longer else set())
     if precision and precision != run.get("precision"):
         changed.append(f"--mixed_precision was {run.get('precision')!r} and is now {precision!r}")
-    changed += _find_changes_of_data(data, run.get("data"))
-    if not changed:
-        return
-    if cfg.allow_config_change:
+    before = run.get("data")
+    if data and before and data["items"] != before["items"]:
+        changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
+    elif data and before and data != before:
+        changed.append("the content of the training data has changed")
+    if changed and not cfg.allow_config_change:
+        raise UserError(
+            f"--resume: the run was saved with other options, which change its result: {'; '.join(changed)}. Use the old values "
+            "again, or add --allow_config_change to continue with the new ones."
+        )
+    if changed:
         log.info("--allow_config_change: continuing although %s", "; ".join(changed))
-        return
-    raise UserError(
-        f"--resume: the run was saved with other options, which change its result: {'; '.join(changed)}. Use the old values again, "
-        "or add --allow_config_change to continue with the new ones."
-    )
 
 
 def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
@@ -201,28 +199,17 @@ def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     ]  # fmt: skip
 
 
-def _find_changes_of_data(data: dict[str, Any] | None, before: dict[str, Any] | None) -> list[str]:
-    if not data or not before or data == before:
-        return []
-    if data["items"] != before["items"]:
-        return [f"the training data had {before['items']:,} items and now have {data['items']:,}"]
-    return ["the content of the training data has changed"]
-
-
 def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
     """Return the last step of this run, and the last step of the saved run with its own options. 0: it is not known.
 
     Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
-
-    def last_step(options: TrainConfig, items: int) -> int:
-        return options.total_steps(items) if items or options.steps else 0
-
+    last_step = lambda options, items: options.total_steps(items) if items or options.steps else 0
     names = ("steps", "epochs", "global_batch_size")
     saved = dataclasses.replace(cfg, **{name: then[name] for name in names if name in then})
-    items = before.get("items", 0)
-    return last_step(cfg, (data or before).get("items", 0)), run.get("total_steps") or last_step(saved, items)
+    total = run.get("total_steps") or last_step(saved, before.get("items", 0))
+    return last_step(cfg, (data or before).get("items", 0)), total
 
 
 # ---- loading
@@ -279,10 +266,11 @@ def load(
         name, _, key = full.rpartition("/")
         if key == state_tensors.EMA:
             continue
-        shape = there[OPTIMIZER][full][0]
-        part = receive(OPTIMIZER, full, *state_tensors.region_of_state(shape, parameters.get(name)))
-        device = torch.device("cpu") if full in on_host else accelerator.device
-        state.setdefault(name, {})[key] = state_tensors.as_state(part.to(device), shape, parameters.get(name))
+        shape, parameter = there[OPTIMIZER][full][0], parameters.get(name)
+        is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
+        part = receive(OPTIMIZER, full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
+        part = part.to("cpu" if full in on_host else accelerator.device)
+        state.setdefault(name, {})[key] = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
     state_tensors.restore(optimizer, model, state)
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])

@@ -63,21 +63,19 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
     problem = ""
     with together("write to the output folder"):
         if this_rank.is_main:
-            _touch(marks[0])
+            marks[0].touch()
     with together("find the output folder"):
         if rank in writers and rank != 0:
             deadline = time.monotonic() + SECONDS_TO_APPEAR
             while not marks[0].exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            if not marks[0].exists():
-                problem = "does not see the folder of the main node"
-            else:
-                try:
-                    _touch(marks[rank])
-                except OSError as error:
-                    problem = f"cannot write to it ({error.strerror})"
+            try:
+                problem = "" if marks[0].exists() else "does not see the folder of the main node"
+                marks[rank].touch()
+            except OSError as error:
+                problem = problem or f"cannot write to it ({error.strerror})"
     facts = gather_everywhere((this_rank.host, problem))
-    for mark in marks if rank == 0 else [marks[rank]] if rank in writers else []:
+    for mark in marks if rank == 0 else marks[rank : rank + 1]:
         with contextlib.suppress(OSError):
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
@@ -87,10 +85,6 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             "Use a folder that these nodes share. Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks "
             f"of {facts[0][0]} write."
         )
-
-
-def _touch(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def _is_run(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from accel_ddp import compat
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import this_rank
-from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region, sharded_like
+from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.text import listed
 
 
@@ -110,10 +110,8 @@ def _some_values(tensor: Tensor) -> bytes:
 
 def own_pieces(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of which this rank stores its part. Each part is stored by one rank, and the main rank stores the rest."""
-    stored = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor)}
-    return {
-        name: tensor for name, tensor in stored.items() if local(tensor).numel() or (not tensor.numel() and this_rank.is_main)
-    }
+    has_values = lambda tensor: local(tensor).numel() or (not tensor.numel() and this_rank.is_main)
+    return {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor) and has_values(tensor)}
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -157,20 +155,6 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
         raise UserError(
             f"--resume: {path} belongs to another model: {listed(lines, separator='; ')}. Use the --model and options of that run."
         )
-
-
-def region_of_state(shape: list[int], parameter: Tensor | None) -> tuple[list[int], list[int]]:
-    """Return the region that this rank holds of an optimizer's tensor of this shape, which belongs to a parameter."""
-    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
-        return region(parameter)
-    return [0] * len(shape), shape
-
-
-def as_state(part: Tensor, shape: list[int], parameter: Tensor | None) -> Tensor:
-    """Return an optimizer's tensor of this shape from the region that this rank holds."""
-    if isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]:
-        return sharded_like(part.to(local(parameter).device), parameter)
-    return part
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:

@@ -57,15 +57,6 @@ def peak(name: str, dtype: torch.dtype, tf32: bool = True) -> float | None:
     return best * 0.5e12 if tf32 and not any(old in name for old in ("V100", "T4")) else None
 
 
-def peak_of_all(accelerator: Accelerator, cfg: TrainConfig) -> float | None:
-    """Return the FLOP/s of all ranks, whose GPUs are assumed to be the same, or None if they are not known."""
-    if accelerator.device.type != "cuda":
-        return None
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
-    return of_one * accelerator.num_processes if of_one else None
-
-
 class FlopCounter:
     """Counts the FLOPs of one update, forward and backward, of a transformer that is a single stack of layers."""
 
@@ -74,9 +65,8 @@ class FlopCounter:
         layers = layers_of(model)
         inside = {id(module) for layer in layers for module in layer.modules()}
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        matrices = [
-            m for m in model.modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"
-        ]  # not modules that contain them
+        # Not modules that contain them.
+        matrices = [m for m in model.modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
         self.per_token = sum(_of_one(m) for m in matrices if id(m) in inside)
         self.per_target = _of_one(head) if isinstance(head, nn.Linear) else 0
         # Others, such as a pooler or a classifier, are applied once per text. (A head over tags is applied to every token.)
@@ -94,18 +84,6 @@ class FlopCounter:
     def count(self, tokens: int, squares: int, targets: int, texts: int) -> float:
         """Return the FLOPs. `squares` is the sum of the squared lengths of the texts."""
         return self.per_token * tokens + self.per_square * squares + self.per_target * targets + self.per_text * texts
-
-
-def _count_flops(model: nn.Module) -> FlopCounter | None:
-    """Return a counter, or None if FLOPs cannot be counted. They are a statistic, and no reason not to train an unusual model."""
-    try:
-        return FlopCounter(model)
-    except NeedsPadding:
-        return None
-    except Exception as error:
-        if this_rank.is_main:
-            log.warning("TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error)
-        return None
 
 
 def _of_one(matrix: nn.Module) -> int:
@@ -153,9 +131,21 @@ class Speed:
         self.graphs: GraphedLayers | None = None
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
-        self.peak_flops = peak_of_all(accelerator, cfg)  # FLOP/s of all ranks, or None
+        self.softmax: linear_cross_entropy.Softmax = linear_cross_entropy.plain_softmax  # of the heads
+        self.peak_flops: float | None = None  # FLOP/s of all ranks, whose GPUs are assumed to be the same, if they are known
+        if accelerator.device.type == "cuda":
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+            of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
+            self.peak_flops = of_one * accelerator.num_processes if of_one else None
         self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._flops = _count_flops(model)
+        self._flops: FlopCounter | None = None
+        try:
+            self._flops = FlopCounter(model)
+        except Exception as error:  # they are a statistic, and no reason not to train an unusual model
+            if this_rank.is_main and not isinstance(error, NeedsPadding):
+                log.warning(
+                    "TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error
+                )
 
     # ---- what `fit` calls
 
@@ -183,18 +173,15 @@ class Speed:
             batch = self.train.sample(micro, self.accelerator, self.cfg)
             if not sharded:
                 with _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
-                    self._compile(batch)
+                    try:
+                        self._rehearse_twice(batch)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:  # compilers fail in many ways
+                        self._run_without_compilation(_reason(error))
         if sharded:  # outside of the block and all ranks at once, because each pass gathers weights
             self._compile_together(batch)
         return time.monotonic() - began
-
-    def _compile(self, batch: Any) -> None:
-        try:
-            self._rehearse_twice(batch)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers fail in many ways
-            self._run_without_compilation(_reason(error))
 
     def _compile_together(self, batch: Any) -> None:
         """Do the same for a sharded model. A rank whose compiler fails computes as it is, because the others need it for their gathers.
@@ -202,11 +189,9 @@ class Speed:
         All ranks then agree to run without compilation. An error in a backward pass ends the run, because it cannot be continued.
         """
         layers = self.padding_free
-        compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
-        softmaxes = [_Fallback(head.softmax, linear_cross_entropy.plain_softmax) for head in self.heads]
-        layers.calls = compiled
-        for head, softmax in zip(self.heads, softmaxes):
-            head.softmax = softmax
+        layers.calls = compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
+        softmax = _Fallback(self.softmax, linear_cross_entropy.plain_softmax)
+        self._set_softmax(softmax)
         try:
             self._rehearse_twice(batch)
         except torch.OutOfMemoryError:
@@ -214,9 +199,8 @@ class Speed:
         except Exception as error:
             raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
         layers.calls = [fallback.compiled for fallback in compiled]
-        for head, softmax in zip(self.heads, softmaxes):
-            head.softmax = softmax.compiled
-        own = next((fallback.reason for fallback in (*compiled, *softmaxes) if fallback.reason), "")
+        self._set_softmax(softmax.compiled)
+        own = next((fallback.reason for fallback in (*compiled, softmax) if fallback.reason), "")
         if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {this_rank.rank})") if reason]:
             self._run_without_compilation(reasons[0])
 
@@ -276,57 +260,49 @@ class Speed:
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: per_batch(model, batch).double().sum()
-            is_wide = next(model.parameters()).dtype in (torch.float32, torch.float64)
-            reason = (
-                "" if sharded else self._compare(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
-            )
+            reason = "" if sharded else self._compare(padding_free, loss, batch)
         if sharded:  # a collective, and so outside of the block
-            reason = self._compare_together(padding_free, loss, batch, 1e-4 if is_wide else _rounding(padding_free, 3e-2))
+            reason = self._compare(padding_free, loss, batch)
+            sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
             return reason
         self.padding_free = padding_free
         return ""
 
-    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        reason = layers.check(loss, batch, allowed)
-        if not reason and self.accelerator.mixed_precision != "no":  # half precision uses another attention
+    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
+        """Compare in the precision of the weights, and under autocast, because half precision uses another attention.
+
+        The layers of a sharded model are gathered in half precision, so they compute under autocast only. All of its ranks compute
+        the same batch, because each forward pass gathers weights.
+        """
+        half, reason = self.accelerator.mixed_precision != "no", ""
+        if not (half and is_sharded(self.model)):
+            is_wide = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
+            reason = layers.check(loss, batch, 1e-4 if is_wide else _rounding(layers, 3e-2))
+        if half and not reason:
             with self.accelerator.autocast():
                 reason = layers.check(loss, batch, _rounding(layers, 5e-2))
-        return reason
-
-    def _compare_together(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        """Do the same for a sharded model. All ranks compute the same batch, because each forward pass gathers weights.
-
-        With mixed precision the layers are gathered in half precision, and so they compute under autocast only.
-        """
-        half = self.accelerator.mixed_precision != "no"
-        with self.accelerator.autocast():
-            reason = layers.check(loss, batch, _rounding(layers, 5e-2) if half else allowed)
-        sharding.recover(self.model)  # the forward pass may have raised an error
         return reason
 
     def capture_layers(self, total_steps: int) -> None:
         """Capture the layers as CUDA graphs if there is a GPU, and compile them if that saves time."""
         if self.cfg.compile == "off":
             return
-        reason = self._compile_and_capture(total_steps)
+        reason = "" if self.padding_free else "texts are padded, so every batch has a different shape"
+        if self.accelerator.device.type != "cuda":
+            reason = "there is no GPU"
+        if not reason:
+            calls = self.padding_free.calls
+            missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
+            if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
+                self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
+                self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
+            self._capture(calls)
+            reason = f"triton is not installed on {', '.join(missing)}" if missing else ""
         if reason and self.cfg.compile == "on":
             warn_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.", "FALLBACK")
-
-    def _compile_and_capture(self, total_steps: int) -> str:
-        if self.accelerator.device.type != "cuda":
-            return "there is no GPU"
-        if self.padding_free is None:
-            return "texts are padded, so every batch has a different shape"
-        calls = self.padding_free.calls
-        missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
-        if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
-            self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
-            self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
-        self._capture(calls)
-        return f"triton is not installed on {', '.join(missing)}" if missing else ""
 
     def _is_worth_compiling(self, num_layers: int, total_steps: int) -> bool:
         """Return whether compiling saves more time than it takes. The answer is the same on every rank and after a restart."""
@@ -349,7 +325,7 @@ class Speed:
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
             self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
-            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.discard_pending
+            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.pending.clear
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
@@ -358,17 +334,17 @@ class Speed:
             yield
             return
         layers = self.padding_free
-        before = layers.calls, layers.run, [head.softmax for head in self.heads]
+        before = layers.calls, layers.run, self.softmax
         layers.calls, layers.run = self.plain_calls or layers.calls, None
         self._set_softmax(linear_cross_entropy.plain_softmax)
         try:
             yield
         finally:
-            layers.calls, layers.run, softmaxes = before
-            for head, softmax in zip(self.heads, softmaxes):
-                head.softmax = softmax
+            layers.calls, layers.run, softmax = before
+            self._set_softmax(softmax)
 
     def _set_softmax(self, softmax: linear_cross_entropy.Softmax) -> None:
+        self.softmax = softmax
         for head in self.heads:
             head.softmax = softmax
 
@@ -405,13 +381,11 @@ def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
     """Let one process of a node run the block at a time. A process that waited too long, or cannot lock, runs it anyway."""
     from filelock import FileLock, Timeout
 
-    lock = None
+    lock = FileLock(folder / "accel_ddp.lock")
     with contextlib.suppress(OSError, NotImplementedError, Timeout):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "accel_ddp.lock")
         lock.acquire(timeout=patience)
     try:
         yield
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()

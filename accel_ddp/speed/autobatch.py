@@ -1,8 +1,6 @@
 """The choice of `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -34,7 +32,7 @@ def choose(
     """Replace `cfg.micro_batch_size` by a number if it is "auto".
 
     Each rank tries its longest items, and the smallest answer counts. `room` is the memory of a micro-batch in multiples of
-    what its forward and backward pass take.
+    what its forward and backward pass take. It includes CUDA graphs, because they save more time than a larger micro-batch.
     """
     if cfg.micro_batch_size != "auto":
         return
@@ -44,13 +42,32 @@ def choose(
     how = f" (at most {LARGEST_ON_CPU} on CPUs; it must divide the {per_rank} items of a rank)"
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
-        trial = _Trial(accelerator, cfg, module, optimizer, train, loss_sum, room)
+        device = accelerator.device
+
+        def load(size: int) -> float:
+            """Return the memory that a micro-batch needs, as a fraction of what may be used. It may raise OutOfMemoryError."""
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+            # The optimizer allocates its state in its first step. A rank holds as much of it as of the parameters.
+            trained = [p for p in module.parameters() if p.requires_grad]
+            share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
+            later = 0 if optimizer.state else share * state_bytes(module, cfg)
+            try:
+                rehearse(module, train.sample(size, accelerator, cfg, longest=True), loss_sum)
+            finally:
+                torch.cuda.empty_cache()
+            taken = torch.cuda.max_memory_allocated(device) - held
+            return (held + later + room * taken) / (USABLE * torch.cuda.get_device_properties(device).total_memory)
+
+        was_training = module.training
+        module.train(cfg.dropout)
         if is_sharded(module):
-            with trial.training():
-                largest = largest_together(sizes, lambda size: max(gather_everywhere(trial.load(size))))
+            largest = largest_together(sizes, lambda size: max(gather_everywhere(load(size))))
         else:
-            with together("find the largest micro-batch that fits"), trial.training():
-                largest = _largest(sizes, trial)
+            with together("find the largest micro-batch that fits"):
+                largest = _largest(sizes, load)
+        module.train(was_training)
         how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:
@@ -68,62 +85,28 @@ def choose(
     print_on_main(f"--micro_batch_size auto: {micro} x {counted(count, 'micro-batch')} per rank{how}")
 
 
-class _Trial(NamedTuple):
-    accelerator: Accelerator
-    cfg: TrainConfig
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    train: TrainBatches
-    loss_sum: LossSum | WholeBatch
-    room: float  # memory for CUDA graphs is included, because they save more time than a larger micro-batch
-
-    def fits(self, size: int) -> bool:
-        try:
-            return self.load(size) <= 1
-        except torch.OutOfMemoryError:
-            return False
-
-    def load(self, size: int) -> float:
-        """Return the memory that a micro-batch of this size needs, as a fraction of what may be used. It may raise OutOfMemoryError."""
-        device = self.accelerator.device
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        # The optimizer allocates its state in its first step. A rank holds as much of it as of the parameters.
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
-        later = 0 if self.optimizer.state else share * state_bytes(self.module, self.cfg)
-        try:
-            rehearse(self.module, self.train.sample(size, self.accelerator, self.cfg, longest=True), self.loss_sum)
-        finally:
-            torch.cuda.empty_cache()
-        taken = torch.cuda.max_memory_allocated(device) - held
-        return (held + later + self.room * taken) / (USABLE * torch.cuda.get_device_properties(device).total_memory)
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Put the module into the mode of a training step inside of the block."""
-        was_training = self.module.training
-        self.module.train(self.cfg.dropout)
-        yield
-        self.module.train(was_training)
-
-
 def _doubling(sizes: list[int]) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
 
 
-def _largest(sizes: list[int], trial: _Trial) -> int:
+def _largest(sizes: list[int], load: Callable[[int], float]) -> int:
     """Return the largest size that fits, or 0. Sizes are doubled, so a size that is too large is rarely far too large."""
+
+    def fits(size: int) -> bool:
+        try:
+            return load(size) <= 1
+        except torch.OutOfMemoryError:
+            return False
+
     best = 0
     for size in _doubling(sizes):
-        if trial.fits(size):
+        if fits(size):
             best = size
             continue
         between = [other for other in sizes if best < other < size]
         while between:  # bisection
             middle = between[len(between) // 2]
-            is_small = trial.fits(middle)
+            is_small = fits(middle)
             best = middle if is_small else best
             between = [other for other in between if (other > middle) == is_small and other != middle]
         break
@@ -146,13 +129,10 @@ def largest_together(sizes: list[int], load: Callable[[int], float]) -> int:
     for size in _doubling(sizes):
         if predict(size) > 1:
             size = max((other for other in sizes if best < other < size and predict(other) <= 1), default=0)
-        if not size:
-            break
-        is_last = size not in _doubling(sizes)
-        known[size] = load(size)
+        known[size] = load(size) if size else 2.0
         if known[size] > 1:
             break
         best = size
-        if is_last:
+        if size not in _doubling(sizes):
             break
     return best

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 # Numbers, not bytes. The last bit of a sum over a gradient depends on the alignment of the gradient's address.
 ALIGNMENT = 64
+UNSUPPORTED = "Layers that are captured as CUDA graphs do not support this. Add --compile off."
 
 
 class LayerGroup:
@@ -34,41 +35,6 @@ class LayerGroup:
         self.parameters_of_layers = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
         self.parameters = [p for parameters in self.parameters_of_layers for p in parameters]
         self.gradients: Tensor | None = None  # every replay of a backward pass writes to it
-
-    def allocate_gradients(self, device: torch.device) -> None:
-        if self.gradients is None and self.parameters:
-            size = sum(p.numel() + -p.numel() % ALIGNMENT for p in self.parameters)
-            self.gradients = torch.empty(size, dtype=self.parameters[0].dtype, device=device)
-
-
-class GraphMemory:
-    """The memory pool and the stream that all CUDA graphs of a model share, and which of their memory is in use."""
-
-    def __init__(self, device: torch.device):
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
-        self.device = device
-        # Groups whose backward pass has not run yet: (first layer, key of the shape) -> a token of the forward pass.
-        self.pending: dict[tuple[int, Any], object] = {}
-        self.pending_key: Any = None  # the key of their shape
-
-    @contextlib.contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Capture the block. `torch.cuda.graph` would return all cached memory to the device each time, and slow steps follow."""
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                try:
-                    graph.capture_end()
-                except Exception:
-                    # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
-                    try:
-                        compat.end_failed_capture(self.device.index or 0, self.pool)
-                    except RuntimeError as error:  # the allocator has left the capture already
-                        log.info("the memory of a failed capture was not released: %s", str(error).partition("\n")[0])
-                    raise
 
 
 class CapturedGroup(NamedTuple):
@@ -92,10 +58,16 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, memory: GraphMemory, key: Any, group: LayerGroup, captured: CapturedGroup, hidden: Tensor, *parameters: Tensor
+        ctx: Any,
+        owner: "GraphedLayers",
+        key: Any,
+        group: LayerGroup,
+        captured: CapturedGroup,
+        hidden: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.memory, ctx.key, ctx.group, ctx.captured = memory, key, group, captured
-        ctx.token = memory.pending[key] = object()
+        ctx.owner, ctx.key, ctx.group, ctx.captured = owner, key, group, captured
+        ctx.token = owner.pending[key] = object()
         ctx.set_materialize_grads(False)
         if hidden.data_ptr() != captured.hidden.data_ptr():
             captured.hidden.copy_(hidden)
@@ -106,16 +78,10 @@ class Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *of_outputs: Tensor | None) -> tuple:
         captured, (*of_earlier_layers, gradient) = ctx.captured, of_outputs
-        if ctx.memory.pending.pop(ctx.key, None) is not ctx.token:
-            raise RuntimeError(
-                "a backward pass runs a second time, or after the forward pass of the next micro-batch. Layers that are captured "
-                "as CUDA graphs do not support this. Add --compile off."
-            )
+        if ctx.owner.pending.pop(ctx.key, None) is not ctx.token:
+            raise RuntimeError(f"a backward pass runs twice, or after the forward pass of the next micro-batch. {UNSUPPORTED}")
         if gradient is None or any(g is not None for g in of_earlier_layers):
-            raise RuntimeError(
-                "the loss uses the output of a layer before the last one. Layers that are captured as CUDA graphs do not support "
-                "this. Add --compile off."
-            )
+            raise RuntimeError(f"the loss uses the output of a layer before the last one. {UNSUPPORTED}")
         if gradient.data_ptr() != captured.gradient_out.data_ptr():
             captured.gradient_out.copy_(gradient)
         found: tuple = ()
@@ -172,10 +138,6 @@ MIN_FREE_MEMORY = 0.1  # fraction of the GPU's memory; with less, no further sha
 RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
-def _are_identical(some: tuple, others: tuple) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
-
-
 class GraphedLayers:
     """Calls a stack of layers. Each shape is captured when it occurs for the second time, because the first time compiles."""
 
@@ -191,7 +153,11 @@ class GraphedLayers:
         self.layers, self.calls, self.is_compiled = layers, calls, is_compiled
         self.group_bytes = group_bytes
         self.groups: list[LayerGroup] = []
-        self.memory = GraphMemory(device)
+        self.device, self.pool, self.stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # of all graphs
+        # Groups whose backward pass has not run yet: (first layer, key of the shape) -> a token of the forward pass. Clear it before
+        # a new micro-batch: a forward pass of an earlier one that had no backward pass will not have one.
+        self.pending: dict[tuple[int, Any], object] = {}
+        self.pending_key: Any = None  # the key of their shape
         self.seen: set[Any] = set()  # keys of shapes that went through all layers
         self.captured: dict[Any, list[CapturedGroup]] = {}  # key of the shape -> groups
         self.copied: tuple[Any, list[Tensor]] = (None, [])  # the last (targets, sources) of `_copy_inputs`
@@ -213,13 +179,18 @@ class GraphedLayers:
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
-            if self.key in self.seen and self.key not in self.captured and not self.memory.pending and not self.disabled_reason:
+            if self.key in self.seen and self.key not in self.captured and not self.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
-        elif kwargs is not self.arguments[1] or not _are_identical(args, self.arguments[0]):
-            self._refuse_arguments(number)
+        elif kwargs is not self.arguments[1] or [*map(id, args)] != [*map(id, self.arguments[0])]:
+            if self._is_inside(number):
+                raise RuntimeError(f"a layer gets other arguments than the first layer. {UNSUPPORTED}")
+            self._disable("the layers get different arguments")
         is_unmodified = number == 0 or compat.version_of(hidden) == self.last_version
         if self._is_inside(number):
-            out = self._output_of_replay(number, hidden, is_unmodified)
+            first, outputs = self.replayed
+            if hidden is not outputs[number - first - 1] or not is_unmodified:
+                raise RuntimeError(f"the input of a layer is not the unchanged output of the layer before it. {UNSUPPORTED}")
+            out = outputs[number - first]
         elif not self.disabled_reason and self.key in self.captured and (found := self._replay(number, hidden)) is not None:
             self.replayed = number, found
             out = found[0]
@@ -239,36 +210,18 @@ class GraphedLayers:
         first, outputs = self.replayed
         return outputs is not None and first < number < first + len(outputs)
 
-    def _refuse_arguments(self, number: int) -> None:
-        if self._is_inside(number):
-            raise RuntimeError(
-                "a layer gets other arguments than the first layer. Layers that are captured as CUDA graphs must get the same "
-                "arguments. Add --compile off."
-            )
-        self._disable("the layers get different arguments")
-
-    def _output_of_replay(self, number: int, hidden: Tensor, is_unmodified: bool) -> Tensor:
-        """Return what the last replay has computed for this layer. Raise RuntimeError if its input is another one."""
-        first, outputs = self.replayed
-        if hidden is not outputs[number - first - 1] or not is_unmodified:
-            raise RuntimeError(
-                "the input of a layer is not the unchanged output of the layer before it. Layers that are captured as CUDA "
-                "graphs need that. Add --compile off."
-            )
-        return outputs[number - first]
-
     def _replay(self, number: int, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Return the outputs of all layers of the group that begins here, or None if the group must run without its graph."""
         place = next((i for i, group in enumerate(self.groups) if group.first == number), None)
         if place is None:
             return None  # the first layer of the group ran without a graph too
-        pending, group, key = self.memory.pending, self.groups[place], self.key
-        if (number, key) in pending or (pending and self.memory.pending_key != key):
+        pending, group, key = self.pending, self.groups[place], self.key
+        if (number, key) in pending or (pending and self.pending_key != key):
             return None  # a backward pass that has not run yet needs the memory that the replay would overwrite
-        self.memory.pending_key = key
+        self.pending_key = key
         captured = self.captured[key][place]
         self._copy_inputs(captured.inputs)
-        return Replay.apply(self.memory, (number, key), group, captured, hidden, *captured.parameters)
+        return Replay.apply(self, (number, key), group, captured, hidden, *captured.parameters)
 
     def _inspect(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Store the arguments besides the hidden states, which are the same objects for all layers, and compute the key."""
@@ -295,13 +248,6 @@ class GraphedLayers:
         self.groups, self.copied = [], (None, [])
         self.captured.clear()
         self.seen.clear()
-
-    def discard_pending(self) -> None:
-        """Mark the memory of earlier forward passes as unused. Call it before a new micro-batch.
-
-        A forward pass of an earlier micro-batch that had no backward pass will not have one.
-        """
-        self.memory.pending.clear()
 
     def _copy_inputs(self, targets: list[Tensor]) -> None:
         """Copy positions and the boundaries of texts into the memory of the graphs, once for all layers."""
@@ -341,15 +287,34 @@ class GraphedLayers:
             self._discard_graphs()
         generator.set_state(drawn)
 
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the block. `torch.cuda.graph` would return all cached memory to the device each time, and slow steps follow."""
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                try:
+                    graph.capture_end()
+                except Exception:
+                    # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
+                    try:
+                        compat.end_failed_capture(self.device.index or 0, self.pool)
+                    except RuntimeError as error:  # the allocator has left the capture already
+                        log.info("the memory of a failed capture was not released: %s", str(error).partition("\n")[0])
+                    raise
+
     def _capture(self, hidden: Tensor) -> list[CapturedGroup]:
         """Capture the forward passes of all groups and then, in the opposite order, their backward passes."""
-        memory = self.memory
         if not self.groups:
             self.groups = group_layers(self.layers, self.group_bytes if self.is_chain else 0)
         if len({p.dtype for group in self.groups for p in group.parameters}) > 1:
             raise ValueError("the parameters have several types")
         for group in self.groups:
-            group.allocate_gradients(hidden.device)
+            if group.gradients is None and group.parameters:
+                size = sum(p.numel() + -p.numel() % ALIGNMENT for p in group.parameters)
+                group.gradients = torch.empty(size, dtype=group.parameters[0].dtype, device=hidden.device)
         inputs = [x.clone() for x in self.inputs]
         first = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         torch.cuda.synchronize()
@@ -359,12 +324,12 @@ class GraphedLayers:
         try:
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-            args, kwargs = compat.unflatten(leaves, self.spec)
+            args, kwargs = self.spec.unflatten(leaves)
             self._warm_up_stream(first, args, kwargs)
             forward_passes, x = [], first
             for group in self.groups:
                 graph, passed = torch.cuda.CUDAGraph(), []
-                with memory.capture(graph):
+                with self._capturing(graph):
                     for number, layer in enumerate(group.layers, start=group.first):
                         with parameter_aliases(layer, group.parameters_of_layers[number - group.first]) as aliases:
                             out = self.calls[number](x, *args, **kwargs)
@@ -399,7 +364,7 @@ class GraphedLayers:
         if not passed[-1][1].requires_grad:  # the group and all layers below it are frozen
             return CapturedGroup(graph, None, hidden, inputs, outputs, gradient_out, None, [], [], [], 0)
         backward, start, gradient_in = torch.cuda.CUDAGraph(), 0, None
-        with self.memory.capture(backward):
+        with self._capturing(backward):
             while passed:
                 x, out, aliases = passed.pop()
                 if not out.requires_grad:
@@ -428,7 +393,7 @@ class GraphedLayers:
 
     def _warm_up_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the first layer once. Libraries allocate memory at their first use on a stream, which a capture must not contain."""
-        with torch.cuda.stream(self.memory.stream):
+        with torch.cuda.stream(self.stream):
             trained = [p for p in self.layers[0].parameters() if p.requires_grad]
             with parameter_aliases(self.layers[0], trained) as aliases:
                 out = self.calls[0](first, *args, **kwargs)

@@ -5,8 +5,7 @@ it is for padding and for tokens without a label. Here logits are computed only 
 Of each chunk only its loss and its gradient remain.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,9 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         saved = iter(ctx.saved_tensors)
-        return *[
-            (next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)
-        ], None, None  # fmt: skip
+        return *[(next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)], None, None
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -124,14 +121,16 @@ class OutputHead:
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
         """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
         sizes = getattr(batch, "sizes", None)
-        if sizes is None or self.head is None or getattr(model, "find_unused_parameters", False):
-            return losses.of_tokens(model(**inputs).logits, labels)
-        if self.is_last is None:
+        is_possible = sizes is not None and self.head is not None and not getattr(model, "find_unused_parameters", False)
+        if is_possible and self.is_last is None:
             self.is_last = self._is_last(model, inputs)
-        if not self.is_last:
+        if not is_possible or not self.is_last:
             return losses.of_tokens(model(**inputs).logits, labels)
-        with self._skipped():
+        self.head.forward = self._pass_through
+        try:
             hidden = model(**inputs).logits.flatten(0, 1)
+        finally:
+            del self.head.forward
         flat = labels.flatten()
         learned = flat != -100
         # The places of tokens with a label are computed on the device. The host knows an upper bound of their number.
@@ -143,14 +142,6 @@ class OutputHead:
         right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
         rows = Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
         return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right, self.softmax)
-
-    @contextlib.contextmanager
-    def _skipped(self) -> Iterator[None]:
-        self.head.forward = self._pass_through
-        try:
-            yield
-        finally:
-            del self.head.forward
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside of the forward pass only
@@ -192,5 +183,4 @@ class OutputHead:
 
 def output_heads_of(model: nn.Module) -> list[OutputHead]:
     """Return the `OutputHead` objects that were made for this model."""
-    found = [getattr(module, "accel_ddp_output_head", None) for module in model.modules()]
-    return [head for head in found if head is not None]
+    return [module.accel_ddp_output_head for module in model.modules() if hasattr(module, "accel_ddp_output_head")]

@@ -8,8 +8,6 @@ padded for the attention alone. That is correct on every device and in every pre
 nine tenths of the work, still contain no padding.
 """
 
-import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -139,10 +137,18 @@ def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, longest: int, dropout: float,
     causal: bool, random_state: Tensor, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with _deterministic_order():
+    # Otherwise a resumed run would not be bit-identical.
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost a pass over each output
+    torch.use_deterministic_algorithms(True)
+    try:
         return compat.flash_attention_gradients(
             gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_state, scale
         )
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 @_flash_backward.register_fake
@@ -162,20 +168,6 @@ def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
 
 
 _flash.register_autograd(_gradients, setup_context=_save_for_backward)
-
-
-@contextlib.contextmanager
-def _deterministic_order() -> Iterator[None]:
-    """Sum gradients in a deterministic order. Otherwise a resumed run would not be bit-identical."""
-    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost a pass over each output
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def attention(

@@ -9,20 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.speed.padding_free import (
-    NAME,
-    REPLACED,
-    NeedsPadding,
-    Row,
-    Segments,
-    attention,
-    is_active,
-    mask_of,
-    pack,
-    row_of,
-    segments_of,
-    unpack,
-)
+from accel_ddp.speed import padding_free
+from accel_ddp.speed.padding_free import NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
@@ -77,10 +65,8 @@ class PaddingFree:
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
         # A window, which may extend to both sides, has no effect on texts that are at most half as long.
         self.longest = min((int(window) // 2 for window in found if window), default=1 << 30)
-        AttentionInterface.register(NAME, attention)
-        AttentionMaskInterface.register(NAME, mask_of)
-        self.row: Row | None = None
-        self.at: Segments | None = None
+        AttentionInterface.register(NAME, padding_free.attention)
+        AttentionMaskInterface.register(NAME, padding_free.mask_of)
         self.calls: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
         self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`; set by `attach` to use CUDA graphs
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
@@ -90,7 +76,9 @@ class PaddingFree:
         self._clear()
 
     def _clear(self) -> None:
-        self.row, self.at, self.known, self.given, self.packed_arguments = None, None, {}, None, None
+        self.row: Row | None = None
+        self.at: Segments | None = None
+        self.known, self.given, self.packed_arguments = {}, None, None
 
     def install(self) -> None:
         for config in self.configs.values():
@@ -139,7 +127,7 @@ class PaddingFree:
 
     def _row(self, current: CurrentBatch | None, mask: Tensor | None) -> Row | None:
         """Return the row for this call, if it computes the current batch and can do so without padding."""
-        row = row_of(current)
+        row = padding_free.row_of(current)
         if row is None or not isinstance(mask, Tensor) or not self.is_enabled or row.longest > self.longest or mask.ndim != 2:
             return None
         is_current = mask.data_ptr() == row.mask.data_ptr() and mask.numel() == row.mask.numel()
@@ -149,7 +137,8 @@ class PaddingFree:
         if self.at is None:  # in the first layer, because the autocast type is known only inside of the forward pass
             kind = hidden.device.type
             narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-            self.at = segments_of(self.row, narrow in (torch.bfloat16, torch.float16) and self._has_flash(hidden.device))
+            has_flash = narrow in (torch.bfloat16, torch.float16) and self._has_flash(hidden.device)
+            self.at = padding_free.segments_of(self.row, has_flash)
         return self.at
 
     def _has_flash(self, device: torch.device) -> bool:
@@ -161,18 +150,15 @@ class PaddingFree:
         original, last = self.layers[number].forward, len(self.layers) - 1
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.row is None:
-                out = original(hidden_states, *args, **kwargs)
-                if number == last and self.outputs is not None:
-                    self.outputs.append(out)
-                return out
-            at = self._segments(hidden_states)
-            if number == 0:
-                hidden_states = pack(hidden_states, at)
-            args, kwargs = self._arguments(args, kwargs, at)
+            at = self._segments(hidden_states) if self.row is not None else None
+            if at is not None:
+                hidden_states = pack(hidden_states, at) if number == 0 else hidden_states
+                args, kwargs = self._arguments(args, kwargs, at)
             current = current_batch()
             in_plain_order = current is not None and current.in_plain_order
-            if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+            if at is None:
+                out = original(hidden_states, *args, **kwargs)
+            elif self.run is not None and not in_plain_order and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
             elif torch.is_grad_enabled() or self.layers[number].training:
                 # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled
@@ -180,10 +166,9 @@ class PaddingFree:
                 out = self.calls[number](hidden_states, *args, **kwargs)
             else:  # an evaluation does not run often enough for its own compilation
                 out = original(hidden_states, *args, **kwargs)
-            if number < last:
-                return out
-            out = (unpack(out[0], at), *out[1:]) if isinstance(out, tuple) else unpack(out, at)
-            if self.outputs is not None:
+            if number == last and at is not None:
+                out = (unpack(out[0], at), *out[1:]) if isinstance(out, tuple) else unpack(out, at)
+            if number == last and self.outputs is not None:
                 self.outputs.append(out)
             return out
 

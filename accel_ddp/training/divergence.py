@@ -51,9 +51,8 @@ class ParameterCheck:
         self._waiting: deque[tuple[int, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
         ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
-        self._trained = {
-            name: p for name, p in module.named_parameters() if p.requires_grad and p.numel() and name not in ignored
-        }
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+        self._trained = {name: p for name, p in trained.items() if name not in ignored}
         self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(module) else this_rank.num_ranks)
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
@@ -71,7 +70,9 @@ class ParameterCheck:
         if not self.is_on or step == self._last or not (is_needed or step % self.cfg.check_every == 0):
             return
         self._last = step
-        products = self._row_sums() * self._factors
+        vectors, matrices = [_bits(p) for p in self._vectors.values()], [_bits(p).sum(-1) for p in self._matrices.values()]
+        parts = [torch.cat(some).to(torch.int64) for some in (vectors, matrices) if some]
+        products = (torch.cat(parts) if parts else self._factors) * self._factors
         digests, copied = torch.zeros(this_rank.num_ranks, dtype=torch.int64, device=self.device), None
         digests[this_rank.rank] = products.sum()
         dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
@@ -96,13 +97,6 @@ class ParameterCheck:
         """Return when the parameters after `step` have passed a check. Every checkpoint must have passed one."""
         self.begin(step, is_needed=True)
         self.read(step, wait_for_all=True)
-
-    def _row_sums(self) -> Tensor:
-        """Return the elements of vectors and the sums of rows of matrices, as integers."""
-        parts = [torch.cat([_bits(p) for p in self._vectors.values()])] if self._vectors else []
-        if self._matrices:
-            parts.append(torch.cat([_bits(p).sum(-1) for p in self._matrices.values()]))
-        return torch.cat([part.to(torch.int64) for part in parts]) if parts else self._factors
 
     def _failure(self, step: int, products: Tensor) -> Failure:
         """Return the failure, which is the same on every rank. This is a collective."""
@@ -213,11 +207,10 @@ class NonfiniteSteps(Hook):
         if in_a_row >= limit:
             self.refuse(numbers.step)
         if self.last:
-            text = (
-                f"warning: step {numbers.step}: {self.last}. This update is skipped on every rank, and the run continues. {in_a_row} "
-                f"skipped in a row; --max_nonfinite {limit} ends the run."
+            text = f"warning: step {numbers.step}: {self.last}. This update is skipped on every rank, and the run continues."
+            warn_on_main(
+                f"{text} {in_a_row} skipped in a row; --max_nonfinite {limit} ends the run.", "SKIPPED_STEP", numbers.step
             )
-            warn_on_main(text, "SKIPPED_STEP", numbers.step)
 
     def refuse(self, step: int) -> NoReturn:
         """Raise UserError, because the last steps were all skipped."""
@@ -242,11 +235,11 @@ class NonfiniteSteps(Hook):
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None:
         """Print how many steps of this process were skipped, if there were any."""
-        num_steps = step - self.first
+        steps = f"{self.skipped} of {step - self.first} steps"
         if self.skipped and self.has_scaler:
-            print_on_main(f"The fp16 scaler skipped {self.skipped} of {num_steps} steps, because gradients overflowed.")
+            print_on_main(f"The fp16 scaler skipped {steps}, because gradients overflowed.")
         elif self.skipped:
-            print_on_main(f"{self.skipped} of {num_steps} steps were skipped, because their loss or gradients were not finite.")
+            print_on_main(f"{steps} were skipped, because their loss or gradients were not finite.")
 
 
 def _what(numbers: Numbers) -> str:

@@ -32,7 +32,8 @@ class Ema:
         buffers = {name: b for name, b in model.named_buffers() if name in saved and b.is_floating_point()}
         self._weights: dict[str, Tensor] = {**trained, **buffers} if decay else {}
         # In 16 bits an average would not change, because 1 - decay is too small.
-        self.averages = {name: _widened(weight.detach()) for name, weight in self._weights.items()}
+        wide = lambda weight: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self.averages = {name: wide(weight) for name, weight in self._weights.items()}
 
     def update(self, step: int, stats: UpdateStats) -> None:
         """Add the weights after `step` updates to the averages. The host does not wait for a GPU."""
@@ -44,7 +45,7 @@ class Ema:
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         with torch.no_grad():
             for name, average in self.averages.items():
-                pair = local(average), local(self._current(name))
+                pair = local(average), local(self._weights[name].detach())
                 groups.setdefault((average.dtype, pair[0].device), []).append(pair)
             for (dtype, device), pairs in groups.items():
                 _move(pairs, amounts.to(device, dtype))
@@ -52,7 +53,7 @@ class Ema:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Replace the weights by their averages inside of the block. It needs memory for a copy of the weights."""
-        weights = {name: local(self._current(name)).clone() for name in self.averages}
+        weights = {name: local(self._weights[name].detach()).clone() for name in self.averages}
         self.apply()
         try:
             yield
@@ -69,10 +70,7 @@ class Ema:
         reshard(self.model)  # what is gathered is a copy of the old values
         with torch.no_grad():
             for name, value in values.items():
-                local(self._current(name)).copy_(value)
-
-    def _current(self, name: str) -> Tensor:
-        return self._weights[name].detach()
+                local(self._weights[name].detach()).copy_(value)
 
 
 def _move(pairs: list[tuple[Tensor, Tensor]], amount: Tensor) -> None:
@@ -88,8 +86,3 @@ def _move(pairs: list[tuple[Tensor, Tensor]], amount: Tensor) -> None:
         averages, weights = zip(*pairs[:number])
         compat.move_all(averages, [weight.to(averages[0].dtype) for weight in weights], amount)
         pairs = pairs[number:]
-
-
-def _widened(weight: Tensor) -> Tensor:
-    """Return a copy with 32 bits or more."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)

@@ -103,7 +103,8 @@ def evaluate(
     phases.HERE.progress = 0, 0
     phases.enter(METRICS)  # which may take much longer than a batch
     module.train(was_training)
-    mine = {name: _join([_as_array(value) for value in values])[: batches.num_own] for name, values in parts.items()}
+    as_array = lambda value: (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()  # numpy has no bfloat16
+    mine = {name: _join([*map(as_array, values)])[: batches.num_own] for name, values in parts.items()}
     shares = gather_objects(None if is_interrupted else mine)
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
@@ -131,17 +132,14 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
 
 def broadcast_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
-    values: dict[str, float] = {}
-    problem = ""
-    if this_rank.is_main:
-        try:
-            values = as_numbers(metrics)
-        except UserError as error:
-            problem = str(error)
-    values, problem = broadcast_object((values, problem))
-    if problem:
-        raise UserError(problem)
-    return values
+    try:
+        found = as_numbers(metrics) if this_rank.is_main else None
+    except UserError as error:
+        found = str(error)
+    found = broadcast_object(found)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
 
 
 def as_numbers(metrics: Any) -> dict[str, float]:
@@ -170,10 +168,6 @@ def as_numbers(metrics: Any) -> dict[str, float]:
 
 def _describe(value: Any) -> str:
     return f"{type(value).__name__} {shorten(' '.join(repr(value).split()), 63)}"
-
-
-def _as_array(tensor: Tensor) -> np.ndarray:
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()  # numpy has no bfloat16
 
 
 def _in_order(shares: list[Rows], num_items: int) -> Rows:

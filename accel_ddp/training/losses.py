@@ -36,10 +36,7 @@ class CurrentBatch:
 
 
 _current: ContextVar[CurrentBatch | None] = ContextVar("accel_ddp_current_batch", default=None)
-
-
-def current_batch() -> CurrentBatch | None:
-    return _current.get()
+current_batch = _current.get  # returns the announcement, or None
 
 
 def _wide(logits: Tensor) -> Tensor:

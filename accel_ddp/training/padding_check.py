@@ -46,17 +46,12 @@ def require_independence(
     Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items, and two more in
     float64 if the results differ slightly.
     """
-    if (
-        cfg.split(accelerator.num_processes)[0] == 1
-        and getattr(cfg, "eval_batch_size", 1) == 1
-        and cfg.micro_batch_size != "auto"
-    ):
+    is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto"
+    if is_single and getattr(cfg, "eval_batch_size", 1) == 1:
         return  # no text is padded
-    if is_sharded(model):  # a collective, and so outside of the block
-        reason = _difference_together(accelerator, cfg, model, train, loss_sum)
-    else:
-        with together("compare a text with and without padding"):
-            reason = difference(accelerator, cfg, model, train, loss_sum)
+    # For a sharded model it is a collective, and so outside of the block.
+    with contextlib.nullcontext() if is_sharded(model) else together("compare a text with and without padding"):
+        reason = difference(accelerator, cfg, model, train, loss_sum)
     reasons = [found for found in gather_everywhere(reason) if found]
     if not reasons:
         return
@@ -79,71 +74,49 @@ def difference(
 ) -> str:
     """Return "" if the shortest text has the same result alone and next to the longest one, or else a sentence with the difference.
 
-    Texts of equal length are never padded, and other items than texts are not compared.
+    Texts of equal length are never padded, and other items than texts are not compared. For a sharded model, this is a collective:
+    all ranks compute the same items, and agree on whether they compute in float64 too.
     """
-    places = _shortest_and_longest(train, accelerator, cfg)
+    sharded, compute = is_sharded(model), _Compute(accelerator, cfg, model, train, loss_sum)
+    with together("read texts to compare them with and without padding") if sharded else contextlib.nullcontext():
+        places = _shortest_and_longest(train, accelerator, cfg)
+        if places is not None and sharded:
+            compute.read(places), compute.read(places[:1])
     if places is None:
         return ""
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) and not sharded:
         model.to(accelerator.device)
-    compute = _Compute(accelerator, cfg, model, train, loss_sum)
-    was_training = model.training
+    was_training, kept = model.training, next(model.parameters()).dtype
     model.eval()
     try:
-        with without_tf32(), _quantized_in_float32(model):
-            apart = compute.distance(places)
-            if apart <= ALLOWED or _is_rounding(compute, places, apart):
-                return ""
-    except Exception as error:  # the model of a user may fail in many ways; the first step then reports it
-        log.info("texts with and without padding were not compared: %s: %s", type(error).__name__, error)
-        return ""
+        # Layers of a sharded model may be gathered in 16 bits, whose rounding would look like a difference.
+        apart = _distance_in(kept, compute, places)
+        if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
+            apart = 0.0 if _distance_in(torch.float64, compute, places) <= ALLOWED_IN_FLOAT64 else apart
     finally:
         model.train(was_training)
         if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(accelerator.device)
-    return compute.describe(places, apart)
-
-
-def _difference_together(
-    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
-) -> str:
-    """Return the same as `difference` for a sharded model, whose ranks must do the same forward passes.
-
-    All of them compute the same items, and agree on whether they compute in float64 too.
-    """
-    with together("read texts to compare them with and without padding"):
-        places = _shortest_and_longest(train, accelerator, cfg)
-        compute = _Compute(accelerator, cfg, model, train, loss_sum)
-        if places is not None:
-            compute.read(places), compute.read(places[:1])
-    if places is None:
-        return ""
-    was_training, kept = model.training, next(model.parameters()).dtype
-    model.eval()
-    # Layers may be gathered in 16 bits, whose rounding would look like a difference.
-    apart = _distance_together(compute, places, kept)
-    if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
-        apart = apart if _distance_together(compute, places, torch.float64) > ALLOWED_IN_FLOAT64 else 0.0
-    model.train(was_training)
-    if accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(accelerator.device)
     return "" if apart <= ALLOWED else compute.describe(places, apart)
 
 
-def _distance_together(compute: "_Compute", places: list[int], dtype: torch.dtype) -> float:
-    """Return the largest distance on any rank, or 0 if the model cannot be computed in this way. All ranks then have the same error."""
-    found, error = 0.0, ""
+def _distance_in(dtype: torch.dtype, compute: "_Compute", places: list[int]) -> float:
+    """Return the largest distance on any rank, or 0 if the model cannot be computed in this type: a user's model may fail in any way.
+
+    The first step then reports it. All ranks of a sharded model have the same error. If one is out of memory, the others wait for it.
+    """
+    model, sharded, found, error = compute.model, is_sharded(compute.model), 0.0, ""
     try:
-        with without_tf32(), computed_in(compute.model, dtype):
+        with without_tf32(), computed_in(model, dtype) if sharded else _computed_alone_in(model, dtype):
             found = compute.distance(places)
-    except torch.OutOfMemoryError:  # of one rank only, while the others wait for it
-        raise
     except Exception as problem:
+        if sharded and isinstance(problem, torch.OutOfMemoryError):
+            raise
         error = f"{type(problem).__name__}: {problem}"
-        recover(compute.model)
-    everyone = gather_everywhere((found, error))
+        if sharded:
+            recover(model)
+    everyone = gather_everywhere((found, error)) if sharded else [(found, error)]
     if any(error for _, error in everyone):
         log.info("texts with and without padding were not compared in %s: %s", dtype, error)
         return 0.0
@@ -172,16 +145,28 @@ def without_tf32() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quantized_in_float32(model: nn.Module) -> Iterator[None]:
-    """Multiply 4-bit weights in float32 inside of the block. In 16 bits, rounding would look like a difference."""
+def _computed_alone_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute a model in the type of its weights, or with copies of them in float64, inside of the block.
+
+    The weights themselves stay where they are. A conversion back would allocate memory, and so would fail and leave a half of the
+    model in float64 when memory is full. 4-bit weights are multiplied in float32. In 16 bits, rounding would look like a difference.
+    """
     layers = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
-    for layer, _ in layers:
-        layer.compute_dtype = torch.float32
+    tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    tensors = tensors if dtype == torch.float64 else []
+    if tensors:
+        _require_memory(8 * sum(tensor.numel() for tensor, _ in tensors), tensors[0][1].device)
     try:
+        for layer, _ in layers:
+            layer.compute_dtype = torch.float32
+        for tensor, data in tensors:
+            tensor.data = data.double()
         yield
     finally:
-        for layer, dtype in layers:
-            layer.compute_dtype = dtype
+        for layer, before in layers:
+            layer.compute_dtype = before
+        for tensor, data in tensors:
+            tensor.data = data
 
 
 class _Compute:
@@ -228,35 +213,6 @@ class _Compute:
         return _of_first(_main_tensor(outputs[-1]), batch, len(places), has_decoder)
 
 
-def _is_rounding(compute: _Compute, places: list[int], apart: float) -> bool:
-    """Return whether the results differ by rounding only, so that they are the same in float64."""
-    if not apart <= NEVER_ROUNDING.get(next(compute.model.parameters()).dtype, sys.float_info.max):
-        return False
-    try:
-        with _in_float64(compute.model):
-            return compute.distance(places) <= ALLOWED_IN_FLOAT64
-    except Exception as error:  # quantized weights, a device without float64, or too little memory
-        log.info("texts with and without padding were not compared in float64: %s: %s", type(error).__name__, error)
-        return True
-
-
-@contextlib.contextmanager
-def _in_float64(model: nn.Module) -> Iterator[None]:
-    """Compute with copies of the weights inside of the block. The weights themselves stay where they are.
-
-    A conversion back would allocate memory, and so would fail and leave a half of the model in float64 when memory is full.
-    """
-    tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    _require_memory(8 * sum(tensor.numel() for tensor, _ in tensors), tensors[0][1].device)
-    try:
-        for tensor, data in tensors:
-            tensor.data = data.double()
-        yield
-    finally:
-        for tensor, data in tensors:
-            tensor.data = data
-
-
 def _require_memory(size: int, device: torch.device) -> None:
     """Raise MemoryError if each rank of this node cannot get so many bytes. A GPU reports it itself, but the kernel kills a process."""
     if device.type == "cpu" and size * this_rank.local_ranks > psutil.virtual_memory().available / 2:
@@ -284,10 +240,8 @@ def _main_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     values = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(values.get(name), Tensor):
-            return values[name]
-    return next(value for value in values.values() if isinstance(value, Tensor))
+    in_order = (values.get("logits"), values.get("last_hidden_state"), *values.values())
+    return next(value for value in in_order if isinstance(value, Tensor))
 
 
 def _of_first(output: Tensor, batch: Any, number: int, has_decoder: bool) -> Tensor:

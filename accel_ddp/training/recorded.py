@@ -29,7 +29,7 @@ class RecordedItems:
         return self.items.__getitems__(keys)
 
 
-class _RecordOnImport:
+class RecordOnImport:
     """Lets TrainBatches record as soon as the recipe imports it.
 
     An import here would be earlier than in other runs: before the preflight, and before the number of CPU threads is set.
@@ -54,15 +54,10 @@ class _RecordOnImport:
         return spec
 
 
-def run(folder: str, argv: list[str]) -> None:
-    """Run the recipe with its options, and record in this folder."""
-    sys.meta_path.insert(0, _RecordOnImport(folder))
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
-
-
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[2]))  # as `python RECIPE` sets it, instead of the folder of this file
     from accel_ddp.training import recorded  # data workers find its classes by this name
 
-    recorded.run(sys.argv[1], sys.argv[2:])
+    sys.meta_path.insert(0, recorded.RecordOnImport(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

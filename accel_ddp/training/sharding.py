@@ -66,27 +66,21 @@ class Lockstep:
         """Let a part report where it is, before it communicates. Its group has an own object for each part of the model."""
         first = len(self._names)
         self._names += [f"computes {name}", f"computes the gradients of {name}", f"sums the gradients of {name}"]
-        forward = lambda *_: self._enter_forward(self._names.index(BEGIN) if is_root else first)
+        forward = lambda *_: self._enter(self._names.index(BEGIN) if is_root else first, is_forward=True)
         part.register_forward_pre_hook(forward, prepend=True)  # before the hook that gathers
         if is_root:
-            part.register_forward_hook(lambda *_: self._enter_forward(self._names.index(END)))
+            part.register_forward_hook(lambda *_: self._enter(self._names.index(END), is_forward=True))
         for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
-            compat.observe_backward(
-                group, functools.partial(self._enter, first + 1), functools.partial(self._enter_sum, first + 2)
-            )
+            compat.observe_backward(group, functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2))
 
-    def _enter_sum(self, place: int, params: list[Any]) -> None:
+    def _sum(self, place: int, params: list[Any]) -> None:
         self._enter(place)
         self._used.update(param for param in params if compat.has_gradient(param))
 
-    def _enter_forward(self, place: int) -> None:
-        if torch.is_grad_enabled():  # other forward passes have no backward pass
-            self._enter(place)
-
-    def _enter(self, place: int) -> None:
+    def _enter(self, place: int, is_forward: bool = False) -> None:
         """Require that every rank is at the same place."""
-        if self._place is None:
+        if self._place is None or (is_forward and not torch.is_grad_enabled()):  # other forward passes have no backward pass
             return
         if not self._is_compared:
             self._compare(place)
@@ -176,7 +170,9 @@ def shard(
     mesh = make_mesh(plan, device)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduce = None if any(p.dtype == torch.float64 for p in model.parameters()) else reduce_dtype
-    narrow = torch.bfloat16 if precision == "bf16" and _can_be_narrow(layers, device) else None
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm)]
+    # On CPUs, autocast leaves the inputs of these norms in another dtype.
+    narrow = torch.bfloat16 if precision == "bf16" and not (device.type == "cpu" and norms) else None
     # Autocast converts the inputs of operations, not of layers.
     policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in layers:
@@ -196,12 +192,6 @@ def shard(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-def _can_be_narrow(layers: list[nn.Module], device: torch.device) -> bool:
-    """Return whether layers can be gathered in bfloat16. On CPUs, autocast leaves the inputs of these norms in another dtype."""
-    norms = (nn.LayerNorm, nn.GroupNorm)
-    return device.type != "cpu" or not any(isinstance(module, norms) for layer in layers for module in layer.modules())
-
-
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
     """Gather each layer of a list while the layer before it is computed, also if the host is slower than the GPU.
 
@@ -218,10 +208,9 @@ def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
 
 def make_mesh(plan: ShardingPlan, device: torch.device) -> DeviceMesh:
     """Return the ranks as a mesh: one row, or one row for each copy of the model. The ranks of a node have consecutive numbers."""
-    if plan.replicas == 1:
-        return init_device_mesh(device.type, (this_rank.num_ranks,), mesh_dim_names=("shard",))
-    shape = (plan.replicas, this_rank.num_ranks // plan.replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    shape, names = (plan.replicas, this_rank.num_ranks // plan.replicas), ("replicate", "shard")
+    first = int(plan.replicas == 1)
+    return init_device_mesh(device.type, shape[first:], mesh_dim_names=names[first:])
 
 
 def own_rows(length: int, plan: ShardingPlan) -> tuple[int, int]:
@@ -324,7 +313,7 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     forwards = [(layer, layer.__dict__.get("forward"), layer.forward) for layer in layers]
     with gathered(model), _converted([module for module in model.modules() if module not in inside], dtype):
         for layer, _, forward in forwards:
-            layer.forward = functools.partial(_compute_converted, layer, forward, dtype)
+            layer.forward = _converted(list(layer.modules()), dtype)(forward)
         try:
             yield
         finally:
@@ -333,11 +322,6 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     del layer.forward
                 else:
                     layer.forward = own
-
-
-def _compute_converted(layer: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    with _converted(list(layer.modules()), dtype):
-        return forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -367,29 +351,25 @@ def recover(model: nn.Module) -> None:
     compat.reset_sharded(list(sharded_parts(model)))
 
 
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardingPlan, *more: Any) -> None:
-    """Shard a model whose optimizer exists already, and let the optimizer step the shards. `more` are arguments of `shard`."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif plan.activation_checkpointing:
-        for layer in find_layers(model, plan):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    shard(model, plan, *more)
-    now = dict(model.named_parameters())
-    for group, own in zip(optimizer.param_groups, positions):
-        group["params"] = [now[name] for name in own]
-
-
 def prepare(
     accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     if links.sharding is None:
         return accelerator.prepare(model, optimizer)
+    plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
-        wrap(model, optimizer, links.sharding, *sharding_options(accelerator, cfg))
+        names = {id(p): name for name, p in model.named_parameters()}
+        positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        elif plan.activation_checkpointing:
+            for layer in find_layers(model, plan):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        shard(model, plan, *sharding_options(accelerator, cfg))
+        now = dict(model.named_parameters())
+        for group, own in zip(optimizer.param_groups, positions):
+            group["params"] = [now[name] for name in own]
     reshard(model)
     known = set(model.parameters())
     if not all(p in known for group in optimizer.param_groups for p in group["params"]):

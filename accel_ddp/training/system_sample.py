@@ -7,9 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 
 from accel_ddp.training.step_numbers import SYSTEM
@@ -27,13 +27,13 @@ class SystemSample:
     """
 
     def __init__(self, device: torch.device):
-        import psutil
-
         self.latest = UNKNOWN
         self.device = device if device.type == "cuda" else None
         self.gpu = _Gpu(str(torch.cuda.get_device_properties(device).uuid)) if self.device else None
-        self.processes = _Processes(psutil)
-        self.psutil = psutil
+        self.own = psutil.Process()
+        self.workers: dict[int, psutil.Process] = {}  # data workers by pid
+        self.seconds: dict[int, float] = {}  # CPU time of each process at the last measurement
+        self.measured_at = 0.0
         self.is_closed = threading.Event()
         self.thread = threading.Thread(target=self._poll, name="system sample", daemon=True)
         self.thread.start()
@@ -41,10 +41,7 @@ class SystemSample:
     def __enter__(self) -> "SystemSample":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.is_closed.set()
 
     def _poll(self) -> None:
@@ -58,25 +55,23 @@ class SystemSample:
         # The peak is never reset, because CUDA graphs read it during the training to decide how much memory a step needs.
         allocated = _number(lambda: torch.cuda.max_memory_allocated(self.device)) if self.device else math.nan
         of_gpu = self.gpu.measure() if self.gpu else (math.nan,) * 4
-        cpu, memory = _numbers(self.processes.measure, 2)
-        return (allocated, *of_gpu, cpu, memory, _number(lambda: self.psutil.virtual_memory().percent / 100))
+        cpu = memory = math.nan
+        with contextlib.suppress(Exception):
+            cpu, memory = self._measure_processes()
+        return (allocated, *of_gpu, cpu, memory, _number(lambda: psutil.virtual_memory().percent / 100))
 
-
-class _Processes:
-    """This rank and its data workers."""
-
-    def __init__(self, psutil: Any):
-        self.psutil = psutil
-        self.own = psutil.Process()
-        self.known: dict[int, Any] = {}  # data workers by pid
-        self.seconds: dict[int, float] = {}  # CPU time of each process at the last measurement
-        self.measured_at = 0.0
-
-    def measure(self) -> tuple[float, float]:
-        """Return the cores that were used since the last call, and the resident memory in bytes."""
+    def _measure_processes(self) -> tuple[float, float]:
+        """Return the cores that this rank and its data workers used since the last call, and their resident memory in bytes."""
         now, total, seconds = time.monotonic(), 0.0, {}
-        for process in (self.own, *self._workers()):
-            with contextlib.suppress(self.psutil.Error):  # it has ended
+        # `multiprocessing.active_children` would collect the exit codes of workers that have died, which the data loader needs.
+        # A search for all children reads a file of every process of the machine: 3 ms for 118 processes.
+        pids = {child.pid for child in list(getattr(multiprocessing.process, "_children", ()))} - {None, os.getpid()}
+        self.workers = {pid: process for pid, process in self.workers.items() if pid in pids}
+        for pid in pids - self.workers.keys():
+            with contextlib.suppress(psutil.Error):
+                self.workers[pid] = psutil.Process(pid)
+        for process in (self.own, *self.workers.values()):
+            with contextlib.suppress(psutil.Error):  # it has ended
                 times = process.cpu_times()
                 seconds[process.pid] = times.user + times.system
                 total += process.memory_info().rss
@@ -85,16 +80,6 @@ class _Processes:
         cores = used / (now - self.measured_at) if self.measured_at else math.nan
         self.seconds, self.measured_at = seconds, now
         return max(cores, 0.0), total
-
-    def _workers(self) -> list[Any]:
-        # `multiprocessing.active_children` would collect the exit codes of workers that have died, which the data loader needs.
-        # A search for all children reads a file of every process of the machine: 3 ms for 118 processes.
-        pids = {child.pid for child in list(getattr(multiprocessing.process, "_children", ()))} - {None, os.getpid()}
-        self.known = {pid: process for pid, process in self.known.items() if pid in pids}
-        for pid in pids - self.known.keys():
-            with contextlib.suppress(self.psutil.Error):
-                self.known[pid] = self.psutil.Process(pid)
-        return list(self.known.values())
 
 
 class _Gpu:
@@ -140,11 +125,6 @@ class _Gpu:
 
 def _number(read: Callable[[], float]) -> float:
     """Return what `read` returns, or NaN if it raises an exception. A driver may fail in any way, and training continues."""
-    return _numbers(lambda: (read(),), 1)[0]
-
-
-def _numbers(read: Callable[[], tuple[float, ...]], count: int) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, read()))
-    except Exception:
-        return (math.nan,) * count
+    with contextlib.suppress(Exception):
+        return float(read())
+    return math.nan
