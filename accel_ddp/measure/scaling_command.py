@@ -1,16 +1,18 @@
 """`accel-ddp scaling`: the runs of the settings one after the other, and what they have measured."""
 
+import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, combine, measure
-from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary, write_page
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, measure
+from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary
 from accel_ddp.measure.scaling_plan import (
     ScalingOptions,
     Setting,
@@ -24,24 +26,12 @@ from accel_ddp.measure.scaling_plan import (
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
 from accel_ddp.nodes.cores import choose_num_threads, usable_cores
 from accel_ddp.nodes.sharding_plan import require_ddp
-from accel_ddp.report.markup import require_page
 from accel_ddp.text import counted
 
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
 _NEVER = "1000000000"
-FIXED = [
-    "--log_every",
-    "1",
-    "--eval_every",
-    _NEVER,
-    "--no_eval_first",
-    "--save_every",
-    _NEVER,
-    "--report_to",
-    "",
-    "--push_to_hub",
-    "",
-]
+FIXED = f"--log_every 1 --no_eval_first --eval_every {_NEVER} --save_every {_NEVER}".split()
+FIXED += ["--report_to", "", "--push_to_hub", ""]
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
 
 
@@ -53,50 +43,43 @@ def main(words: list[str]) -> int:
     """Return the exit code: 0, 1 if some runs have failed, 2 for a mistake of the user, 130 if it was interrupted."""
     options = read_options(words)
     show = lambda text: print(text, file=sys.stderr if options.given.json else sys.stdout, flush=True)
-    _check_outputs(options)
-    scaling = Scaling(options, show)
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
-        signal.signal(signal.SIGHUP, _raise_interrupt)
-    code = 0
-    try:
-        scaling.measure_all()
-    except KeyboardInterrupt:
-        show("interrupted: the runs were ended.")
-        code = INTERRUPTED
-    except FirstRunFailed as failed:
-        text, code = failed.args
-        show(text)
-    finally:
-        scaling.runs.close()
-    _show_summary(options, scaling, show, is_complete=code == 0)
+    with _open_folder(options.given.folder) as folder:
+        scaling = Scaling(options, folder, show)
+        signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
+            signal.signal(signal.SIGHUP, _raise_interrupt)
+        code = 0
+        try:
+            scaling.measure_all()
+        except KeyboardInterrupt:
+            show("interrupted: the runs were ended.")
+            code = INTERRUPTED
+        except FirstRunFailed as failed:
+            text, code = failed.args
+            show(text)
+    summary = scaling.summary(is_complete=code == 0)
+    if options.given.json:
+        print(as_json(summary), flush=True)
+    elif any(result.measured for result in scaling.results):
+        show(format_summary(summary))
     return code or int(any(result.problem for result in scaling.results))
 
 
-def _check_outputs(options: ScalingOptions) -> None:
-    """Raise UserError if the folder or the page cannot be written, before minutes are spent on measuring."""
-    folder, page = Path(options.given.folder), options.given.page
-    if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+@contextlib.contextmanager
+def _open_folder(given: str) -> Iterator[Path]:
+    """Yield the folder of the runs, which is temporary if none is given. Raise UserError if it cannot be written."""
+    if not given:
+        with tempfile.TemporaryDirectory(prefix="accel_ddp_scaling_", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(given)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
-    if page:
-        require_page(Path(page), f"--page {page}", "--page", "scaling")
-    if options.given.folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
-
-
-def _show_summary(options: ScalingOptions, scaling: "Scaling", show: Callable[[str], None], is_complete: bool) -> None:
-    given, summary = options.given, scaling.summary(is_complete)
-    has_rows = any(result.measured for result in scaling.results)
-    if given.json:
-        print(as_json(summary), flush=True)
-    elif has_rows:
-        show(format_summary(summary))
-    if given.page and has_rows:
-        write_page(Path(given.page), summary)
-        show(f"plots: {given.page}" + (f"; logs: {Path(given.folder)}" if given.folder else ""))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
+    yield folder
 
 
 def _raise_interrupt(number: int, frame: Any) -> None:
@@ -106,7 +89,7 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 class Scaling:
     """The runs of one command."""
 
-    def __init__(self, options: ScalingOptions, show: Callable[[str], None]):
+    def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
         numbers = parse_ranks(given.ranks) if given.ranks else []
         self.results: list[Result] = []
@@ -116,7 +99,7 @@ class Scaling:
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
-            self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, given.run_seconds, not given.no_prediction)
+            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds, not given.no_prediction)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
             places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
             cores = 0 if self.on_gpu else self.runs.cores()
@@ -126,19 +109,15 @@ class Scaling:
             self.on_gpu, cores = gpus > 0, usable_cores()
             gpus = min(gpus, options.gpu_ids or gpus)
             places = local_places(numbers, options.limit or gpus or cores, gpus)
-            self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
+            self.runs = LocalRuns(folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
             local_ranks = places[-1].ranks
-        self.cores, self.threads = cores, self._threads(cores, local_ranks)
+        # The CPU threads of each rank are the same in every run. A rank alone would otherwise use all cores.
+        threads = options.cfg.num_threads
+        self.cores, self.threads = cores, threads if self.on_gpu else choose_num_threads(threads, local_ranks, max(1, cores))
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
         self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:
-            self.runs.close()
             raise UserError(" ".join(self.left_out))
-
-    def _threads(self, cores: int, local_ranks: int) -> int:
-        """Return the CPU threads of each rank, which are the same in every run. A rank alone would otherwise use all cores."""
-        option = self.options.cfg.num_threads
-        return option if self.on_gpu else choose_num_threads(option, local_ranks, max(1, cores))
 
     def measure_all(self) -> None:
         """Run all settings. Raise FirstRunFailed if the first one fails, and KeyboardInterrupt."""
@@ -147,12 +126,13 @@ class Scaling:
             result, seconds = self._measure(setting, f"[{number + 1}/{len(self.plan)}]")
             self.results.append(result)
             left = len(self.plan) - number - 1
-            if not number and not result.measured:
+            if number:
+                continue
+            if not result.measured:
                 raise FirstRunFailed("The first run has failed, so that there is nothing to compare with.", self.code)
-            if not number and left:
+            if left:
                 self.show(f"This run took {seconds:.0f} s. About {_duration(seconds * left)} are left.")
-            if not number:
-                self._measure_links()
+            self._measure_links()
 
     def _announce(self) -> None:
         for text in self.left_out:
@@ -199,8 +179,9 @@ class Scaling:
             return Result(setting, None, self._explain(ended)), ended.seconds
         if measured.spread > LARGE_SPREAD:
             self.show(f"The steps vary by {measured.spread:.0%}. The run is repeated.")
-            again = measure(self._run(setting, runs).events, self.options.given.warmup)
-            measured, runs = (combine(measured, again), runs + 1) if again else (measured, runs)
+            again = self._run(setting, runs).events
+            if measure(again, self.options.given.warmup):
+                measured, runs = measure([*ended.events, *again], self.options.given.warmup), runs + 1
         return Result(setting, measured, runs=runs), ended.seconds
 
     def _run(self, setting: Setting, number: int = 0) -> Ended:
@@ -237,7 +218,7 @@ class Scaling:
         return Summary(
             recipe=self.options.recipe, modes=self.options.modes, results=self.results, links=self.links, left_out=self.left_out,
             on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
-            steps=self.options.given.steps, warmup=self.options.given.warmup, places=[setting.place for setting in self.plan],
+            steps=self.options.given.steps, warmup=self.options.given.warmup,
         )  # fmt: skip
 
 

@@ -183,8 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
     cluster = "run on the nodes of a cluster description, as `accel-ddp launch` does"
     add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
-    page = "HTML page with the plots; '' for none (default: scaling.html)"
-    add("--page", default="scaling.html", metavar="FILE", help=page)
     add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="end a run that takes longer (default: 1800)")
     add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
