@@ -25,7 +25,6 @@ from accel_ddp.measure.tune_results import (
     Transport,
     best_choice,
     best_exact,
-    unpack,
 )
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
@@ -126,7 +125,7 @@ class TrialWorker(CollectiveWorker):
     def measure_ddp(self) -> None:
         """Report the time of a DDP step for each config."""
         torch, spec = self.torch, self.spec
-        model = build_proxy_model(torch, unpack(spec["entries"]), getattr(torch, spec["dtype"]), self.device)
+        model = build_proxy_model(torch, spec["entries"], getattr(torch, spec["dtype"]), self.device)
         self.autocast = contextlib.nullcontext()
         if spec["autocast"]:
             self.autocast = torch.autocast(self.device.type, getattr(torch, spec["autocast"]))

@@ -130,9 +130,8 @@ class TrialRunner:
         """
         self.number += 1
         began, port = time.monotonic(), find_free_port(self.main_ip)
-        for node in range(self.nodes):
-            start = {"trial": self.number, "port": port, "environment": trial.environment(node), "spec": spec}
-            await self.coordinator.members[node].send({"do": "start", **start})
+        start = {"trial": self.number, "port": port, "environment": trial.settings, "spec": spec}
+        await self.coordinator.send_to_all({"do": "start", **start})
         is_first = self.startup_seconds == FIRST_STARTUP_SECONDS
         startup = FIRST_STARTUP_SECONDS if is_first else self.startup_seconds + max(5.0, self.startup_seconds)
         state = _State(began, began + self.trial_seconds + startup, began + STATUS_SECONDS, began)
