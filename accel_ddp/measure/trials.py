@@ -174,34 +174,31 @@ class TrialRunner:
     async def _handle(
         self, state: _State, node: int, event: dict[str, Any], spec: dict[str, Any], on_report: OnReport | None
     ) -> None:
-        if event["event"] == "node_done":
+        """Take an event of a node. A failure leaves the other ranks little time to report their reasons too."""
+        kind, rank, now = event["event"], event.get("rank"), time.monotonic()
+        if kind == "node_done":
             state.done_nodes.add(node)
-        elif event["event"] == "worker_report":
-            await self._handle_report(state, event["rank"], event["report"], spec, on_report)
-        elif event["event"] == "worker_exit" and event["code"]:
+        elif kind == "worker_exit" and event["code"]:
             output = event["output"]
             if state.failure and output.startswith("NCCL: ") and output not in state.failure:
                 state.failure += f" | {output}"
-            reason = f"rank {event['rank']} ended with exit code {event['code']}{f': {output}' if output else ''}"
+            reason = f"rank {rank} ended with exit code {event['code']}{f': {output}' if output else ''}"
             state.failure = state.failure or reason
-        if state.failure and not state.is_killed:
-            state.deadline = min(state.deadline, time.monotonic() + FAILURE_SECONDS)
-
-    async def _handle_report(
-        self, state: _State, rank: int, report: Report, spec: dict[str, Any], on_report: OnReport | None
-    ) -> None:
-        state.last_report_at = now = time.monotonic()
-        if report.get("event") == "connected":
-            state.connected[rank] = report
-            if len(state.connected) == self.ranks and not state.failure:
-                self.startup_seconds = min(self.startup_seconds, now - state.began)
+        elif kind == "worker_report":
+            report, state.last_report_at = event["report"], now
+            if report.get("event") == "connected":
+                state.connected[rank] = report
+                if len(state.connected) == self.ranks and not state.failure:
+                    self.startup_seconds = min(self.startup_seconds, now - state.began)
+                    state.deadline = now + self.trial_seconds
+            elif report.get("event") == "failed":
+                state.failure = state.failure or f"rank {rank}: {report['reason']}"
+            elif spec["measure"] == "ddp" and not state.failure:  # many configs, so the limit is for the time between reports
                 state.deadline = now + self.trial_seconds
-        elif report.get("event") == "failed":
-            state.failure = state.failure or f"rank {rank}: {report['reason']}"
-        elif spec["measure"] == "ddp" and not state.failure:  # times many configs, so the limit is for the time between reports
-            state.deadline = now + self.trial_seconds
-        if rank == 0:
-            state.status_at = now + STATUS_SECONDS
-            state.reports.append(report)
-            if on_report:
-                await on_report(report)
+            if rank == 0:
+                state.status_at = now + STATUS_SECONDS
+                state.reports.append(report)
+                if on_report:
+                    await on_report(report)
+        if state.failure and not state.is_killed:
+            state.deadline = min(state.deadline, now + FAILURE_SECONDS)

@@ -18,11 +18,8 @@ def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = os.environ.get(name, "").split(",")[0].strip()  # OpenMP accepts one number for each nested level
-        if (
-            value.isdigit()
-            and int(value)
-            and not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
-        ):
+        is_given = not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
+        if value.isdigit() and int(value) and is_given:
             return int(value)
     return max(1, (cores or usable_cores()) // local_ranks)
 
@@ -32,15 +29,15 @@ def _is_set_by_launcher(local_ranks: int) -> bool:
 
     `accelerate launch` does so, and torchrun does for several ranks. The variables with which the launcher was started show it.
     """
-    by_accelerate = launcher.is_started_by_accelerate()
-    if not by_accelerate and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
+    request = launcher.find_accelerate_request()
+    if request is None and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
         return False
     import psutil
 
     with contextlib.suppress(psutil.Error):
         if "OMP_NUM_THREADS" in psutil.Process().parent().environ():
             return False
-    return not launcher.find_accelerate_request().get("num_cpu_threads_per_process")
+    return not (request or {}).get("num_cpu_threads_per_process")
 
 
 def set_num_threads(option: int, local_ranks: int) -> None:
@@ -49,7 +46,9 @@ def set_num_threads(option: int, local_ranks: int) -> None:
     OpenBLAS keeps the number that it has read as its maximum, and `torch.set_num_threads` does not change it. With the 1 of
     `accelerate launch`, matrix products of a run on CPUs use one core. Operations of ranks with GPUs keep the launcher's number.
     """
-    if option or not _may_use_gpu():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or launcher.cpu_is_wanted()
+    has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))  # NVIDIA, WSL, AMD; torch is not imported yet
+    if option or is_hidden or not has_gpu:
         os.environ["OMP_NUM_THREADS"] = str(choose_num_threads(option, local_ranks))
 
 
@@ -90,9 +89,3 @@ def _quotas_along(mount: Path, path: str, *files: str) -> Iterator[float]:
             quota, period = " ".join(mount.joinpath(*parts[:depth], file).read_text() for file in files).split()
             if int(quota) > 0 and int(period) > 0:  # -1: no limit
                 yield int(quota) / int(period)
-
-
-def _may_use_gpu() -> bool:
-    """Return whether this host has a GPU that is not hidden, without torch, which is not imported yet."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or launcher.cpu_is_wanted()
-    return not is_hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))  # NVIDIA, WSL, AMD
